@@ -1,0 +1,614 @@
+#!/usr/bin/env python3
+"""Set up this repository and run it, with the standard library alone.
+
+    python3 dev.py demo      the main job: train on handwritten digits over 8 replicas
+    python3 dev.py test      lint, types and tests
+    python3 dev.py pythons   the installed Pythons that can be used, newest first
+
+The first run creates `.venv` and installs the tested versions (constraints/); later runs
+find it ready and need no network. Environment variables:
+
+    PYTHON   the Python to use: a path, a command or a version ("3.12"); default: the newest
+    VENV     the folder of the environment; default: .venv
+
+The file must parse on Python 3.6, so that an old `python3` gets a message and not a
+SyntaxError; the environment itself needs Python 3.11 or later.
+"""
+
+import argparse
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+try:
+    import fcntl
+except ImportError:  # Windows has no fcntl: there, two first runs at once are not kept apart.
+    fcntl = None  # type: ignore[assignment]
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+MINIMUM = (3, 11)
+SIMULATED_DEVICES = 8
+EXTRAS = "test"
+BUILD_TOOLS = ["hatchling", "editables"]
+MARKER = "made-by-dev.py"
+STAMP = "dev-stamp.json"
+LOG = os.path.join(".cache", "install.log")
+PYTHON_NAME = re.compile(r"python(3(\.\d+)?)?(\.exe)?$")
+
+# Run by every candidate, so it stays with what all Pythons since 3.4 have.
+PROBE = """
+import importlib.util, json, platform, sys, sysconfig
+print(json.dumps({
+    "version": list(sys.version_info[:3]),
+    "executable": getattr(sys, "_base_executable", None) or sys.executable,
+    "stable": sys.version_info.releaselevel == "final"
+    and platform.python_implementation() == "CPython"
+    and not sysconfig.get_config_var("Py_GIL_DISABLED"),
+    "venv": all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")),
+}))
+"""
+
+TEST_HELP = """\
+Without further arguments: ruff check, ruff format --check, codespell, mypy and pytest
+(in parallel, without the tests marked slow or wide), each run even if one before it failed.
+With arguments that dev.py does not know: only pytest, in one process, with exactly these
+arguments, for example `python3 dev.py test tests/test_dev.py -k stamp`."""
+
+DEMO_HELP = """\
+Arguments that dev.py does not know go to examples/digits.py, for example
+`python3 dev.py demo --epochs 3`; its own help: `python3 dev.py demo -- --help`."""
+
+
+class SetupError(Exception):
+    """A failure that the user can act on: what failed, what was found, what to type next."""
+
+
+class Python(NamedTuple):
+    """An interpreter that was run: its version, its own path, and what it can do."""
+
+    version: Tuple[int, ...]
+    executable: str
+    stable: bool
+    venv: bool
+
+    @property
+    def usable(self) -> bool:
+        """Whether JAX's wheels exist for it: a released CPython with the GIL, new enough."""
+        return self.stable and self.version >= MINIMUM
+
+    @property
+    def release(self) -> str:
+        """The full version, such as "3.12.1"."""
+        return dotted(self.version)
+
+    @property
+    def minor(self) -> str:
+        """The version without its last part, such as "3.12"."""
+        return dotted(self.version[:2])
+
+
+def say(message: str) -> None:
+    """Prints a line of progress at once, also into a pipe."""
+    print("dev.py: " + message, flush=True)
+
+
+def dotted(version: Tuple[int, ...]) -> str:
+    """Spells a version with dots."""
+    return ".".join(str(part) for part in version)
+
+
+def quoted(path: str) -> str:
+    """A path as one types it in a shell, relative to the repository where it lies in it."""
+    if path.startswith(ROOT + os.sep):
+        path = os.path.relpath(path, ROOT)
+    return "'{}'".format(path) if " " in path else path
+
+
+# Finding a Python
+
+
+def probe(executable: str) -> Optional[Python]:
+    """Runs an interpreter and returns what it is, or None where it does not run."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    try:
+        done = subprocess.run(
+            [executable, "-c", PROBE],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=30,
+        )
+        fields = json.loads(done.stdout.decode())
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    fields["version"] = tuple(fields["version"])
+    return Python(**fields)
+
+
+def search_folders() -> List[str]:
+    """The folders that may hold Pythons: PATH, and where pyenv and uv keep theirs."""
+    pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
+    uv = os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.expanduser("~/.local/share/uv/python")
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    for pattern in (os.path.join(pyenv, "versions", "*", "bin"), os.path.join(uv, "*", "bin")):
+        folders += sorted(glob.glob(pattern))
+    return [folder for folder in folders if os.path.isabs(folder) and os.path.isdir(folder)]
+
+
+def candidates() -> List[str]:
+    """Files that are called like a Python, the running one first, each file once."""
+    paths = [sys.executable] if sys.executable else []
+    for folder in search_folders():
+        with contextlib.suppress(OSError):
+            names = sorted(filter(PYTHON_NAME.match, os.listdir(folder)))
+            paths += [os.path.join(folder, name) for name in names]
+    unique = {os.path.realpath(path): path for path in reversed(paths)}
+    return [path for path in reversed(list(unique.values())) if os.access(path, os.X_OK)]
+
+
+def installed() -> List[Python]:
+    """Every Python 3 of this machine that runs, newest first, each interpreter once."""
+    found = {}  # type: Dict[str, Python]
+    for path in candidates():
+        python = probe(path)
+        if python:
+            found.setdefault(os.path.realpath(python.executable), python)
+    return sorted(found.values(), key=lambda python: python.version, reverse=True)
+
+
+def matches(version: Tuple[int, ...], wanted: str) -> bool:
+    """Whether a version is the wanted one: "3.12" stands for every 3.12.x."""
+    return (dotted(version) + ".").startswith(wanted + ".")
+
+
+def is_version(wanted: str) -> bool:
+    """Whether PYTHON holds a version and not a path or a command."""
+    return re.match(r"\d+(\.\d+)*$", wanted) is not None
+
+
+def named_python(wanted: str) -> Python:
+    """The Python that PYTHON names by a path or a command."""
+    python = probe(shutil.which(wanted) or os.path.abspath(wanted))
+    if python is None:
+        raise SetupError(
+            "PYTHON={} does not run as a Python 3.\n".format(quoted(wanted))
+            + "Next, list those that do: python3 dev.py pythons"
+        )
+    if not python.usable:
+        raise SetupError(
+            "PYTHON={} is Python {}{}; this project needs a released CPython {} or later.\n".format(
+                quoted(wanted),
+                python.release,
+                "" if python.stable else " (a pre-release or a special build)",
+                dotted(MINIMUM),
+            )
+            + "Next, list those that fit: python3 dev.py pythons"
+        )
+    return python
+
+
+def choose(pythons: List[Python], wanted: str) -> Python:
+    """The newest usable Python that can make an environment, among those of the version wanted."""
+    usable = [p for p in pythons if p.usable and (not wanted or matches(p.version, wanted))]
+    if not usable:
+        raise SetupError(missing_python(pythons, wanted))
+    for python in usable:
+        if venv_command(python, ""):
+            return python
+    raise SetupError(missing_venv(usable[0]))
+
+
+def select() -> Python:
+    """The Python for a new environment, from PYTHON or from a search."""
+    wanted = os.environ.get("PYTHON", "")
+    if not wanted or is_version(wanted):
+        return choose(installed(), wanted)
+    return choose([named_python(wanted)], "")
+
+
+def missing_python(pythons: List[Python], wanted: str) -> str:
+    """What to say where no installed Python fits."""
+    found = ["  Python {}  {}".format(p.release, p.executable) for p in pythons]
+    need = "Python {} or later".format(dotted(MINIMUM)) if not wanted else "Python " + wanted
+    return "\n".join(
+        ["No installed {} was found. Found:".format(need)]
+        + (found or ["  no Python 3 that runs"])
+        + ["Next, install one: " + install_line(wanted or "3.13")]
+        + ["or name one that is elsewhere: PYTHON=/path/to/python3 python3 dev.py demo"]
+    )
+
+
+def install_line(version: str) -> str:
+    """The command that installs a Python with what this machine has."""
+    lines = [
+        ("uv", "uv python install {}"),
+        ("pyenv", "pyenv install {}"),
+        ("brew", "brew install python@{}"),
+        ("dnf", "sudo dnf install python{}"),
+        ("apt-get", "sudo apt-get install python{0} python{0}-venv"),
+    ]
+    for tool, line in lines:
+        if shutil.which(tool):
+            return line.format(version)
+    return "Python {} from your system's packages or python.org".format(version)
+
+
+def missing_venv(python: Python) -> str:
+    """What to say where the only Pythons that fit cannot make environments."""
+    package = "python{}-venv".format(python.minor)
+    return (
+        "Python {} ({}) cannot make a virtual environment: its venv or ensurepip module is\n"
+        "missing, and neither uv nor virtualenv is on PATH.\n"
+        "Next: sudo apt-get install {}   (or install uv, or virtualenv)"
+    ).format(python.release, python.executable, package)
+
+
+def venv_command(python: Python, folder: str) -> List[str]:
+    """The command that makes an environment with pip in it, or [] where nothing can."""
+    if python.venv:
+        return [python.executable, "-m", "venv", folder]
+    if shutil.which("uv"):
+        options = ["--quiet", "--seed", "--allow-existing", "--python", python.executable]
+        return ["uv", "venv", *options, folder]
+    if shutil.which("virtualenv"):
+        return ["virtualenv", "--quiet", "--python", python.executable, folder]
+    return []
+
+
+# The environment
+
+
+def venv_folder() -> str:
+    """The environment's folder: VENV, relative to the repository, or .venv."""
+    return os.path.join(ROOT, os.environ.get("VENV") or ".venv")
+
+
+def venv_python(folder: str) -> str:
+    """The environment's interpreter."""
+    windows = os.name == "nt"
+    return os.path.join(folder, "Scripts" if windows else "bin", "python" + ".exe" * windows)
+
+
+def constraints_file(version: Tuple[int, ...]) -> str:
+    """The tested versions for a Python; a Python newer than the known ones takes the newest."""
+    known = {}
+    for path in glob.glob(os.path.join(glob.escape(ROOT), "constraints", "python-3.*.txt")):
+        minor = re.search(r"python-3\.(\d+)\.txt$", path)
+        if minor:
+            known[3, int(minor.group(1))] = path
+    fitting = [minor for minor in sorted(known) if minor <= tuple(version[:2])]
+    if not fitting:
+        raise SetupError("constraints/ has no file for Python {}.".format(dotted(version)))
+    return known[fitting[-1]]
+
+
+def digest(version: Tuple[int, ...]) -> str:
+    """A hash of everything that decides what is installed."""
+    total = hashlib.sha256(EXTRAS.encode())
+    for path in (os.path.join(ROOT, "pyproject.toml"), constraints_file(version)):
+        with open(path, "rb") as file:
+            total.update(hashlib.sha256(file.read()).digest())
+    return total.hexdigest()
+
+
+def stamp_for(version: Tuple[int, ...]) -> Dict[str, Any]:
+    """The stamp of a finished environment; the folder is in it because a moved one is broken."""
+    return {"python": list(version), "inputs": digest(version), "root": ROOT}
+
+
+def read_stamp(folder: str) -> Dict[str, Any]:
+    """The stamp of an environment, or {} where there is none that can be read."""
+    try:
+        with open(os.path.join(folder, STAMP), encoding="utf-8") as file:
+            stamp = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def write_stamp(folder: str, stamp: Dict[str, Any]) -> None:
+    """Writes the stamp in one step, so that it is never seen half written."""
+    path = os.path.join(folder, STAMP)
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(stamp, file)
+    os.replace(path + ".part", path)
+
+
+def is_ready(folder: str) -> bool:
+    """Whether an environment is finished, up to date, in its place, and of the Python wanted."""
+    version = tuple(read_stamp(folder).get("python", ()))
+    if not version or read_stamp(folder) != stamp_for(version):
+        return False
+    if not os.access(venv_python(folder), os.X_OK):
+        return False
+    wanted = os.environ.get("PYTHON", "")
+    if not wanted or is_version(wanted):
+        return not wanted or matches(version, wanted)
+    return named_python(wanted).version == version
+
+
+def remove(folder: str) -> None:
+    """Removes an environment that this file made, and nothing else."""
+    if not os.path.lexists(folder) or (os.path.isdir(folder) and not os.listdir(folder)):
+        return
+    if os.path.islink(folder) or not os.path.isfile(os.path.join(folder, MARKER)):
+        raise SetupError(
+            "{0} is there already and was not made by dev.py, so it is left alone.\n"
+            "Next, use another folder: VENV=.venv-dev python3 dev.py demo\n"
+            "or move {0} out of the way.".format(quoted(folder))
+        )
+    shutil.rmtree(folder)
+
+
+def create(folder: str, python: Python) -> None:
+    """Makes the environment anew: marked first, stamped last."""
+    constraints = constraints_file(python.version)
+    started = time.time()
+    remove(folder)
+    say(
+        "creating {} with Python {} (once: about 900 MB on disk, 1-3 minutes) ...".format(
+            quoted(folder), python.release
+        )
+    )
+    os.makedirs(folder, exist_ok=True)
+    open(os.path.join(folder, MARKER), "w").close()
+    logged(venv_command(python, folder), "making the environment", python)
+    pip = [venv_python(folder), "-m", "pip", "install", "-qq", "-c", constraints]
+    logged(pip + BUILD_TOOLS, "installing the build tools", python)
+    # Without isolation pip builds with the tools just installed: pinned, and found offline.
+    editable = ["--no-build-isolation", "-e", "{}[{}]".format(ROOT, EXTRAS)]
+    logged(pip + editable, "installing the packages", python)
+    write_stamp(folder, stamp_for(python.version))
+    say("ready after {:.0f} s".format(time.time() - started))
+
+
+def logged(command: List[str], purpose: str, python: Python) -> None:
+    """Runs a step of the installation, silent unless it fails."""
+    log = os.path.join(ROOT, LOG)
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    with open(log, "wb") as file:
+        code = run(command, install_environment(), output=file)
+    if code:
+        with open(log, encoding="utf-8", errors="replace") as text:
+            tail = "".join(text.readlines()[-20:]).strip()
+        raise SetupError(
+            "{} failed (exit status {}, Python {}). The end of {}:\n{}\n"
+            "Next, check the network and the disk, then type the same command again; it starts\n"
+            "afresh. Another Python: PYTHON=3.13 python3 dev.py demo".format(
+                purpose, code, python.release, LOG, tail
+            )
+        )
+
+
+def install_environment() -> Dict[str, str]:
+    """The environment for pip: no settings that would install elsewhere than in the folder."""
+    elsewhere = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV")
+    environment = {k: v for k, v in os.environ.items() if k not in elsewhere}
+    for name in ("PYTHONPATH", "PYTHONHOME", "PYTHON", "VENV"):
+        environment.pop(name, None)
+    return environment
+
+
+@contextlib.contextmanager
+def environment_ready() -> Iterator[str]:
+    """Yields a ready environment, which no other dev.py replaces meanwhile."""
+    folder = venv_folder()
+    with open(folder + ".lock", "a") as file:
+        lock(file, shared=True)
+        while not is_ready(folder):
+            lock(file, shared=False)
+            if not is_ready(folder):
+                create(folder, select())
+            lock(file, shared=True)
+        yield folder
+
+
+def lock(file: Any, shared: bool) -> None:
+    """Holds the lock of an environment: shared to use it, alone to make it."""
+    if fcntl is None:
+        return
+    mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("waiting for another dev.py that uses {}".format(quoted(venv_folder())))
+        fcntl.flock(file, mode)
+    except OSError:
+        pass  # A file system without locks: then the user keeps first runs apart.
+
+
+# Running jobs
+
+
+def job_environment(inherited: Dict[str, str], folder: str, simulated: bool) -> Dict[str, str]:
+    """The environment of a job, cleared of what other jobs and clusters left in the shell."""
+    names = {"TF_CONFIG", "PYTHONPATH", "PYTHONHOME", "PYTHON", "VENV"}
+    prefixes = ("SLURM_", "JAX_") if simulated else ("SLURM_",)
+    kept = {k: v for k, v in inherited.items() if k not in names and not k.startswith(prefixes)}
+    kept["VIRTUAL_ENV"] = folder
+    kept["PATH"] = os.path.dirname(venv_python(folder)) + os.pathsep + kept.get("PATH", os.defpath)
+    if simulated:
+        kept["JAX_PLATFORMS"] = "cpu"
+        kept["XLA_FLAGS"] = "--xla_force_host_platform_device_count={}".format(SIMULATED_DEVICES)
+        # XLA takes its number of pool threads from NPROC. With fewer threads than devices, a
+        # loop of collectives that nobody reads can wait for itself for ever.
+        kept["NPROC"] = str(2 * SIMULATED_DEVICES)
+    return kept
+
+
+def run(command: List[str], environment: Dict[str, str], output: Any = None) -> int:
+    """Runs a command in the repository and returns its status; never leaves it behind."""
+    streams = {"stdout": output, "stderr": subprocess.STDOUT} if output else {}
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def demo(options: argparse.Namespace, rest: List[str]) -> int:
+    """Runs the main job."""
+    script = os.path.join(ROOT, "examples", "digits.py")
+    if not os.path.isfile(script):
+        raise SetupError("examples/digits.py is missing.\nNext: git checkout examples")
+    with environment_ready() as folder:
+        simulated = options.devices == "simulated"
+        if not simulated:
+            say(accelerator_hint(folder))
+        environment = job_environment(dict(os.environ), folder, simulated)
+        return run([venv_python(folder), script, *rest], environment)
+
+
+def accelerator_hint(folder: str) -> str:
+    """How to install JAX for an accelerator, which dev.py leaves to the user."""
+    constraints = constraints_file(tuple(read_stamp(folder)["python"]))
+    return (
+        "using the devices that JAX finds; if that is only the CPU, type\n"
+        "  {} -m pip install -c {} 'jax[cuda12]'   (or cuda13, or tpu)"
+    ).format(quoted(venv_python(folder)), quoted(constraints))
+
+
+def lint_steps() -> List[Tuple[str, List[str]]]:
+    """The checks that need no test: name and arguments to Python."""
+    return [
+        ("ruff check", ["-m", "ruff", "check"]),
+        ("ruff format", ["-m", "ruff", "format", "--check"]),
+        ("codespell", ["-m", "codespell_lib"]),
+        ("mypy", ["-m", "mypy"]),
+    ]
+
+
+def pytest_step(arguments: List[str], everything: bool) -> Tuple[str, List[str]]:
+    """The tests; an empty mark expression takes the slow and wide ones too."""
+    return "pytest", ["-m", "pytest"] + (["-m", ""] if everything else []) + arguments
+
+
+def in_parallel() -> List[str]:
+    """The arguments that spread the suite over the processors."""
+    return ["-n", str(min(8, available_cores())), "--dist", "worksteal"]
+
+
+def available_cores() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def test(options: argparse.Namespace, rest: List[str]) -> int:
+    """Runs the checks and the tests, or pytest alone when it is given arguments."""
+    steps = [] if options.no_lint or rest else lint_steps()
+    if rest or not options.lint:
+        steps.append(pytest_step(rest or in_parallel(), options.all))
+    with environment_ready() as folder:
+        environment = job_environment(dict(os.environ), folder, simulated=True)
+        return run_steps(steps, venv_python(folder), environment)
+
+
+def run_steps(steps: List[Tuple[str, List[str]]], python: str, environment: Dict[str, str]) -> int:
+    """Runs every step, then says which failed and how to repeat it."""
+    failed = []
+    for name, arguments in steps:
+        say(name)
+        if run([python, *arguments], environment):
+            failed.append((name, arguments))
+    for name, arguments in failed:
+        line = " ".join([quoted(python)] + [argument or "''" for argument in arguments])
+        say("FAILED: {}; to repeat it: {}".format(name, line))
+    if not failed:
+        say("passed: " + ", ".join(name for name, _ in steps))
+    return 1 if failed else 0
+
+
+def pythons(options: argparse.Namespace, rest: List[str]) -> int:
+    """Lists the Pythons that can be used: version and path, newest first."""
+    if rest:
+        raise SetupError("pythons takes no arguments, got: " + " ".join(rest))
+    found = installed()
+    usable = [python for python in found if python.usable and venv_command(python, "")]
+    if not usable:
+        choose(found, "")
+    for python in usable:
+        print("{}\t{}".format(python.release, python.executable))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; what it does not know is passed on to the job."""
+    top = argparse.ArgumentParser(
+        prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", metavar="{demo,test,pythons}")
+
+    def command(name: str, job: Any, text: str, more: str = "") -> argparse.ArgumentParser:
+        raw = argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(
+            name, help=text, description=text, epilog=more, formatter_class=raw, allow_abbrev=False
+        )
+        added.set_defaults(job=job)
+        return added
+
+    demo_command = command("demo", demo, "train on handwritten digits over replicas", DEMO_HELP)
+    demo_command.add_argument(
+        "--devices",
+        choices=("simulated", "real"),
+        default="simulated",
+        help="8 simulated CPU devices (default), or those that JAX finds",
+    )
+    test_command = command("test", test, "lint, types and tests", TEST_HELP)
+    test_command.add_argument("--all", action="store_true", help="the slow and wide tests too")
+    only = test_command.add_mutually_exclusive_group()
+    only.add_argument("--lint", action="store_true", help="only lint and types")
+    only.add_argument("--no-lint", action="store_true", help="only the tests")
+    command("pythons", pythons, "list the usable Pythons, newest first")
+    return top
+
+
+def split_arguments(arguments: List[str]) -> Tuple[List[str], List[str]]:
+    """What may be dev.py's own, and what follows `--` and is the job's in any case."""
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def stop(number: int, frame: Any) -> None:
+    """Turns a termination signal into an exit that ends the child first."""
+    sys.exit(128 + number)
+
+
+def main(arguments: List[str]) -> int:
+    """Runs one command and returns the exit status."""
+    ours, passed_on = split_arguments(arguments)
+    options, rest = parser().parse_known_args(ours)
+    if not options.command:
+        parser().print_help()
+        return 2
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        return int(options.job(options, rest + passed_on))
+    except SetupError as problem:
+        print("dev.py: {}".format(problem), file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
