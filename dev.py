@@ -270,7 +270,7 @@ def venv_command(python: Python, folder: str) -> List[str]:
 
 def venv_folder() -> str:
     """The environment's folder: VENV, relative to the repository, or .venv."""
-    return os.path.join(ROOT, os.environ.get("VENV") or ".venv")
+    return os.path.normpath(os.path.join(ROOT, os.environ.get("VENV") or ".venv"))
 
 
 def venv_python(folder: str) -> str:
@@ -301,12 +301,12 @@ def digest(version: Tuple[int, ...]) -> str:
     return total.hexdigest()
 
 
-def stamp_for(version: Tuple[int, ...]) -> Dict[str, Any]:
+def stamp_for(version: Tuple[int, ...]) -> Dict[str, str]:
     """The stamp of a finished environment; the folder is in it because a moved one is broken."""
-    return {"python": list(version), "inputs": digest(version), "root": ROOT}
+    return {"python": dotted(version), "inputs": digest(version), "root": ROOT}
 
 
-def read_stamp(folder: str) -> Dict[str, Any]:
+def read_stamp(folder: str) -> Dict[str, str]:
     """The stamp of an environment, or {} where there is none that can be read."""
     try:
         with open(os.path.join(folder, STAMP), encoding="utf-8") as file:
@@ -316,7 +316,13 @@ def read_stamp(folder: str) -> Dict[str, Any]:
     return stamp if isinstance(stamp, dict) else {}
 
 
-def write_stamp(folder: str, stamp: Dict[str, Any]) -> None:
+def stamped_version(folder: str) -> Tuple[int, ...]:
+    """The Python of a finished environment, or () where there is none."""
+    version = str(read_stamp(folder).get("python"))
+    return tuple(int(part) for part in version.split(".")) if is_version(version) else ()
+
+
+def write_stamp(folder: str, stamp: Dict[str, str]) -> None:
     """Writes the stamp in one step, so that it is never seen half written."""
     path = os.path.join(folder, STAMP)
     with open(path + ".part", "w", encoding="utf-8") as file:
@@ -326,8 +332,8 @@ def write_stamp(folder: str, stamp: Dict[str, Any]) -> None:
 
 def is_ready(folder: str) -> bool:
     """Whether an environment is finished, up to date, in its place, and of the Python wanted."""
-    version = tuple(read_stamp(folder).get("python", ()))
-    if not version or read_stamp(folder) != stamp_for(version):
+    version = stamped_version(folder)
+    if version < MINIMUM or read_stamp(folder) != stamp_for(version):
         return False
     if not os.access(venv_python(folder), os.X_OK):
         return False
@@ -403,6 +409,7 @@ def install_environment() -> Dict[str, str]:
 def environment_ready() -> Iterator[str]:
     """Yields a ready environment, which no other dev.py replaces meanwhile."""
     folder = venv_folder()
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
     with open(folder + ".lock", "a") as file:
         lock(file, shared=True)
         while not is_ready(folder):
@@ -477,7 +484,7 @@ def demo(options: argparse.Namespace, rest: List[str]) -> int:
 
 def accelerator_hint(folder: str) -> str:
     """How to install JAX for an accelerator, which dev.py leaves to the user."""
-    constraints = constraints_file(tuple(read_stamp(folder)["python"]))
+    constraints = constraints_file(stamped_version(folder))
     return (
         "using the devices that JAX finds; if that is only the CPU, type\n"
         "  {} -m pip install -c {} 'jax[cuda12]'   (or cuda13, or tpu)"
@@ -518,7 +525,16 @@ def test(options: argparse.Namespace, rest: List[str]) -> int:
         steps.append(pytest_step(rest or in_parallel(), options.all))
     with environment_ready() as folder:
         environment = job_environment(dict(os.environ), folder, simulated=True)
+        environment.update(compilation_cache())
         return run_steps(steps, venv_python(folder), environment)
+
+
+def compilation_cache() -> Dict[str, str]:
+    """JAX's settings for compiled programs that workers, and later runs, share."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": os.path.join(ROOT, ".cache", "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
 
 
 def run_steps(steps: List[Tuple[str, List[str]]], python: str, environment: Dict[str, str]) -> int:
@@ -605,6 +621,10 @@ def main(arguments: List[str]) -> int:
         return int(options.job(options, rest + passed_on))
     except SetupError as problem:
         print("dev.py: {}".format(problem), file=sys.stderr, flush=True)
+        return 1
+    except OSError as error:
+        text = "dev.py: {}\nNext, check that {} can be written to and that the disk has space."
+        print(text.format(error, quoted(ROOT)), file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         return 130
