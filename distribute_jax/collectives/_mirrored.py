@@ -10,8 +10,8 @@ from jax.interpreters import ad, batching, mlir
 
 T = TypeVar("T")
 
-mirrored_p = Primitive("mirrored")
-"""An identity. The proof of :mod:`distribute_jax.program._sync` trusts its result to be mirrored."""
+mirrored_p: Any = Primitive("mirrored")
+"""An identity whose result the proof of ``distribute_jax.program`` trusts to be mirrored."""
 
 
 def assume_mirrored(x: T) -> T:
@@ -36,7 +36,8 @@ def assume_mirrored(x: T) -> T:
         >>> assume_mirrored({"rate": jnp.float32(0.5)})["rate"]
         Array(0.5, dtype=float32)
     """
-    return jax.tree.map(mirrored_p.bind, x)
+    same: T = jax.tree.map(mirrored_p.bind, x)
+    return same
 
 
 def _identity(x: Any) -> Any:
@@ -46,7 +47,7 @@ def _identity(x: Any) -> Any:
 mirrored_p.def_impl(_identity)
 mirrored_p.def_abstract_eval(_identity)
 mlir.register_lowering(mirrored_p, lambda ctx, x: [x])
-batching.defvectorized(mirrored_p)
+batching.primitive_batchers[mirrored_p] = lambda xs, dims: (mirrored_p.bind(*xs), *dims)
 # Derivatives pass by the primitive: the user spoke of x, not of its tangents and cotangents.
 ad.primitive_jvps[mirrored_p] = lambda xs, tangents: (mirrored_p.bind(*xs), *tangents)
 ad.primitive_transposes[mirrored_p] = lambda cotangent, x: [cotangent]

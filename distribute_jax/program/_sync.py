@@ -14,11 +14,19 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, primitives
+from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError
 from distribute_jax.collectives._mirrored import mirrored_p
-from distribute_jax.program._sync_marks import MIRRORED, Control, Mark, line, name, union
+from distribute_jax.program._sync_marks import (
+    MIRRORED,
+    ClosedJaxpr,
+    Control,
+    Mark,
+    line,
+    name,
+    union,
+)
 from distribute_jax.program._sync_rules import RULES, Outcome, axis_names
 
 DEADLOCK = """\
@@ -34,12 +42,12 @@ or move the collective out of the branch or loop."""
 
 
 def prove(
-    jaxpr: ClosedJaxpr, in_marks: Sequence[Mark], *, axis: str = "data", axis_size: int
+    jaxpr: Any, in_marks: Sequence[Mark], *, axis: str = "data", axis_size: int
 ) -> list[Mark]:
     """Finds which outputs of a per-replica program are the same on every replica.
 
     Args:
-        jaxpr: The program of one replica, traced with ``axis`` bound.
+        jaxpr: The program of one replica, as ``jax.make_jaxpr`` returns it with ``axis`` bound.
         in_marks: For each input, why it may differ between replicas; empty if it does not.
         axis: The mesh axis along which the replicas lie.
         axis_size: The number of replicas.

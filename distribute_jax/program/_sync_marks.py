@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax.extend import source_info_util
+from jax.extend import core, source_info_util
 
 Mark = frozenset[str]
 """Why a value may differ between replicas, in words. Empty: it is proved mirrored."""
 
 MIRRORED: Mark = frozenset()
+
+ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+"""A jaxpr with its constants. JAX 0.12 has one class for both, under both names."""
 
 _PACKAGE = str(Path(__file__).parents[1])
 _FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)? \(.*\)")
@@ -46,7 +49,8 @@ class Control:
 
 def name(eqn: Any) -> str:
     """Returns the name of the equation's primitive, as users know it."""
-    return {"remat2": "checkpoint"}.get(eqn.primitive.name, eqn.primitive.name)
+    primitive: str = eqn.primitive.name
+    return "checkpoint" if primitive == "remat2" else primitive
 
 
 def line(eqn: Any, *, full_path: bool = False) -> str:
@@ -61,4 +65,4 @@ def line(eqn: Any, *, full_path: bool = False) -> str:
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(_PACKAGE) or "site-packages" in file or file.startswith("<frozen")
+    return file.startswith((_PACKAGE, "<frozen")) or "site-packages" in file

@@ -10,9 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
-from distribute_jax.program._sync_marks import MIRRORED, Control, Mark, line, name, union
+from distribute_jax.program._sync_marks import (
+    MIRRORED,
+    ClosedJaxpr,
+    Control,
+    Mark,
+    line,
+    name,
+    union,
+)
 
 
 class Outcome(NamedTuple):
@@ -217,8 +225,7 @@ def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
 
 def _num_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     return sum(
-        len(out.aval.shape) != len(body.aval.shape)
-        for out, body in zip(outer, inner, strict=True)
+        len(out.aval.shape) != len(body.aval.shape) for out, body in zip(outer, inner, strict=True)
     )
 
 
@@ -248,44 +255,27 @@ def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Out
     return Outcome(state[start:], written)
 
 
+_REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "pbroadcast")
+_GATHERS = ("all_gather", "all_gather_invariant")
+_EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psend", "precv")
+_CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call")
+_TAGGED_CALLS = ("composite", "compute_on", "xla_metadata_call")
+_COMBINES = ("reduce", "reduce_window", "select_and_scatter")
+_SCATTERS = tuple("scatter" + kind for kind in ("", "-add", "-sub", "-mul", "-min", "-max"))
+
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            *("psum", "psum_invariant", "pmax", "pmin", "pbroadcast"),
-            *("all_gather", "all_gather_invariant"),
-        ),
-        reduction,
-    ),
-    **dict.fromkeys(
-        (
-            *("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter"),
-            *("psend", "precv"),
-        ),
-        exchange,
-    ),
+    **dict.fromkeys(_REDUCTIONS + _GATHERS, reduction),
+    **dict.fromkeys(_EXCHANGES, exchange),
     "axis_index": axis_index,
     "new_ref": new_ref,
     **dict.fromkeys(("get", "freeze", "free_ref"), read),
     **dict.fromkeys(("swap", "addupdate"), write),
     "run_state": run_state,
-    **dict.fromkeys(
-        (
-            *("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2"),
-            *("checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
-            *("composite", "linear_call", "compute_on", "xla_metadata_call"),
-        ),
-        call,
-    ),
+    **dict.fromkeys(_CALLS + _CUSTOM_CALLS + _TAGGED_CALLS, call),
     "shard_map": shard_map,
     "custom_linear_solve": linear_solve,
-    **dict.fromkeys(
-        (
-            *("reduce", "reduce_window", "select_and_scatter"),
-            *("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min"),
-            "scatter-max",
-        ),
-        combine,
-    ),
+    **dict.fromkeys(_COMBINES + _SCATTERS, combine),
     "optimization_barrier": barrier,
     "call_hi_primitive": hi_primitive,
     "cond": cond,
