@@ -182,7 +182,7 @@ def named_python(wanted: str) -> Python:
     if python is None:
         raise SetupError(
             "PYTHON={} does not run as a Python 3.\n".format(quoted(wanted))
-            + "Next, list those that do: python3 dev.py pythons"
+            + "Next, list those that do: python3 dev.py pythons; a version works too: PYTHON=3.12"
         )
     if not python.usable:
         raise SetupError(
@@ -219,28 +219,29 @@ def select() -> Python:
 def missing_python(pythons: List[Python], wanted: str) -> str:
     """What to say where no installed Python fits."""
     found = ["  Python {}  {}".format(p.release, p.executable) for p in pythons]
-    need = "Python {} or later".format(dotted(MINIMUM)) if not wanted else "Python " + wanted
     return "\n".join(
-        ["No installed {} was found. Found:".format(need)]
+        ["No usable Python {}was found:".format(wanted + " " if wanted else "")]
+        + ["this project needs a released CPython, {} or later. Found:".format(dotted(MINIMUM))]
         + (found or ["  no Python 3 that runs"])
-        + ["Next, install one: " + install_line(wanted or "3.13")]
+        + ["Next, install one: " + install_line()]
         + ["or name one that is elsewhere: PYTHON=/path/to/python3 python3 dev.py demo"]
     )
 
 
-def install_line(version: str) -> str:
+def install_line() -> str:
     """The command that installs a Python with what this machine has."""
     lines = [
-        ("uv", "uv python install {}"),
-        ("pyenv", "pyenv install {}"),
-        ("brew", "brew install python@{}"),
-        ("dnf", "sudo dnf install python{}"),
-        ("apt-get", "sudo apt-get install python{0} python{0}-venv"),
+        ("uv", "uv python install 3.13"),
+        ("pyenv", "pyenv install 3.13"),
+        ("brew", "brew install python@3.13"),
+        # The systems whose own Python is too old offer these as additional packages.
+        ("dnf", "sudo dnf install python3.12"),
+        ("apt-get", "sudo apt-get install python3.11 python3.11-venv"),
     ]
     for tool, line in lines:
         if shutil.which(tool):
-            return line.format(version)
-    return "Python {} from your system's packages or python.org".format(version)
+            return line
+    return "Python 3.13 from your system's packages or from python.org"
 
 
 def missing_venv(python: Python) -> str:
