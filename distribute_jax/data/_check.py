@@ -1,0 +1,127 @@
+"""Refuses batches that cannot be divided, with every bad leaf named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._tree import is_array, leaf_text, listed, path_text
+from distribute_jax._typing import KeyPath, PyTree
+from distribute_jax._values import DistributedValues
+
+UNBATCHED = (
+    "distribute_dataset takes global batches: every leaf is an array whose dim 0 counts the "
+    "examples. Batch the source first, for example "
+    "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]."
+)
+NOT_NUMERIC = (
+    "Devices hold bools, integers, floats and complex numbers. Encode strings as integers and turn "
+    "lists into padded arrays, or leave these leaves out of the batch."
+)
+NOT_ARRAYS = (
+    "A leaf must be a NumPy or JAX array. Convert it with np.asarray, and make a class of your own "
+    "a container with jax.tree_util.register_dataclass."
+)
+DISTRIBUTED = (
+    "These leaves are distributed already. Give distribute_dataset the batches as they come from "
+    "the host, or pass the distributed ones straight to strategy.run."
+)
+RAGGED = (
+    "All leaves of a batch must have the same number of examples in dim 0. A value that belongs to "
+    "the whole batch is repeated for each example, or passed to strategy.run as an argument of its "
+    "own."
+)
+TOO_LARGE = (
+    "64-bit integers become 32-bit, because jax_enable_x64 is off, and these do not fit. Call "
+    "jax.config.update('jax_enable_x64', True) first, or re-number them."
+)
+
+
+def check_batch(batch: PyTree, where: str) -> int:
+    """Checks one global batch and gives its number of examples.
+
+    Args:
+        batch: a tree of NumPy or JAX arrays (global view).
+        where: which batch it is, for the messages.
+
+    Raises:
+        ArgumentError: names every leaf that is no numeric array, has no dim 0, has another length
+            than the others, or has integers that do not fit.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(
+        batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)
+    )
+    if not leaves:
+        raise ArgumentError(
+            f"{where} is {batch!r:.60}, which holds no array, so it has no examples to divide. "
+            f"{UNBATCHED}"
+        )
+    faults: dict[str, list[str]] = {}
+    for path, leaf in leaves:
+        rule = next((rule for wrong, rule in _FAULTS if wrong(leaf)), None)
+        if rule is not None:
+            faults.setdefault(rule, []).append(_line(path, leaf))
+    sizes = set() if faults else {int(leaf.shape[0]) for _, leaf in leaves}
+    if len(sizes) == 1:
+        return sizes.pop()
+    faults = faults or {RAGGED: [_line(path, leaf) for path, leaf in leaves]}
+    reasons = "\n".join(f"{listed(lines)}\n{rule}" for rule, lines in faults.items())
+    raise ArgumentError(f"{where} cannot be divided among the replicas:\n{reasons}")
+
+
+def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Gives the dtype that a host array has on the devices: 32-bit for 64-bit unless x64 is on."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).newbyteorder("=")
+
+
+def check_structure(first: Any, batch: PyTree, where: str) -> None:
+    """Raises where a batch is nested in another way than the first one of its iteration."""
+    structure = jax.tree.structure(batch)
+    if structure != first:
+        raise ArgumentError(
+            f"{where} has another structure than the first one:\n  it is  {structure}\n"
+            f"  first: {first}\nOne step takes all batches, so every batch must have the same keys "
+            "and nesting. Fill in what is missing, or distribute the two kinds as two datasets."
+        )
+
+
+def _line(path: KeyPath, leaf: Any) -> str:
+    return f"{path_text(path, 'batch')}: {leaf_text(leaf)}"
+
+
+def _is_unbatched(leaf: Any) -> bool:
+    if is_array(leaf):
+        return bool(leaf.ndim == 0)
+    return isinstance(leaf, (bool, int, float, complex))
+
+
+def _is_not_numeric(leaf: Any) -> bool:
+    if not isinstance(leaf, np.ndarray):
+        return isinstance(leaf, (str, bytes))
+    dtype = leaf.dtype
+    numeric = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+    return not numeric or dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble))
+
+
+def _is_too_large(leaf: Any) -> bool:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
+        return False
+    target = device_dtype(leaf.dtype)
+    if target.itemsize >= leaf.dtype.itemsize:
+        return False
+    limits = np.iinfo(target)
+    return bool(leaf.min() < limits.min or leaf.max() > limits.max)
+
+
+_FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda leaf: isinstance(leaf, DistributedValues), DISTRIBUTED),
+    (_is_not_numeric, NOT_NUMERIC),
+    (_is_unbatched, UNBATCHED),
+    (lambda leaf: not is_array(leaf), NOT_ARRAYS),
+    (_is_too_large, TOO_LARGE),
+)
