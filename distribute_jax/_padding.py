@@ -34,7 +34,7 @@ def padded_rows(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[n
     ends = np.cumsum(counts)
     last = np.maximum(ends - 1, 0)
     rows = (ends - counts)[:, None] + np.arange(share)
-    return np.minimum(rows, last[:, None]).ravel()
+    return np.asarray(np.minimum(rows, last[:, None]).ravel(), dtype=np.intp)
 
 
 def is_real(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -71,6 +71,7 @@ def uneven_to_joined(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
     placed = [
         jax.device_put(padded[(index[0].start or 0) // share], device)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
+        if index is not None
     ]
     array = jax.make_array_from_single_device_arrays(shape, sharding, placed)
     real = None if set(counts) == {share} else counts
@@ -82,7 +83,7 @@ def _padded_parts(parts: Sequence[Any], counts: Sequence[int], share: int) -> li
     owners = np.searchsorted(np.cumsum(counts), rows[:, 0], side="right")
     first = np.cumsum(counts) - counts
     # Inside scope() the mesh context would refuse any computation on one device.
-    with jax.set_mesh(None):  # type: ignore[arg-type]
+    with jax.set_mesh(None):
         return [
             part if count == share else parts[owner][rows[i] - first[owner]]
             for i, (part, count, owner) in enumerate(zip(parts, counts, owners, strict=True))
@@ -95,8 +96,8 @@ def _check_parts(parts: Sequence[Any], mesh: Mesh) -> None:
         return
     lines = [f"replica {i}: {leaf_text(part)}" for i, part in enumerate(parts)]
     raise ArgumentError(
-        f"A per-replica value on {num_replicas(mesh)} replicas is made of {len(parts)} parts that do "
-        f"not make one batch:\n{listed(lines)}\n"
+        f"A per-replica value on {num_replicas(mesh)} replicas is made of {len(parts)} parts that "
+        f"do not make one batch:\n{listed(lines)}\n"
         "There must be one array for each replica, and only dim 0, the number of examples, may "
         "differ. Give every part the same dtype and the same other dims, for example with "
         "np.stack, or pad them before strategy.experimental_distribute_values_from_function."

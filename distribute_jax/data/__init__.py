@@ -1,7 +1,7 @@
 """Input: global batches in, one share for each replica out, in order and to the last example.
 
-A batch passes through the files in this order: ``_source`` starts the user's batches, ``_check``
-refuses what cannot be divided, ``_partial`` and ``_split`` decide the shares, ``_assemble`` puts them
+A batch passes through the files in this order: ``_source`` starts the user's batches, ``_host``
+checks each (``_check``) and decides its shares (``_partial``, ``_split``), ``_assemble`` puts them
 on the devices; ``_dataset`` is what the user iterates.
 """
 

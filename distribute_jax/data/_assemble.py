@@ -25,7 +25,7 @@ def assemble(batch: PyTree, division: Division, mesh: Mesh) -> PyTree:
         mesh: the strategy's mesh.
 
     Returns:
-        The same tree of joined ``PerReplica``s; each global array has ``num_replicas × share`` rows.
+        The same tree of joined ``PerReplica``s; each global array has N × share rows.
     """
     replicas = num_replicas(mesh)
     rows = None if division.counts is None else padded_rows(division.counts, division.share)
@@ -44,7 +44,8 @@ def spec(batch: PyTree, division: Division) -> PyTree:
 
     def describe(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct((division.share, *leaf.shape[1:]), dtype)
+        shape = (division.share, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
     return jax.tree.map(describe, batch)
 
@@ -52,7 +53,7 @@ def spec(batch: PyTree, division: Division) -> PyTree:
 def _from_host(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.Array:
     dtype = device_dtype(leaf.dtype)
 
-    def shard(index: tuple[slice, ...]) -> Any:
+    def shard(index: Any) -> np.ndarray[Any, Any]:
         mine = leaf[index[0]] if rows is None else leaf[rows[index[0]]]
         # A copy, because JAX may keep the host memory as its own, and loaders reuse their buffers.
         with np.errstate(over="ignore"):
@@ -66,5 +67,6 @@ def _from_device(leaf: jax.Array, shape: tuple[int, ...], rows: Any, mesh: Mesh)
     if rows is None and leaf.sharding == sharding and leaf.committed:
         return leaf
     # Inside scope() the mesh context would refuse any computation on one device.
-    with jax.set_mesh(None):  # type: ignore[arg-type]
-        return jax.device_put(leaf if rows is None else leaf[rows], sharding)
+    with jax.set_mesh(None):
+        placed: jax.Array = jax.device_put(leaf if rows is None else leaf[rows], sharding)
+        return placed

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError

@@ -1,4 +1,4 @@
-"""The partial-batch policies: from the size of a batch to how it is laid out, or that it is skipped."""
+"""The partial-batch policies: from the size of a batch to its shares, or None."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from distribute_jax.data._split import Division, divide, share_of
 
 _REMEDIES = (
     "Choose a global batch size that the number of replicas divides, or pass "
-    "InputOptions(partial='mask') to strategy.distribute_dataset, which pads such batches and masks "
-    "the padding."
+    "InputOptions(partial='mask') to strategy.distribute_dataset, which pads such batches and "
+    "masks the padding."
 )
 
 
@@ -37,7 +37,8 @@ class Divider:
             return divide(n, self._replicas, share_of(n, self._replicas))
         if n > 0 and n >= self._first and n % self._replicas == 0:
             return divide(n, self._replicas, n // self._replicas)
-        return self._refuse(n, where, is_first)
+        self._refuse(n, where, is_first)
+        return None
 
     def _refuse(self, n: int, where: str, is_first: bool) -> None:
         name = self._policy.value

@@ -17,9 +17,9 @@ class Source:
     def __init__(self, source: Any) -> None:
         if isinstance(source, Mapping) or not (_is_iterable(source) or callable(source)):
             raise ArgumentError(
-                f"strategy.distribute_dataset got {leaf_text(source)}, which is no iterable of global "
-                "batches and no function that returns one. Batch the data first, for example "
-                "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]."
+                f"strategy.distribute_dataset got {leaf_text(source)}, which is no iterable of "
+                "global batches and no function that returns one. Batch the data first, for "
+                "example [(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]."
             )
         self._source = source
         self._is_iterator = _is_iterable(source) and isinstance(source, Iterator)
@@ -64,7 +64,7 @@ class Source:
                 f"{leaf_text(batches)}. It must return an iterable of global batches, or be a "
                 "generator that yields them."
             )
-        iterator = iter(batches)
+        iterator: Iterator[Any] = iter(batches)
         if self._last() is iterator:
             raise _used_up(f"{leaf_text(self._source)} gave the same iterator a second time")
         self._last = _reference(iterator)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 
 def shares(n: int, replicas: int) -> tuple[int, ...]:
-    """Divides n examples into consecutive runs of ceil(n / replicas), trailing ones shorter or empty.
+    """Divides n examples into consecutive runs of ceil(n / replicas).
 
-    TensorFlow spreads every batch so, from its actual size, under the policies AUTO and DATA.
+    Trailing runs are shorter or empty. TensorFlow spreads every batch so, from the number of
+    examples that it really has, under the policies AUTO and DATA.
 
     >>> shares(6, 4)
     (2, 2, 2, 0)
