@@ -27,7 +27,7 @@ from distribute_jax.program._sync_marks import (
     name,
     union,
 )
-from distribute_jax.program._sync_rules import RULES, Outcome, axis_names
+from distribute_jax.program._sync_rules import RULES, Outcome
 
 DEADLOCK = """\
 {collective} over "{axis}" may hang: not every replica is sure to reach it.
@@ -184,7 +184,10 @@ def _is_ref(var: Any) -> bool:
 def _collectives(eqn: Any, axis: str) -> Iterator[Any]:
     """Yields the collectives over ``axis`` in and below an equation that has no rule."""
     bodies = list(_bodies(list(eqn.params.values())))
-    if not bodies and eqn.primitive.name != "axis_index" and axis in axis_names(eqn):
+    named = [eqn.params.get("axes"), eqn.params.get("axis_name")]
+    if eqn.primitive.name != "axis_index" and any(
+        axis == names or (isinstance(names, tuple | frozenset) and axis in names) for names in named
+    ):
         yield eqn
     for body in bodies:
         for inner in body.eqns:

@@ -58,10 +58,13 @@ _REDUCTION_PARAMS = {
 }
 
 
-def axis_names(eqn: Any) -> tuple[Any, ...]:
+def axis_names(eqn: Any) -> tuple[str | int, ...]:
     """Returns the axes that a collective works over; integers are dims of its operand."""
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(axes) if isinstance(axes, tuple | list | frozenset) else (axes,)
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    names = axes if isinstance(axes, tuple) else (axes,)
+    if not all(isinstance(axis, str | int) for axis in names):
+        raise TypeError(f"unknown form of axis names: {axes!r}")
+    return names
 
 
 def _is_whole(groups: Any, axis_size: int) -> bool:
