@@ -1,0 +1,112 @@
+"""Who is current on this thread: which strategy, and inside ``run`` which replica."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from distribute_jax._errors import ContextError, MixedStrategiesError
+from distribute_jax._internals import at_top_level
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One entry of the thread's stack."""
+
+    strategy: Any
+    """The strategy that is current."""
+    replica: Any = None
+    """The replica context inside ``run``; None in cross-replica context."""
+    merging: bool = False
+    """Whether this is the inside of ``merge_call``, where cross-replica methods are traced."""
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+_default: list[Callable[[], Frame]] = []
+
+
+def set_default(make: Callable[[], Frame]) -> None:
+    """Registers what is current where nothing was entered; the strategies call this once."""
+    _default[:] = [make]
+
+
+def entered() -> Frame | None:
+    """Gives the innermost frame of this thread, or None where none was entered."""
+    return _stack.frames[-1] if _stack.frames else None
+
+
+def default() -> Frame:
+    """Gives the frame that stands in where none was entered."""
+    return _default[0]()
+
+
+def current() -> Frame:
+    """Gives the innermost frame of this thread, or the default one."""
+    return _stack.frames[-1] if _stack.frames else default()
+
+
+def push(frame: Frame) -> None:
+    """Makes a frame current."""
+    _stack.frames.append(frame)
+
+
+def pop(frame: Frame) -> None:
+    """Leaves a frame, which must be the current one."""
+    if entered() is not frame:
+        raise ContextError(
+            "A strategy scope was left in the wrong order: another scope that was entered later is "
+            "still open. Leave the inner one first, or nest the `with` statements."
+        )
+    _stack.frames.pop()
+
+
+@contextmanager
+def frame(strategy: Any, replica: Any = None, *, merging: bool = False) -> Iterator[None]:
+    """Makes a strategy, and maybe a replica, current for the block."""
+    new = Frame(strategy, replica, merging)
+    push(new)
+    try:
+        yield
+    finally:
+        pop(new)
+
+
+def require_cross_replica(method: str) -> None:
+    """Raises inside ``run``, where cross-replica methods make no sense."""
+    top = entered()
+    if top is not None and top.replica is not None:
+        raise ContextError(
+            f"{method} was called inside a function given to strategy.run, on one replica. Method "
+            "requires being in cross-replica context, use get_replica_context().merge_call() to "
+            "reach it, or call it outside of run."
+        )
+
+
+def require_unmixed(strategy: Any) -> None:
+    """Raises where another strategy than this one is current."""
+    top = entered()
+    if top is not None and top.strategy is not strategy:
+        raise MixedStrategiesError(
+            f"Mixing different tf.distribute.Strategy objects: {top.strategy!r} is current, and "
+            f"{strategy!r} was used inside its scope. Leave the first scope before using the other."
+        )
+
+
+def require_untraced(method: str) -> None:
+    """Raises under the user's own jit, grad, vmap or scan, which our methods cannot be part of."""
+    top = entered()
+    if at_top_level() or (top is not None and top.merging):
+        return
+    raise ContextError(
+        f"{method} was called inside a function that JAX is tracing (jax.jit, nnx.jit, grad, vmap or "
+        "scan). strategy.run compiles its function itself: remove the jit around it. The function "
+        "given to run may itself be jitted or use any transformation."
+    )

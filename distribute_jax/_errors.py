@@ -1,0 +1,91 @@
+"""Every exception of the library.
+
+Each is also the builtin that a TensorFlow user would catch::
+
+    DistributeError(Exception)
+    ├── ContextError(RuntimeError)          called in the wrong place: run inside run, under the user's jit
+    │   └── MixedStrategiesError            two strategies at once
+    ├── DeadlockError(RuntimeError)         a collective that not every replica would reach
+    ├── DonatedError(RuntimeError)          an array that was given away to a later step was read
+    ├── StepFailedError(RuntimeError)       the compiled step failed after its state was donated
+    ├── BackendStartedError(RuntimeError)   the devices were fixed before the call that wanted to choose them
+    ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value
+    ├── OutOfSyncError(ValueError)          state would differ between replicas
+    ├── PaddingLeakError(ValueError)        the padding of a partial batch changed a result
+    ├── NotEqualError(ValueError)           the distributed step is not the step on one device
+    ├── StaleCaptureError(ValueError)       an array was captured in a way that would go stale
+    ├── PerReplicaError(ValueError)         a per-replica value was used as if it were one array
+    ├── PerReplicaTypeError(TypeError)      arithmetic on a per-replica value outside run
+    └── TracedValueError(TypeError)         Python needed the value of a traced number
+
+A message has five parts: what failed, where in the tree, what was received, the rule, and the next
+thing to type.
+"""
+
+from __future__ import annotations
+
+
+class DistributeError(Exception):
+    """The base of every error that this library raises on purpose."""
+
+
+class ContextError(DistributeError, RuntimeError):
+    """A method was called in a context that does not allow it."""
+
+
+class MixedStrategiesError(ContextError):
+    """Two different strategies met: one is current, the other was used."""
+
+
+class DeadlockError(DistributeError, RuntimeError):
+    """A collective stands where not every replica is sure to reach it, so the step would hang."""
+
+
+class DonatedError(DistributeError, RuntimeError):
+    """An array was read after it had been given to a later step, which reused its memory."""
+
+
+class StepFailedError(DistributeError, RuntimeError):
+    """The compiled step failed while running, after its state had been donated to it."""
+
+
+class BackendStartedError(DistributeError, RuntimeError):
+    """The devices of this process were already fixed when a call wanted to choose them."""
+
+
+class ArgumentError(DistributeError, ValueError):
+    """An argument has the wrong structure, shape, dtype or value."""
+
+
+class OutOfSyncError(DistributeError, ValueError):
+    """State or a model-shaped result would end up different on each replica."""
+
+
+class PaddingLeakError(DistributeError, ValueError):
+    """What a partial batch was padded with changed the state or a result."""
+
+
+class NotEqualError(DistributeError, ValueError):
+    """The step on many replicas does not give what it gives on one device."""
+
+
+class StaleCaptureError(DistributeError, ValueError):
+    """The step captured an array in a way that later calls would not see change."""
+
+
+class PerReplicaError(DistributeError, ValueError):
+    """A per-replica value was used where one array is needed."""
+
+
+class PerReplicaTypeError(DistributeError, TypeError):
+    """Arithmetic was tried on a per-replica value outside ``run``."""
+
+
+class TracedValueError(DistributeError, TypeError):
+    """Python code needed the value of a number that is traced inside ``run``."""
+
+
+for _cls in [c for c in list(globals().values()) if isinstance(c, type)]:
+    if issubclass(_cls, DistributeError):
+        _cls.__module__ = "distribute_jax"
+del _cls

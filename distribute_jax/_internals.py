@@ -1,0 +1,82 @@
+"""Everything this library uses that JAX and Flax do not promise to keep, in one file.
+
+Each entry says why no public way exists. ``tests/test_internals.py`` names the version that moves one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from flax import nnx
+from flax.nnx import tracers
+
+_TRACE_STATE = "_trace_state"
+_NODE_STATE = "_pytree__state"
+_RAW = "_raw_value"
+
+# Reading and writing 242 raw values through the public methods costs 300 µs a step, through the slot
+# 25 µs: the slot's own C descriptor is used, after one check of the trace level for all of them.
+_read_raw = attrgetter(_RAW)
+_write_raw = nnx.Variable.__dict__[_RAW].__set__
+_write_trace_state = nnx.Variable.__dict__[_TRACE_STATE].__set__
+
+
+def read_raw(variables: Iterable[nnx.Variable[Any]]) -> list[Any]:
+    """Gives the raw value of each variable, hooks and all left out."""
+    return list(map(_read_raw, variables))
+
+
+def write_raw(variables: Iterable[nnx.Variable[Any]], values: Iterable[Any]) -> None:
+    """Stores a raw value into each variable without checking the trace level again."""
+    deque(map(_write_raw, variables, values), maxlen=0)
+
+
+def at_top_level() -> bool:
+    """Tells whether no JAX transformation is being traced on this thread."""
+    return bool(jex_core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL)
+
+
+_TOP_LEVEL = jex_core.get_opaque_trace_state(convention="nnx")
+
+
+@contextmanager
+def owned_by_current_trace(
+    variables: Sequence[nnx.Variable[Any]], nodes: Sequence[Any]
+) -> Iterator[None]:
+    """Lets the trace that is now current write to these variables and modules.
+
+    Flax refuses to change an object from another trace level than the one that made it. A step is
+    traced with the user's own objects holding tracers, so for that time they belong to the trace.
+    """
+    mine = tracers.TraceState()
+    old_variables = [getattr(v, _TRACE_STATE) for v in variables]
+    old_nodes = [getattr(n, _NODE_STATE) for n in nodes]
+    for variable in variables:
+        _write_trace_state(variable, mine)
+    for node, old in zip(nodes, old_nodes, strict=True):
+        object.__setattr__(node, _NODE_STATE, type(old)(old.initializing, old.is_setup))
+    try:
+        yield
+    finally:
+        for variable, old in zip(variables, old_variables, strict=True):
+            _write_trace_state(variable, old)
+        for node, old in zip(nodes, old_nodes, strict=True):
+            object.__setattr__(node, _NODE_STATE, old)
+
+
+def uncommitted(array: jax.Array) -> jax.Array:
+    """Gives a one-device array that mixes with arrays on any devices, without waiting for it.
+
+    The public way to such an array goes through the host, which would block until the step is done.
+    """
+    try:
+        return type(array)(array.aval, array.sharding, [array], committed=False)  # type: ignore[call-arg]
+    except TypeError:  # the constructor moved: the host copy is slower and just as right
+        with jax.set_mesh(None):  # type: ignore[arg-type]
+            return jax.numpy.asarray(jax.device_get(array))

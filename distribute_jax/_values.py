@@ -1,0 +1,217 @@
+"""Values that may differ from replica to replica, and how a mirrored result is recognised."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from distribute_jax._errors import PerReplicaError, PerReplicaTypeError
+from distribute_jax._internals import uncommitted
+from distribute_jax._mesh import num_replicas
+
+
+class Layout(enum.Enum):
+    """How the replicas' parts lie in one global array."""
+
+    STACKED = "stacked"
+    """On a leading dim of size N: results of ``run``."""
+    JOINED = "joined"
+    """One after the other along dim 0: batches."""
+
+
+def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
+    raise PerReplicaTypeError(
+        f"{self!r} holds one value for each replica, so it cannot be used like one array here.\n"
+        "Use strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) for one "
+        "array, strategy.experimental_local_results(value) for a tuple of them, or do the "
+        "arithmetic inside the function given to strategy.run."
+    )
+
+
+def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
+    raise PerReplicaError(
+        f"{self!r} holds one value for each replica and cannot be turned into one array.\n"
+        "Say how to combine them: strategy.reduce('mean', value, axis=None), "
+        "strategy.gather(value, axis=0), or strategy.experimental_local_results(value)."
+    )
+
+
+class DistributedValues:
+    """The base of values that hold one part for each replica.
+
+    Outside ``run`` such a value is only carried around: it takes part in no arithmetic, and it turns
+    into no array by itself, since nobody has said yet how to combine the parts.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
+    """
+
+    __module__ = "distribute_jax"
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """This process's parts in replica order, each on its device, uncommitted, without padding."""
+        raise NotImplementedError(f"{type(self).__name__}.values is not defined")
+
+    def __repr__(self) -> str:
+        """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``."""
+        try:
+            parts = ", ".join(f"{i}: {np.asarray(v)!r}" for i, v in enumerate(self.values))
+        except Exception as error:  # noqa: BLE001 - a repr must not raise inside another message
+            parts = f"unreadable, {type(error).__name__}"
+        return f"PerReplica:{{{parts}}}"
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _no_arithmetic
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = _no_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = _no_arithmetic
+    __array__ = __jax_array__ = __float__ = __int__ = __bool__ = __index__ = __len__ = _no_array
+
+
+class PerReplica(DistributedValues):
+    """One global array whose parts belong to the replicas, divided along the mesh axis ``"data"``.
+
+    Making one moves no data. ``run`` splits exactly the ``PerReplica``s among its arguments; every
+    other array goes whole to each replica.
+
+    Attributes:
+        global_array: the array of all replicas (global view), sharded over ``"data"``.
+        layout: ``STACKED``, dim 0 has size N, or ``JOINED``, dim 0 is divided into N equal shares.
+        mesh: the mesh of the strategy that made it.
+        counts: the real examples of each replica where shares are padded; None where all is real.
+        ambiguous: why it is not known which rows are real, or None.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(
+        self,
+        global_array: jax.Array,
+        mesh: Mesh,
+        *,
+        layout: Layout = Layout.STACKED,
+        counts: tuple[int, ...] | None = None,
+        ambiguous: str | None = None,
+    ) -> None:
+        """Wraps a global array; see the class for the arguments."""
+        self.global_array = global_array
+        self.mesh = mesh
+        self.layout = layout
+        self.counts = counts
+        self.ambiguous = ambiguous
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """This process's parts in replica order, each on its device, uncommitted, without padding."""
+        self.check_rows_known()
+        shards = _local_shards(self.global_array, num_replicas(self.mesh))
+        # Inside scope() the mesh context would refuse any computation on one shard.
+        with jax.set_mesh(None):  # type: ignore[arg-type]
+            return tuple(uncommitted(self._real_part(i, shard)) for i, shard in shards)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of every part."""
+        return self.global_array.dtype
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of one replica's part, padding included."""
+        shape = self.global_array.shape
+        if self.layout is Layout.STACKED:
+            return shape[1:]
+        return (shape[0] // num_replicas(self.mesh), *shape[1:])
+
+    def check_rows_known(self) -> None:
+        """Raises where it could not be found out which rows of a result are real examples."""
+        if self.ambiguous is not None:
+            raise PerReplicaError(self.ambiguous)
+
+    def _real_part(self, replica: int, shard: jax.Array) -> jax.Array:
+        part = shard[0] if self.layout is Layout.STACKED else shard
+        return part if self.counts is None else part[: self.counts[replica]]
+
+
+class UnevenPerReplica(PerReplica):
+    """A per-replica value made on the host from parts of different shapes, one array a replica."""
+
+    __module__ = "distribute_jax"
+
+    def __init__(self, parts: Sequence[jax.Array], mesh: Mesh) -> None:  # noqa: D107
+        self.parts = tuple(parts)
+        self.mesh = mesh
+        self.layout = Layout.JOINED
+        self.counts = None
+        self.ambiguous = None
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """This process's parts in replica order."""
+        return self.parts
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the first part."""
+        return self.parts[0].dtype
+
+
+def _local_shards(array: jax.Array, replicas: int) -> list[tuple[int, jax.Array]]:
+    """Gives (replica, shard) for each replica of this process, once each."""
+    share = array.shape[0] // replicas
+    found: dict[int, jax.Array] = {}
+    for place, shard in enumerate(array.addressable_shards):
+        replica = (shard.index[0].start or 0) // share if share else place
+        found.setdefault(replica, shard.data)
+    return sorted(found.items(), key=lambda item: item[0])
+
+
+def _flatten(value: PerReplica) -> tuple[tuple[Any], tuple[Any, ...]]:
+    return (value.global_array,), (value.mesh, value.layout, value.counts, value.ambiguous)
+
+
+def _unflatten(aux: tuple[Any, ...], children: tuple[Any]) -> PerReplica:
+    mesh, layout, counts, ambiguous = aux
+    return PerReplica(children[0], mesh, layout=layout, counts=counts, ambiguous=ambiguous)
+
+
+jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    UnevenPerReplica,
+    lambda value: (value.parts, value.mesh),
+    lambda mesh, parts: UnevenPerReplica(parts, mesh),
+)
+
+
+_mirrored: dict[int, weakref.ref[jax.Array]] = {}
+
+
+class _MirroredType(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        entry = _mirrored.get(id(value))
+        return entry is not None and entry() is value
+
+
+class Mirrored(metaclass=_MirroredType):
+    """What ``isinstance`` sees in a result that ``run`` proved equal on all replicas.
+
+    Such a result is an ordinary ``jax.Array``, replicated over the strategy's mesh, so there is
+    nothing to construct.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/Mirrored
+    """
+
+    __module__ = "distribute_jax"
+
+
+def mark_mirrored(array: jax.Array) -> jax.Array:
+    """Remembers, while the array lives, that every replica produced this very value."""
+    key = id(array)
+    _mirrored[key] = weakref.ref(array, lambda _: _mirrored.pop(key, None))
+    return array

@@ -1,0 +1,56 @@
+"""How the replicas' values of a variable become one, by the type of the variable."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from flax import nnx
+
+from distribute_jax._mesh import DATA
+
+
+class Combine(enum.Enum):
+    """What happens to a variable that a step wrote, when the step ends."""
+
+    MIRRORED = "mirrored"
+    """It must end equal on every replica; anything else is an error."""
+    MEAN = "mean"
+    """The replicas' values are averaged."""
+    INCREMENTS = "increments"
+    """What each replica added is summed: ``new = old + Σ(new_r - old)``."""
+
+
+BY_TYPE: dict[type[nnx.Variable], Combine] = {  # type: ignore[type-arg]
+    nnx.Variable: Combine.MIRRORED,
+    nnx.BatchStat: Combine.MEAN,
+    nnx.metrics.MetricState: Combine.INCREMENTS,
+}
+"""The rule of each variable type; the nearest base class in this table decides."""
+
+
+def rule_for(variable: nnx.Variable[object]) -> Combine:
+    """Gives the rule for a variable: that of its nearest base class in the table."""
+    return next(BY_TYPE[cls] for cls in type(variable).__mro__ if cls in BY_TYPE)
+
+
+def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Combines the replicas' values of one leaf; runs inside ``shard_map``."""
+    if rule is Combine.MEAN:
+        return jax.lax.pmean(new, DATA)
+    if rule is Combine.INCREMENTS:
+        return (old + jax.lax.psum(new - old, DATA)).astype(jnp.result_type(new))
+    return new
+
+
+def depends_on(jaxpr: jex_core.Jaxpr, output: int, inputs: Sequence[int]) -> bool:
+    """Tells whether an output is computed from any of these inputs, equation by equation."""
+    reached = {jaxpr.invars[i] for i in inputs}
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(v, jex_core.Literal) and v in reached for v in eqn.invars):
+            reached.update(eqn.outvars)
+    out = jaxpr.outvars[output]
+    return not isinstance(out, jex_core.Literal) and out in reached

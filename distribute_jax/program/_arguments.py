@@ -1,0 +1,150 @@
+"""The arguments of one call: what is split, what is traced, what is static, what is bound."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._padding import uneven_to_joined
+from distribute_jax._tree import leaf_text, listed, path_text
+from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
+
+_STATIC = (bool, str, bytes, enum.Enum, np.dtype, type)
+_NUMBERS = (int, float, complex)
+
+
+def _stops(value: Any) -> bool:
+    """Tells what counts as one leaf although it is a pytree."""
+    return isinstance(value, (PerReplica, nnx.Pytree, nnx.Variable))
+
+
+@dataclass(slots=True, eq=False)
+class Arguments:
+    """One call's arguments, taken apart."""
+
+    treedef: Any
+    """The structure of ``(args, kwargs)``."""
+    signature: tuple[Any, ...]
+    """Equal for calls that the same program can serve."""
+    data: list[Any]
+    """Arrays, numbers and ``PerReplica``s, in order: the inputs of the program."""
+    kinds: list[str]
+    """For each leaf: ``data``, ``static`` or ``bound``."""
+    leaves: list[Any]
+    """Every leaf, in order."""
+    bound: list[Any]
+    """Leaves that are walked: modules, variables, objects."""
+    counts: tuple[int, ...] | None
+    """Real examples of each replica, where a padded batch is among the arguments."""
+    has_batch: bool
+    """Whether a distributed batch is among the arguments."""
+
+    @staticmethod
+    def with_data(old: Arguments, data: list[Any]) -> Arguments:
+        """Gives the same arguments with other data; the batch is taken from the data."""
+        joined = [v for v in data if isinstance(v, PerReplica) and v.layout is Layout.JOINED]
+        counts = joined[0].counts if joined else None
+        return replace(old, data=data, counts=counts)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of every leaf, as the user passed it."""
+        tree = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
+        return [argument_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
+    """Sorts the leaves of the arguments by what ``run`` does with them."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
+    signature: list[Any] = [treedef]
+    data: list[Any] = []
+    kinds: list[str] = []
+    bound: list[Any] = []
+    batches: list[PerReplica] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, PerReplica):
+            if isinstance(leaf, UnevenPerReplica):
+                leaf = leaves[index] = uneven_to_joined(leaf.parts, mesh)
+            signature.append(_batch_signature(leaf, mesh))
+            data.append(leaf)
+            kinds.append("data")
+            batches.append(leaf)
+        elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            signature.append((leaf.shape, leaf.dtype))
+            data.append(leaf)
+            kinds.append("data")
+        elif isinstance(leaf, _STATIC):
+            signature.append((type(leaf), leaf))
+            kinds.append("static")
+        elif isinstance(leaf, _NUMBERS):
+            signature.append(type(leaf))
+            data.append(leaf)
+            kinds.append("data")
+        else:
+            kinds.append("bound")
+            bound.append(leaf)
+    joined = [b for b in batches if b.layout is Layout.JOINED]
+    counts = _common_counts(joined, leaves, treedef) if joined else None
+    return Arguments(
+        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined)
+    )
+
+
+def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:
+    if value.mesh is not mesh and value.mesh != mesh:
+        raise ArgumentError(
+            f"strategy.run got a PerReplica made for the devices {value.mesh.devices.tolist()}, but "
+            f"this strategy's are {mesh.devices.tolist()}. Distribute the data with the strategy "
+            "that runs the step: strategy.distribute_dataset(dataset)."
+        )
+    array = value.global_array
+    return (value.layout, array.shape, array.dtype, value.counts is None)
+
+
+def _common_counts(joined: list[PerReplica], leaves: list[Any], treedef: Any) -> Any:
+    counts = {value.counts for value in joined}
+    if len(counts) == 1:
+        return counts.pop()
+    full = [value for value in joined if value.counts is None]
+    known = counts - {None}
+    if len(known) == 1 and not full:
+        return known.pop()
+    named = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(treedef, leaves), is_leaf=_stops)
+    lines = [
+        f"{argument_name(path)}: {leaf.counts or 'all real'} of {leaf.part_shape[:1]}"
+        for path, leaf in named
+        if isinstance(leaf, PerReplica)
+    ]
+    raise ArgumentError(
+        "strategy.run got batches with different numbers of real examples on the replicas:\n"
+        f"{listed(lines)}\nAll batches of one call share one mask. Put the leaves that belong "
+        "together into one dataset element, or run them in separate calls."
+    )
+
+
+def argument_name(path: Any) -> str:
+    """Names a leaf of ``(args, kwargs)`` as the user passed it."""
+    if path and getattr(path[0], "idx", None) == 1:
+        return path_text(path[1:], "kwargs")
+    return path_text(path[1:], "args")
+
+
+def check_call(args: Any, kwargs: Any) -> None:
+    """Refuses arguments of the wrong container."""
+    if not isinstance(args, (list, tuple)):
+        raise ArgumentError(
+            f"strategy.run(fn, args={leaf_text(args)}): args must be a list or tuple of positional "
+            "arguments. For a single one write args=(value,)."
+        )
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise ArgumentError(
+            f"strategy.run(fn, kwargs={leaf_text(kwargs)}): kwargs must be a dict of keyword "
+            "arguments, such as kwargs={'training': True}."
+        )

@@ -1,0 +1,131 @@
+"""Binding: the objects a step reaches, found once, and checked by identity at each later call."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import jax
+from flax import nnx
+
+from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._capture import codes, roots
+from distribute_jax.program._graph import Graph, Walker
+from distribute_jax.program._place import Place, cell_value
+
+
+class Binding:
+    """The variables, modules and arrays behind one step and one set of objects.
+
+    What the step reaches directly (closure cells, globals, ``self``, modules among the arguments) is
+    held weakly, so that a binding keeps no model alive; what hangs below is held by those objects.
+    """
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
+        """Walks everything that ``fn`` and the bound arguments reach."""
+        found = roots(fn, named=True)
+        names = [*(found.names or ()), *_bound_names(arguments)]
+        values = [*found.values, *arguments.bound]
+        places = [*(found.places or ()), *(None for _ in arguments.bound)]
+        graph, structure = _walk(fn, names, values, places)
+        self.key = (tuple(found.key), structure)
+        self.variables = graph.variables
+        self.names = graph.names
+        self.nodes = [weakref.ref(node) for node in graph.nodes]
+        self.node_names = graph.node_names
+        self.statics = graph.statics
+        self.arrays = _array_sources(graph, values)
+        self._watch(graph)
+        self._hold(values)
+
+    def _watch(self, graph: Graph) -> None:
+        self._tables = graph.tables
+        self._lists = graph.lists
+        self._picked_from = list(graph.picked.values())
+        self._picked = [name for _, name in graph.picked]
+        self._cells = graph.cells
+        self._below = self._look()
+        self._below_ids = list(map(id, self._below))
+
+    def _look(self) -> list[Any]:
+        """Reads every watched attribute, item, global and cell below the roots."""
+        return [
+            *chain.from_iterable(map(dict.values, self._tables)),
+            *chain.from_iterable(self._lists),
+            *map(dict.get, self._picked_from, self._picked),
+            *map(cell_value, self._cells),
+        ]
+
+    def _hold(self, values: list[Any]) -> None:
+        steady = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
+        self._pick = operator.itemgetter(*steady) if len(steady) > 1 else None
+        self._steady = steady
+        self._root_ids = [id(values[i]) for i in steady]
+        self.alive = True
+        self.anchors = {id(v) for v in values if isinstance(v, (nnx.Pytree, nnx.Variable))}
+        self._roots = [_weakly(values[i], weakref.ref(self)) for i in steady]
+        root_ids = set(self._root_ids)
+        # A root that is also seen from below must not be kept alive from here.
+        self._below = [value for value in self._below if id(value) not in root_ids]
+
+    def holds(self, values: list[Any]) -> bool:
+        """Tells by identity whether these roots, and all below, are what was bound."""
+        pick = self._pick
+        steady = pick(values) if pick is not None else [values[i] for i in self._steady]
+        if list(map(id, steady)) != self._root_ids or not self.alive:
+            return False
+        return list(map(id, self._look())) == self._below_ids
+
+    def shares_roots(self, other: Binding) -> bool:
+        """Tells whether a module or variable that both reach directly is the same."""
+        return bool(self.anchors & other.anchors)
+
+    def release(self) -> None:
+        """Lets go of everything bound, once an object that the step reached is gone."""
+        self.variables, self.arrays, self.statics = [], [], {}
+        self._tables, self._lists, self._picked_from, self._picked = [], [], [], []
+        self._cells, self._below, self._below_ids = [], [], []
+
+
+def _walk(
+    fn: Callable[..., Any], names: list[str], values: list[Any], places: list[Place | None]
+) -> tuple[Graph, tuple[Any, ...]]:
+    """Walks until no further attribute name turns up in the code reached."""
+    mentioned: frozenset[str] | None = None
+    while True:
+        walker = Walker(codes(fn))
+        walker.mention(mentioned or ())
+        structure = tuple(
+            walker.visit_root(value, name, place)
+            for value, name, place in zip(values, names, places, strict=True)
+        )
+        if walker.mentioned == mentioned:
+            return walker.graph, structure
+        mentioned = walker.mentioned
+
+
+def _bound_names(arguments: Arguments) -> list[str]:
+    named = zip(arguments.names, arguments.kinds, strict=True)
+    return [name for name, kind in named if kind == "bound"]
+
+
+def _array_sources(graph: Graph, values: list[Any]) -> list[tuple[str, Place, int | None]]:
+    """Says of each captured array whether it is read from the roots of the call or from below."""
+    at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
+    return [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
+
+
+def _weakly(value: Any, owner: weakref.ref[Binding]) -> Any:
+    def gone(_: object) -> None:
+        binding = owner()
+        if binding is not None:
+            binding.alive = False
+            binding.release()
+
+    try:
+        return weakref.ref(value, gone)
+    except TypeError:
+        return value

@@ -1,0 +1,55 @@
+"""Captured arrays that the binding did not see: never a silent constant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+
+from distribute_jax._errors import StaleCaptureError
+from distribute_jax._tree import leaf_text, listed
+
+_LARGEST = 1024
+"""Bytes: smaller constants, such as a scale factor, are common and harmless."""
+
+
+def constants(jaxpr: jex_core.ClosedJaxpr) -> Iterator[Any]:
+    """Gives every array that is built into a program, at any depth."""
+    yield from jaxpr.consts
+    for eqn in jaxpr.jaxpr.eqns:
+        for value in eqn.params.values():
+            yield from _in_parameter(value)
+        for atom in eqn.invars:
+            if isinstance(atom, jex_core.Literal):
+                yield atom.val
+
+
+def _in_parameter(value: Any) -> Iterator[Any]:
+    if isinstance(value, jex_core.ClosedJaxpr):
+        yield from constants(value)
+    elif isinstance(value, jex_core.Jaxpr):
+        yield from constants(jex_core.ClosedJaxpr(value, ()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _in_parameter(item)
+
+
+def check_constants(jaxpr: jex_core.ClosedJaxpr, seen: Sequence[Any]) -> None:
+    """Raises where a captured array would be frozen into the program unnoticed."""
+    replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in seen}
+    stale = [
+        leaf_text(constant)
+        for constant in constants(jaxpr)
+        if isinstance(constant, jax.Array)
+        and id(constant) not in replaced
+        and constant.size * constant.dtype.itemsize > _LARGEST
+    ]
+    if stale:
+        raise StaleCaptureError(
+            "The step uses arrays that it neither got as arguments nor captured in a way that run "
+            f"could see:\n{listed(stale)}\nBuilt into the program they would never change again, "
+            "and weights among them would never train. Pass the array, or the object that holds "
+            "it, in args: strategy.run(step, args=(model, x))."
+        )

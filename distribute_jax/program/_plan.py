@@ -1,0 +1,168 @@
+"""From the proof to decisions: how state is combined, which results are mirrored, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from distribute_jax._errors import OutOfSyncError
+from distribute_jax._mesh import num_replicas
+from distribute_jax._tree import listed
+from distribute_jax._values import PerReplica
+from distribute_jax.program._aggregation import Combine, depends_on, rule_for
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._sync import Mark, prove
+from distribute_jax.program._trace import Call, Traced
+
+_MIRRORED: Mark = frozenset()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the lowered program does with each output."""
+
+    combine: tuple[Combine, ...]
+    """For each output that is state."""
+    mirrored: tuple[bool, ...]
+    """For each array of the result: whether every replica has the same."""
+
+
+def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
+    """Proves what is mirrored, and raises where state or a model-shaped result would drift."""
+    state = sum(traced.written_sizes)
+    results = len(traced.jaxpr.jaxpr.outvars) - state
+    replicas = num_replicas(call.mesh)
+    if replicas == 1:
+        return Plan((Combine.MIRRORED,) * state, (True,) * results)
+    marks = prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
+    combine = tuple(_combine(call, traced, marks, options))
+    mirrored = tuple(not mark for mark in marks[state:])
+    if options.check_sync:
+        _check_model_shaped(call, traced, marks[state:])
+    return Plan(combine, mirrored)
+
+
+def input_marks(call: Call, traced: Traced) -> list[Mark]:
+    """Gives the mark of each flat input: only per-replica arguments differ between replicas."""
+    variables, arrays, _, counts = traced.sizes
+    names = traced.input_names[variables + arrays :]
+    data = [
+        frozenset({name}) if isinstance(value, PerReplica) else _MIRRORED
+        for name, value in zip(names, call.arguments.data, strict=False)
+    ]
+    return [_MIRRORED] * (variables + arrays) + data + [_MIRRORED] * counts
+
+
+def _combine(
+    call: Call, traced: Traced, marks: Sequence[Mark], options: RunOptions
+) -> Iterator[Combine]:
+    """Gives the rule of each state output, and raises for those that would drift apart."""
+    drifting: list[str] = []
+    for output, (variable, name, inputs) in enumerate(_written(call, traced)):
+        rule = rule_for(variable)
+        if rule is Combine.INCREMENTS and not depends_on(traced.jaxpr.jaxpr, output, inputs):
+            rule = Combine.MIRRORED
+        if rule is Combine.MIRRORED and marks[output]:
+            drifting.append(f"{name} ({type(variable).__name__}) depends on {_sources(marks[output])}")
+        if rule is Combine.MEAN and not marks[output]:
+            rule = Combine.MIRRORED
+        yield rule
+    if drifting and options.check_sync:
+        raise OutOfSyncError(_DRIFT.format(replicas=num_replicas(call.mesh), lines=listed(drifting)))
+
+
+def _written(
+    call: Call, traced: Traced
+) -> Iterator[tuple[nnx.Variable[Any], str, tuple[int, ...]]]:
+    """Gives variable, name and flat inputs for each state output."""
+    starts = traced.input_starts
+    for index, size in zip(traced.written, traced.written_sizes, strict=True):
+        inputs = tuple(range(starts[index], starts[index + 1]))
+        for _ in range(size):
+            yield call.binding.variables[index], call.binding.names[index], inputs
+
+
+_DRIFT = """\
+The step would leave these variables different on each of the {replicas} replicas:
+{lines}
+A variable must end mirrored, or the replicas train different models. Usually the gradients were not \
+combined: write grads = dj.get_replica_context().all_reduce("sum", grads) before the update. A value \
+that you know to be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns \
+the proof off."""
+
+_MODEL_SHAPED = """\
+The step returns {what}, which has the structure and shapes of {argument}, an argument that came in \
+equal on every replica, but it would come back as {replicas} different ones:
+{lines}
+Combine the gradients first: grads = dj.get_replica_context().all_reduce("sum", grads). If \
+different values are what you want, use RunOptions(check_sync=False)."""
+
+
+def _sources(mark: Mark) -> str:
+    names = sorted(mark)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
+    """Refuses a per-replica result that is the next value of a mirrored argument."""
+    shapes = [var.aval for var in traced.jaxpr.jaxpr.outvars[len(traced.jaxpr.jaxpr.outvars) - len(marks) :]]
+    template = traced.results
+    tree = jax.tree.unflatten(
+        template.treedef, [_ResultLeaf(kind, content) for kind, content in template.leaves]
+    )
+    for argument, structure, avals in _mirrored_arguments(call):
+        for what, subtree in _subtrees(tree, structure):
+            leaves = [leaf.content for leaf in subtree if leaf.kind == "array"]
+            if len(leaves) != len(avals) or [_shape(shapes[k]) for k in leaves] != avals:
+                continue
+            bad = [
+                f"{traced.results.names[k]} depends on {_sources(marks[k])}"
+                for k in leaves
+                if marks[k]
+            ]
+            if bad:
+                raise OutOfSyncError(
+                    _MODEL_SHAPED.format(
+                        what=what, argument=argument, replicas=num_replicas(call.mesh), lines=listed(bad)
+                    )
+                )
+
+
+@dataclass(frozen=True)
+class _ResultLeaf:
+    kind: str
+    content: Any
+
+
+def _shape(aval: Any) -> tuple[Any, ...]:
+    return (tuple(aval.shape), aval.dtype)
+
+
+def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[tuple[Any, ...]]]]:
+    """Gives name, structure and shapes of each argument that is a nest of mirrored arrays."""
+    arguments = call.arguments
+    args, kwargs = jax.tree.unflatten(arguments.treedef, arguments.leaves)
+    named = [(f"args[{i}]", value) for i, value in enumerate(args)]
+    named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
+    for name, value in named:
+        leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PerReplica))
+        arrays = all(hasattr(leaf, "dtype") and not isinstance(leaf, PerReplica) for leaf in leaves)
+        if leaves and arrays and not jax.tree_util.treedef_is_leaf(structure):
+            shapes = [_shape(leaf) for leaf in leaves]
+            if any(shape for shape, _ in shapes):
+                yield name, structure, shapes
+
+
+def _subtrees(tree: Any, structure: Any) -> Iterator[tuple[str, list[_ResultLeaf]]]:
+    """Finds the parts of a result with a given structure."""
+
+    def matches(part: Any) -> bool:
+        return bool(jax.tree.structure(part) == structure)
+
+    for path, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches):
+        if matches(part):
+            yield "result" + jax.tree_util.keystr(path), jax.tree.leaves(part)

@@ -1,0 +1,155 @@
+"""``run``: finds the compiled program for a call, or builds it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from distribute_jax._typing import StepFunction
+from distribute_jax.program._arguments import Arguments, check_call, take_apart
+from distribute_jax.program._bind import Binding
+from distribute_jax.program._capture import roots
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._partial import run_checked_for_leaks, wrap_partial
+from distribute_jax.program._place_state import place_state
+from distribute_jax.program._program import Entry, Program, build
+from distribute_jax.program._recompile import Recompilations
+from distribute_jax.program._trace import Call
+from distribute_jax.program._verify import verify
+
+_MOST_PROGRAMS = 64
+_DEFAULT = RunOptions()
+
+
+class Runner:
+    """The programs of one strategy."""
+
+    def __init__(self, strategy: Any, mesh: Mesh, steps_in_flight: int | None) -> None:
+        """Starts with no program.
+
+        Args:
+            strategy: what code inside a step sees as its strategy.
+            mesh: where the replicas lie.
+            steps_in_flight: how many steps may be dispatched and not finished; None for no limit.
+        """
+        self._strategy, self._mesh = strategy, mesh
+        self._entries: dict[Any, list[Entry]] = {}
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._recompilations = Recompilations()
+        self.steps_in_flight = steps_in_flight
+        self._in_flight: deque[Any] = deque()
+
+    def __call__(
+        self,
+        fn: StepFunction,
+        args: Any,
+        kwargs: dict[str, Any] | None,
+        options: RunOptions | None,
+    ) -> Any:
+        """Runs a step once for each replica."""
+        if type(args) is not tuple or kwargs is not None:
+            check_call(args, kwargs)
+        options = options or _DEFAULT
+        arguments = take_apart(tuple(args), kwargs or {}, self._mesh)
+        entry, values = self.entry(fn, arguments, options)
+        if options.verify and (options.verify == "always" or not entry.program.verified):
+            verify(self._call(fn, entry, arguments), entry, values)
+        flat = entry.flat_inputs(values, arguments)
+        self._wait(flat)
+        if arguments.counts is not None:
+            return self._run_partial(self._call(fn, entry, arguments), entry, flat)
+        arrays = entry.store(entry.execute(flat))
+        self._dispatched(arrays)
+        return entry.wrap(arrays)
+
+    def _run_partial(self, call: Call, entry: Entry, flat: list[Any]) -> Any:
+        arrays = entry.store(run_checked_for_leaks(call, entry, flat))
+        self._dispatched(arrays)
+        return wrap_partial(call, entry, arrays)
+
+    def _call(self, fn: StepFunction, entry: Entry, arguments: Arguments) -> Call:
+        return Call(fn, entry.binding, arguments, self._strategy, self._mesh)
+
+    def entry(
+        self, fn: StepFunction, arguments: Arguments, options: RunOptions
+    ) -> tuple[Entry, list[Any]]:
+        """Gives the program bound to what this call reaches, compiled if need be."""
+        found = roots(fn)
+        values = found.values + arguments.bound
+        head = (tuple(found.key), arguments.signature, options)
+        for entry in self._entries.get(head, ()):
+            if entry.binding.holds(values):
+                return entry, values
+        return self._enter(head, fn, arguments, options), values
+
+    def programs(self) -> int:
+        """Counts the compiled programs that are kept for objects still alive."""
+        self._forget_dead()
+        return len(self._programs)
+
+    def _enter(
+        self, head: Any, fn: StepFunction, arguments: Arguments, options: RunOptions
+    ) -> Entry:
+        self._forget_dead()
+        binding = Binding(fn, arguments)
+        place_state(binding, self._mesh)
+        key = (binding.key, arguments.signature, options)
+        program = self._programs.get(key)
+        if program is None:
+            self._recompilations.note(head[0], fn, binding, arguments)
+            call = Call(fn, binding, arguments, self._strategy, self._mesh)
+            program = self._programs[key] = build(call, options)
+            if len(self._programs) > _MOST_PROGRAMS:
+                self._drop(self._programs.popitem(last=False)[1])
+        self._programs.move_to_end(key)
+        entry = Entry(program, binding)
+        same = [e for e in self._entries.get(head, ()) if _same_variables(e.binding, binding)]
+        self._entries[head] = [entry, *same[:3], *self._others(head, binding)][:8]
+        return entry
+
+    def _others(self, head: Any, binding: Binding) -> list[Entry]:
+        """Keeps entries of other objects; entries of the same roots with old parts go."""
+        return [
+            e for e in self._entries.get(head, ()) if not e.binding.shares_roots(binding)
+        ]
+
+    def _drop(self, program: Program) -> None:
+        for head, entries in list(self._entries.items()):
+            self._entries[head] = [e for e in entries if e.program is not program]
+
+    def _forget_dead(self) -> None:
+        used: set[int] = set()
+        for head, entries in list(self._entries.items()):
+            alive = [e for e in entries if e.binding.alive]
+            used.update(id(e.program) for e in alive)
+            if alive:
+                self._entries[head] = alive
+            else:
+                del self._entries[head]
+        for key in [k for k, program in self._programs.items() if id(program) not in used]:
+            del self._programs[key]
+
+    def _wait(self, flat: list[Any]) -> None:
+        """Waits until few enough steps are unfinished.
+
+        On two cores an unread loop over several simulated devices can otherwise deadlock, and
+        everywhere the bound also bounds memory.
+        """
+        if self.steps_in_flight is None or len(self._in_flight) < self.steps_in_flight:
+            return
+        token = self._in_flight.popleft()
+        if token is None or token.is_deleted():
+            token = next((x for x in flat if isinstance(x, jax.Array)), None)
+        if token is not None and not token.is_deleted():
+            token.block_until_ready()
+
+    def _dispatched(self, arrays: list[Any]) -> None:
+        if self.steps_in_flight is not None:
+            self._in_flight.append(arrays[-1] if arrays else None)
+
+
+def _same_variables(a: Binding, b: Binding) -> bool:
+    return list(map(id, a.variables)) == list(map(id, b.variables))

@@ -1,0 +1,325 @@
+"""The base of all strategies: a mesh and a few choices; everything else is derived and final."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, final
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax import _context
+from distribute_jax._errors import ContextError
+from distribute_jax._mesh import num_replicas
+from distribute_jax._typing import Kwargs, PyTree, StepFunction
+from distribute_jax._values import DistributedValues, PerReplica
+from distribute_jax.collectives import ReduceOp
+from distribute_jax.collectives._reduce_op import reduce_op as as_reduce_op
+from distribute_jax.data import DistributedDataset, InputOptions
+from distribute_jax.program import Runner, RunOptions
+from distribute_jax.strategies._cross_replica import (
+    gather_value,
+    local_values,
+    reduce_value,
+    stacked_value,
+)
+from distribute_jax.strategies._scope import Scope
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What a ``value_fn`` is told about the replica it makes a value for.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
+    """
+
+    __module__ = "distribute_jax"
+
+    replica_id_in_sync_group: int = 0
+    """The replica, 0 to N-1."""
+    num_replicas_in_sync: int = 1
+    """N."""
+
+
+class Strategy:
+    """Where state lives and where a step runs: a mesh of replicas.
+
+    Pick one of the subclasses, build the model under :meth:`scope`, write the step for one replica,
+    and :meth:`run` executes it on all. The distributed run equals the run on one device, or tells
+    why not.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(self, mesh: Mesh, *, steps_in_flight: int | None) -> None:
+        """Lays the replicas along the mesh's ``"data"`` axis.
+
+        Args:
+            mesh: the devices; one replica for each index along ``"data"``.
+            steps_in_flight: how many dispatched steps may be unfinished; None for no limit on
+                accelerators, and 2 on CPU, where more can deadlock.
+        """
+        self._mesh = mesh
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        limit = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
+        self._runner = Runner(self, mesh, limit)
+
+    @property
+    @final
+    def mesh(self) -> Mesh:
+        """The devices as a ``jax.sharding.Mesh``; the replicas lie along ``"data"``."""
+        return self._mesh
+
+    @cached_property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are combined."""
+        return num_replicas(self._mesh)
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """Where the strategy got its cluster from; None for strategies of one process."""
+        return None
+
+    @final
+    def scope(self) -> Scope:
+        """Makes the strategy current for a ``with`` block, where models are built.
+
+        Inside, ``get_strategy()`` is this strategy and arrays are made replicated over its mesh. The
+        scope may be entered again, also inside itself.
+
+        Returns:
+            A context manager that yields the strategy.
+
+        Raises:
+            RuntimeError: on entering inside ``run``, or inside another strategy's scope.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> with dj.OneDeviceStrategy("cpu:0").scope() as strategy:
+            ...     dj.get_strategy() is strategy
+            True
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
+        """
+        return Scope(self)
+
+    @final
+    def run(
+        self,
+        fn: StepFunction,
+        args: tuple[Any, ...] = (),
+        kwargs: Kwargs | None = None,
+        options: RunOptions | None = None,
+    ) -> PyTree:
+        """Runs a function written for one replica on all replicas, as one compiled program.
+
+        Modules, optimizers and variables that ``fn`` gets in ``args`` or captures are updated in
+        place. Where the step would leave state different on the replicas, tracing raises and names
+        the variable and what it depends on.
+
+        Args:
+            fn: the step of one replica. It is traced once for each structure and shape.
+            args: positional arguments. ``PerReplica`` values are split; other arrays and numbers go
+                whole to each replica; bools, strings and other objects are constants.
+            kwargs: keyword arguments, likewise.
+            options: how to compile and check.
+
+        Returns:
+            What ``fn`` returned: arrays proved equal on all replicas as ``jax.Array``, others as
+            ``PerReplica``; values that are no arrays, and bound objects, as themselves.
+
+        Raises:
+            ValueError: the replicas would drift apart, the arguments do not fit, padding leaks, or
+                an array was captured that would go stale.
+            RuntimeError: called inside ``run``, under another strategy's scope, or under a jit.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> float(strategy.run(lambda x: 2 * x, args=(3.0,)))
+            6.0
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
+        """
+        self._enter_method("strategy.run")
+        return self._runner(fn, args, kwargs, options)
+
+    @final
+    def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Any = None) -> PyTree:
+        """Combines the replicas' values into one.
+
+        Args:
+            reduce_op: ``"sum"`` or ``"mean"``.
+            value: a nest of what ``run`` returned. A result that every replica returned alike counts
+                once for each replica under SUM.
+            axis: None combines the replicas' arrays element by element. An int or several also
+                reduce those dims of each replica's array: SUM adds everything, MEAN divides by the
+                total number of elements, so shares of different length count right.
+
+        Returns:
+            The nest of combined arrays, on this process's first device, free to mix with any other.
+
+        Raises:
+            ValueError: another ``reduce_op``, shapes that do not fit, or a host value under SUM.
+            RuntimeError: called inside ``run``.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce
+        """
+        self._enter_method("strategy.reduce")
+        op = as_reduce_op(reduce_op)
+        return self._map(lambda leaf: reduce_value(op, leaf, axis, self._mesh), value)
+
+    @final
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Joins the replicas' values along a dim, in replica order.
+
+        Args:
+            value: a nest of what ``run`` returned, each array with at least one dim.
+            axis: the dim to join along; the replicas' arrays may differ in its length only.
+
+        Returns:
+            The nest of joined arrays, on this process's first device.
+
+        Raises:
+            ValueError: a scalar, or shapes that do not fit.
+            RuntimeError: called inside ``run``; use ``get_replica_context().all_gather`` there.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#gather
+        """
+        top = _context.entered()
+        if top is not None and top.replica is not None:
+            raise ContextError(
+                "strategy.gather was called inside a function given to strategy.run. Use "
+                "dj.get_replica_context().all_gather(value, axis) there."
+            )
+        self._enter_method("strategy.gather")
+        return self._map(lambda leaf: gather_value(leaf, axis, self._mesh), value)
+
+    @final
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Gives this process's per-replica values as a tuple, in replica order.
+
+        Args:
+            value: a nest of what ``run`` returned; a value that is not distributed stands for itself.
+
+        Returns:
+            One nest for each local replica; a single one where nothing in it is distributed.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_local_results
+        """
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+        parts = [local_values(leaf, self._mesh) for leaf in leaves]
+        known = [part for part in parts if part is not None]
+        count = len(known[0]) if known else 1
+        return tuple(
+            jax.tree.unflatten(
+                treedef,
+                [leaf if p is None else p[i] for leaf, p in zip(leaves, parts, strict=True)],
+            )
+            for i in range(count)
+        )
+
+    @final
+    def distribute_dataset(
+        self, dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Spreads global batches over the replicas.
+
+        Each element keeps its structure; its arrays become per-replica values that ``run`` splits. A
+        partial batch gives exactly what it gives on one device.
+
+        Args:
+            dataset: an iterable of global batches (nests of arrays, dim 0 the examples), or a
+                function that makes one.
+            options: what becomes of partial batches.
+
+        Returns:
+            An iterable of distributed elements.
+
+        Example:
+            >>> import distribute_jax as dj, numpy as np
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> batches = [np.arange(4.0), np.arange(2.0)]
+            >>> [float(strategy.reduce("sum", x, axis=0)) for x in strategy.distribute_dataset(batches)]
+            [6.0, 1.0]
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
+        """
+        self._enter_method("strategy.distribute_dataset")
+        return DistributedDataset(
+            dataset, mesh=self._mesh, options=options or InputOptions(), guard=self._guard_iteration
+        )
+
+    experimental_distribute_dataset = distribute_dataset
+
+    @final
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], PyTree]
+    ) -> PyTree:
+        """Makes a per-replica value from a function of the replica.
+
+        Args:
+            value_fn: called once for each replica with a ``ValueContext``; returns a nest of arrays
+                or numbers of one structure.
+
+        Returns:
+            The nest, each leaf a per-replica value; plain arrays with one replica.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.experimental_distribute_values_from_function(
+            ...     lambda context: context.replica_id_in_sync_group)
+            PerReplica:{0: array(0, dtype=int32), 1: array(1, dtype=int32)}
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
+        """
+        self._enter_method("strategy.experimental_distribute_values_from_function")
+        count = self.num_replicas_in_sync
+        nests = [value_fn(ValueContext(i, count)) for i in range(count)]
+        if count == 1:
+            return jax.tree.map(jax.numpy.asarray, nests[0])
+        return jax.tree.map(lambda *parts: stacked_value(parts, self._mesh), *nests)
+
+    def __copy__(self) -> NoReturn:
+        """Refuses: two strategies with one identity would not know each other's variables."""
+        raise ContextError(
+            f"{self!r} cannot be copied with copy.copy. Use the strategy itself, or make a new one."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        """Makes a new strategy of the same kind on the same devices."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        state = {k: v for k, v in vars(self).items() if k not in {"_mesh", "_runner"}}
+        vars(new).update(copy.deepcopy(state, memo))
+        new._mesh = self._mesh
+        new._runner = Runner(new, self._mesh, self._runner.steps_in_flight)
+        return new
+
+    def __repr__(self) -> str:
+        """Names the kind and the devices."""
+        names = ", ".join(str(d) for d in self._mesh.devices.flat)
+        return f"{type(self).__name__}([{names}])"
+
+    def _enter_method(self, name: str) -> None:
+        _context.require_cross_replica(name)
+        _context.require_unmixed(self)
+        _context.require_untraced(name)
+
+    def _guard_iteration(self) -> None:
+        _context.require_untraced("Iterating over a distributed dataset")
+
+    @staticmethod
+    def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+        return jax.tree.map(function, tree, is_leaf=_is_value)
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, (DistributedValues, PerReplica, nnx.Variable))

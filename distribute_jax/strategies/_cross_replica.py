@@ -1,0 +1,250 @@
+"""Combining the replicas' values outside ``run``: compiled, cached functions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._internals import uncommitted
+from distribute_jax._mesh import mirrored_sharding, num_replicas, split_sharding
+from distribute_jax._tree import leaf_text
+from distribute_jax._values import DistributedValues, Layout, Mirrored, PerReplica, UnevenPerReplica
+from distribute_jax.collectives._reduce_op import ReduceOp
+from distribute_jax.collectives._tree import checked_dim
+
+Axes = tuple[int, ...] | None
+
+
+def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
+    """Combines one leaf over the replicas, and over its own dims where ``axis`` names some."""
+    axes = _as_axes(axis)
+    replicas = num_replicas(mesh)
+    if isinstance(value, nnx.Variable):
+        value = mirrored_copies = value.get_raw_value()
+    else:
+        mirrored_copies = value if isinstance(value, Mirrored) else None
+    if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
+        return _reduce_global(op, value, axes)
+    if isinstance(value, DistributedValues):
+        return _reduce_parts(op, value.values, axes)
+    if mirrored_copies is not None or replicas == 1:
+        return _reduce_equal(op, value, axes, replicas)
+    return _reduce_host(op, value, axes)
+
+
+def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
+    """Joins one leaf of all replicas along a dim."""
+    if isinstance(value, nnx.Variable):
+        value = value.get_raw_value()
+    if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
+        return _gather_global(value, axis)
+    if isinstance(value, DistributedValues):
+        return _gather_parts(value.values, axis)
+    array = jnp.asarray(value)
+    dim = checked_dim(array.ndim, axis, leaf_text(array), "strategy.gather")
+    if isinstance(value, Mirrored):
+        return _local(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
+    return array
+
+
+def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
+    """Gives this process's parts of one leaf, or None for a value that is not distributed."""
+    if isinstance(value, DistributedValues):
+        return [_on_first(part, mesh) for part in value.values]
+    if isinstance(value, Mirrored):
+        local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+        return [_local(value)] * local
+    return None
+
+
+def _as_axes(axis: Any) -> Axes:
+    if axis is None:
+        return None
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    if not all(isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes):
+        raise ArgumentError(
+            f"strategy.reduce(axis={axis!r}): axis is None, an int, or a tuple or list of ints."
+        )
+    return axes
+
+
+def _dims(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Turns maybe negative axes into dims of one replica's value."""
+    if axes is None:
+        return ()
+    ndim = len(shape)
+    if any(not -ndim <= a < ndim for a in axes):
+        raise ArgumentError(
+            f"strategy.reduce(axis={axes if len(axes) > 1 else axes[0]}): each replica's value has "
+            f"shape {shape}, which does not have that dim. Use axis=None to combine replicas only."
+        )
+    dims = tuple(sorted({a % ndim for a in axes}))
+    if len(dims) != len(axes):
+        raise ArgumentError(f"strategy.reduce(axis={axes}) names a dim twice for shape {shape}.")
+    return dims
+
+
+def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
+    counts = value.counts
+    dims = _dims(axes, value.part_shape)
+    if counts is not None or value.ambiguous is not None:
+        if 0 in dims or axes is None:
+            value.check_rows_known()
+        if 0 not in dims and counts is not None and len(set(counts)) > 1:
+            raise _uneven([(count, *value.part_shape[1:]) for count in counts])
+    function = _compiled_reduce(op, dims, value.layout, value.mesh, counts is not None)
+    rows = () if counts is None else (np.asarray(counts, np.int32),)
+    with jax.set_mesh(None):  # type: ignore[arg-type]
+        combined = function(value.global_array, *rows)
+    if counts is not None and 0 not in dims:
+        combined = combined[: counts[0]]
+    return _local(combined)
+
+
+def _uneven(shapes: Sequence[tuple[int, ...]]) -> ArgumentError:
+    return ArgumentError(
+        f"strategy.reduce(axis=None): the replicas' values have different shapes, {list(shapes)}, so "
+        "they cannot be combined element by element. Reduce the dim that differs too (axis=0), or "
+        "join the values with strategy.gather(value, axis=0)."
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_reduce(
+    op: ReduceOp, dims: tuple[int, ...], layout: Layout, mesh: Mesh, masked: bool
+) -> Callable[..., jax.Array]:
+    replicas = num_replicas(mesh)
+
+    def combine(array: jax.Array, *counts: jax.Array) -> jax.Array:
+        parts = _stacked(array, layout, replicas)
+        number: Any = replicas * math.prod(parts.shape[1 + d] for d in dims)
+        if masked and 0 in dims:
+            rows = jnp.arange(parts.shape[1])[None, :] < counts[0][:, None]
+            parts = jnp.where(rows.reshape(rows.shape + (1,) * (parts.ndim - 2)), parts, 0)
+            number = counts[0].sum() * math.prod(parts.shape[1 + d] for d in dims if d)
+        return _total(op, parts, (0, *(1 + d for d in dims)), number)
+
+    return jax.jit(combine, out_shardings=mirrored_sharding(mesh))
+
+
+def _total(op: ReduceOp, parts: jax.Array, dims: tuple[int, ...], number: Any) -> jax.Array:
+    if op is ReduceOp.SUM:
+        return parts.sum(dims, dtype=parts.dtype)
+    floating = jnp.issubdtype(parts.dtype, jnp.inexact)
+    return (parts if floating else parts.astype(jnp.result_type(float))).sum(dims) / number
+
+
+def _stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
+    if layout is Layout.STACKED:
+        return array
+    return array.reshape(replicas, array.shape[0] // replicas, *array.shape[1:])
+
+
+def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.Array:
+    dims = [_dims(axes, part.shape) for part in parts]
+    sums = [_total(ReduceOp.SUM, part, d, 1) if d else part for part, d in zip(parts, dims, strict=True)]
+    if len({part.shape for part in sums}) > 1:
+        raise _uneven([part.shape for part in parts])
+    total = functools.reduce(jnp.add, sums)
+    if op is ReduceOp.SUM:
+        return total
+    number = sum(math.prod(p.shape[i] for i in d) for p, d in zip(parts, dims, strict=True))
+    return total / number
+
+
+def _reduce_equal(op: ReduceOp, value: Any, axes: Axes, replicas: int) -> jax.Array:
+    """Reduces a value that every replica has: SUM counts it once for each."""
+    array = jnp.asarray(value)
+    dims = _dims(axes, array.shape)
+    if dims:
+        array = _total(op, array, dims, math.prod(array.shape[d] for d in dims))
+    elif op is ReduceOp.MEAN and replicas > 1 and not jnp.issubdtype(array.dtype, jnp.inexact):
+        array = array.astype(jnp.result_type(float))
+    return _local(array * replicas if op is ReduceOp.SUM and replicas > 1 else array)
+
+
+def _reduce_host(op: ReduceOp, value: Any, axes: Axes) -> jax.Array:
+    array = jnp.asarray(value)
+    if op is ReduceOp.SUM and not (isinstance(value, (int, float, np.generic)) and value == 0):
+        raise ArgumentError(
+            f"A non-DistributedValues value {leaf_text(value)} cannot be reduced with the given "
+            "reduce op ReduceOp.SUM: no replica produced it, so it is not known how often it counts. "
+            "Reduce what strategy.run returned, or use 'mean'."
+        )
+    dims = _dims(axes, array.shape)
+    return _total(op, array, dims, math.prod(array.shape[d] for d in dims)) if dims else array
+
+
+def _gather_global(value: PerReplica, axis: int) -> jax.Array:
+    value.check_rows_known()
+    dim = checked_dim(len(value.part_shape), axis, repr(value)[:60], "strategy.gather")
+    counts = value.counts
+    if counts is not None and dim != 0 and len(set(counts)) > 1:
+        raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
+    function = _compiled_gather(dim, value.layout, value.mesh, counts)
+    with jax.set_mesh(None):  # type: ignore[arg-type]
+        return _local(function(value.global_array))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_gather(
+    dim: int, layout: Layout, mesh: Mesh, counts: tuple[int, ...] | None
+) -> Callable[..., jax.Array]:
+    replicas = num_replicas(mesh)
+
+    def join(array: jax.Array) -> jax.Array:
+        parts = list(_stacked(array, layout, replicas))
+        if counts is not None:
+            parts = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        return jnp.concatenate(parts, axis=dim)
+
+    return jax.jit(join, out_shardings=mirrored_sharding(mesh))
+
+
+def _gather_parts(parts: Sequence[jax.Array], axis: int) -> jax.Array:
+    dim = checked_dim(parts[0].ndim, axis, leaf_text(parts[0]), "strategy.gather")
+    if len({part.shape[:dim] + part.shape[dim + 1 :] for part in parts}) > 1:
+        raise _unjoinable([part.shape for part in parts], axis)
+    return jnp.concatenate(parts, axis=dim)
+
+
+def _unjoinable(shapes: Sequence[tuple[int, ...]], axis: int) -> ArgumentError:
+    return ArgumentError(
+        f"strategy.gather(axis={axis}): the replicas' values have shapes {list(shapes)}. They may "
+        f"differ only in dim {axis}; choose that dim, or bring the values to one shape first."
+    )
+
+
+def _local(array: jax.Array) -> jax.Array:
+    """Gives a whole array as one on this process's first device that mixes with anything."""
+    if isinstance(array, jax.core.Tracer):
+        return array
+    return uncommitted(array.addressable_data(0))
+
+
+def _on_first(part: jax.Array, mesh: Mesh) -> jax.Array:
+    if isinstance(part, jax.core.Tracer):
+        return part
+    first = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+    return uncommitted(jax.device_put(part, first))
+
+
+def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
+    """Makes a per-replica value from one host value for each replica."""
+    arrays = [np.asarray(part) for part in parts]
+    if len({(array.shape, array.dtype) for array in arrays}) == 1:
+        # int64 and float64 become what JAX holds, as everywhere.
+        dtype = jax.dtypes.canonicalize_dtype(arrays[0].dtype)
+        stacked = np.stack(arrays).astype(dtype)
+        return PerReplica(jax.device_put(stacked, split_sharding(mesh)), mesh)
+    with jax.set_mesh(None):  # type: ignore[arg-type]
+        return UnevenPerReplica([jnp.asarray(array) for array in arrays], mesh)

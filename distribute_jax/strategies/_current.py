@@ -1,0 +1,115 @@
+"""Which strategy and which replica is current, asked from anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distribute_jax import _context
+from distribute_jax._errors import ContextError
+from distribute_jax.program import ReplicaContext
+from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._scope import Scope
+
+_set_for_good: list[Scope] = []
+
+
+def get_strategy() -> Strategy:
+    """Gives the current strategy; where none was entered, the default one, never None.
+
+    Returns:
+        The strategy of the innermost scope or ``run`` of this thread.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.get_strategy().num_replicas_in_sync
+        1
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
+    """
+    strategy: Strategy = _context.current().strategy
+    return strategy
+
+
+def has_strategy() -> bool:
+    """Tells whether another than the default strategy is current.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.has_strategy()
+        False
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/has_strategy
+    """
+    return _context.current().strategy is not default_strategy()
+
+
+def get_replica_context() -> Any:
+    """Gives the replica context, or None in cross-replica context.
+
+    Inside ``run`` it is this replica's; where no strategy was entered, that of the only replica; in
+    ``scope()`` and ``merge_call`` there is none.
+
+    Returns:
+        A ``ReplicaContext`` or None.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.get_replica_context().replica_id_in_sync_group
+        0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_replica_context
+    """
+    replica: ReplicaContext | None = _context.current().replica
+    return replica
+
+
+def in_cross_replica_context() -> bool:
+    """Tells whether the code stands in ``scope()`` or ``merge_call``, outside any replica.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.in_cross_replica_context()
+        False
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
+    """
+    return _context.current().replica is None
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy current for the rest of the program, without ``with``; None undoes it.
+
+    Args:
+        strategy: the strategy, or None for the default one.
+
+    Raises:
+        RuntimeError: called inside a scope or inside ``run``.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.experimental_set_strategy(dj.OneDeviceStrategy("cpu:0"))
+        >>> dj.has_strategy()
+        True
+        >>> dj.experimental_set_strategy(None)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental_set_strategy
+    """
+    top = _context.entered()
+    by_us = bool(_set_for_good) and _set_for_good[-1].is_current()
+    if top is not None and not by_us:
+        raise ContextError(
+            "experimental_set_strategy was called inside a strategy scope. Must not be called inside "
+            "a `with strategy.scope():` block or a function given to run: leave it first."
+        )
+    if by_us:
+        _set_for_good.pop().__exit__(None, None, None)
+    if strategy is not None:
+        scope = strategy.scope()
+        scope.__enter__()
+        _set_for_good.append(scope)
+
+
+def default_strategy() -> Strategy:
+    """Gives the strategy that stands in where none was entered."""
+    strategy: Strategy = _context.default().strategy
+    return strategy

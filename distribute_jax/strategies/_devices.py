@@ -1,0 +1,93 @@
+"""Devices as users name them: a ``jax.Device``, an index, or TensorFlow's strings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from distribute_jax._errors import ArgumentError
+
+_NAME = re.compile(
+    r"^/?(?:job:\w+/?)?(?:replica:\d+/?)?(?:task:\d+/?)?(?:device:)?(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
+    re.IGNORECASE,
+)
+_KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
+
+
+def local_devices() -> list[jax.Device]:
+    """Gives this process's devices of the default backend."""
+    return list(jax.local_devices())
+
+
+def find_device(name: Any) -> jax.Device:
+    """Finds the device that a user means.
+
+    Args:
+        name: a ``jax.Device``, an index into the local devices, or a string such as ``"gpu:0"``,
+            ``"/gpu:0"`` or ``"/job:localhost/device:GPU:0"``, in any letter case.
+
+    Raises:
+        ValueError: no local device is called so; the message lists those there are.
+    """
+    if isinstance(name, jax.Device):
+        return _checked_local(name)
+    if isinstance(name, int) and not isinstance(name, bool):
+        devices = local_devices()
+        if 0 <= name < len(devices):
+            return devices[name]
+    elif isinstance(name, str) and (match := _NAME.match(name)):
+        devices = _of_kind(_KINDS.get(match["kind"].lower(), ""))
+        index = int(match["index"] or 0)
+        if index < len(devices):
+            return devices[index]
+    raise ArgumentError(
+        f"There is no local device {name!r}. This process has {_listed_names()}. Use one of these "
+        "names, an index, or a jax.Device from jax.local_devices()."
+    )
+
+
+def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
+    """Finds the devices of a strategy; None or an empty list means all local ones."""
+    if names is None or (isinstance(names, Sequence) and not isinstance(names, str) and not names):
+        return local_devices()
+    if isinstance(names, (str, int, jax.Device)):
+        names = [names]
+    devices = [find_device(name) for name in names]
+    twice = [name for name, device in zip(names, devices, strict=True) if devices.count(device) > 1]
+    if twice:
+        raise ArgumentError(
+            f"The devices {list(map(str, twice))} name the same device more than once. Each replica "
+            "has its own device: list each one once."
+        )
+    kinds = {device.platform for device in devices}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"A strategy cannot mix kinds of devices, but these are {sorted(kinds)}. Choose devices "
+            "of one kind."
+        )
+    return devices
+
+
+def _of_kind(kind: str) -> list[jax.Device]:
+    try:
+        return list(jax.local_devices(backend=kind)) if kind else []
+    except RuntimeError:  # JAX has no such backend on this machine
+        return []
+
+
+def _checked_local(device: jax.Device) -> jax.Device:
+    if device.process_index == jax.process_index():
+        return device
+    raise ArgumentError(
+        f"{device} belongs to process {device.process_index}, and this is process "
+        f"{jax.process_index()}. This strategy works on the devices of one process: choose from "
+        "jax.local_devices()."
+    )
+
+
+def _listed_names() -> str:
+    names = [f"{d.platform}:{i}" for i, d in enumerate(local_devices())]
+    return ", ".join(repr(name) for name in names[:16]) + (" and more" if len(names) > 16 else "")

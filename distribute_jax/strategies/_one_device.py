@@ -1,0 +1,34 @@
+"""Everything on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distribute_jax._mesh import replica_mesh
+from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._devices import find_device
+
+
+class OneDeviceStrategy(Strategy):
+    """Runs everything on a named device, through the same code as the other strategies.
+
+    It is the reference that the others equal, and a stand-in to try code that will be distributed.
+
+    Args:
+        device: a ``jax.Device``, an index into the local devices, or a string such as ``"gpu:0"``.
+
+    Raises:
+        ValueError: there is no such device; the message lists those there are.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.OneDeviceStrategy("cpu:0").num_replicas_in_sync
+        1
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(replica_mesh([find_device(device)]), steps_in_flight=None)

@@ -1,0 +1,110 @@
+"""Losses over the global batch: exact for any number of replicas, to the last example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax.strategies import get_replica_context
+
+
+def compute_average_loss(
+    per_example_loss: jax.Array,
+    sample_weight: jax.Array | None = None,
+    global_batch_size: Any = None,
+) -> jax.Array:
+    """Gives this replica's part of the mean loss over the global batch.
+
+    Summed over the replicas it is the mean over the real examples of the global batch, so its summed
+    gradients are those of one device. Padding of a partial batch is left out by itself.
+
+    Args:
+        per_example_loss: one loss for each example of the per-replica batch; further dims, as the
+            tokens of a sequence, are summed.
+        sample_weight: weights that scale the terms, broadcast from the left; the divisor stays the
+            number of examples, as in TensorFlow.
+        global_batch_size: what to divide by. By default the number of real examples of the global
+            batch; a value that is passed is obeyed.
+
+    Returns:
+        A scalar, per replica.
+
+    Raises:
+        ValueError: the loss is a scalar already, or its dim 0 is not the batch.
+        RuntimeError: called in cross-replica context.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> float(dj.compute_average_loss(jnp.array([1.0, 3.0])))
+        2.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
+    """
+    context = _replica_context("compute_average_loss")
+    losses = jnp.asarray(per_example_loss)
+    if losses.ndim == 0:
+        raise ArgumentError(
+            "compute_average_loss got a scalar. It needs one loss for each example, since only then "
+            "can it divide by the examples of the global batch: leave the mean out of the loss."
+        )
+    if sample_weight is not None:
+        weights = jnp.asarray(sample_weight, losses.dtype)
+        losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    if context.is_padded:
+        losses = _real_terms(losses, context.batch_mask)
+    if global_batch_size is None:
+        global_batch_size = _examples(context, losses.shape[0])
+    return jnp.sum(losses) / global_batch_size
+
+
+def _real_terms(losses: jax.Array, mask: jax.Array) -> jax.Array:
+    """Leaves the terms of the padding out; ``where`` rather than ``*``, since NaN times 0 is NaN."""
+    if losses.shape[0] != mask.shape[0]:
+        raise ArgumentError(
+            f"compute_average_loss got {losses.shape[0]} losses for a replica's share of "
+            f"{mask.shape[0]} examples, so it cannot tell which belong to the padding of this partial "
+            "batch. Give it one loss for each example: keep the batch as dim 0 and do not flatten it."
+        )
+    return jnp.where(mask.reshape(mask.shape + (1,) * (losses.ndim - 1)), losses, 0)
+
+
+def _examples(context: Any, rows: int) -> Any:
+    """Counts the real examples of the global batch."""
+    return context.real_examples if context.is_padded else rows * context.num_replicas_in_sync
+
+
+def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
+    """Gives this replica's part of a loss that does not depend on the batch.
+
+    Args:
+        regularization_loss: a loss such as a penalty on the weights, summed to a scalar here.
+
+    Returns:
+        The scalar divided by the number of replicas, so that the sum over them is the loss.
+
+    Raises:
+        RuntimeError: called in cross-replica context.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> float(dj.scale_regularization_loss(jnp.array([1.0, 2.0])))
+        3.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
+    """
+    context = _replica_context("scale_regularization_loss")
+    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
+
+
+def _replica_context(name: str) -> Any:
+    context = get_replica_context()
+    if context is None:
+        raise ContextError(
+            f"You are calling `{name}` in cross replica context, while it was expected to be called "
+            "in replica context: call it inside the function given to strategy.run."
+        )
+    return context
+

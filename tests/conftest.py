@@ -1,0 +1,41 @@
+"""Eight simulated CPU devices for every test, made before JAX starts."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "16")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+import pytest
+
+import distribute_jax as dj
+from distribute_jax import _context
+
+
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)])
+def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
+    """A mirrored strategy of 1 and 4 replicas; 2 and 8 under the mark ``wide``."""
+    return dj.MirroredStrategy(list(range(request.param)))
+
+
+@pytest.fixture
+def s2() -> dj.MirroredStrategy:
+    """A mirrored strategy of two replicas."""
+    return dj.MirroredStrategy([0, 1])
+
+
+@pytest.fixture
+def s4() -> dj.MirroredStrategy:
+    """A mirrored strategy of four replicas."""
+    return dj.MirroredStrategy([0, 1, 2, 3])
+
+
+@pytest.fixture(autouse=True)
+def _no_strategy_left_behind() -> None:
+    """Fails a test that leaves a strategy current for the next one."""
+    yield
+    assert _context.entered() is None, "a scope was left open"
