@@ -1,0 +1,44 @@
+"""Ranges cut into batches, as the reference's cases write them, and how elements are read."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from distribute_jax._mesh import num_replicas, replica_mesh
+from distribute_jax._values import PerReplica
+from distribute_jax.data import DistributedDataset, InputOptions
+
+
+def mesh_of(replicas: int) -> jax.sharding.Mesh:
+    return replica_mesh(jax.devices()[:replicas])
+
+
+def batches(n: int, size: int, *, drop_remainder: bool = False) -> list[np.ndarray]:
+    """R(n).batch(size) of the reference."""
+    rows = np.arange(n, dtype=np.int32)
+    cut = [rows[i : i + size] for i in range(0, n, size)]
+    return [batch for batch in cut if len(batch) == size or not drop_remainder]
+
+
+def distribute(source: Any, replicas: int, partial: str = "mask") -> DistributedDataset:
+    return DistributedDataset(source, mesh=mesh_of(replicas), options=InputOptions(partial=partial))
+
+
+def values(element: PerReplica) -> list[list[int]]:
+    """Each replica's real examples, through the public property."""
+    return [np.asarray(value).tolist() for value in element.values]
+
+
+def all_values(dataset: Any) -> list[list[list[int]]]:
+    return [values(element) for element in dataset]
+
+
+def real_parts(element: PerReplica) -> Iterator[np.ndarray]:
+    """Each replica's real examples, cut by NumPy, which compiles nothing."""
+    whole = np.asarray(element.global_array)
+    replicas = num_replicas(element.mesh)
+    share = len(whole) // replicas
+    for replica, part in enumerate(whole.reshape(replicas, share, *whole.shape[1:])):
+        yield part if element.counts is None else part[: element.counts[replica]]

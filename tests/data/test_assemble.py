@@ -1,0 +1,238 @@
+"""From one host batch to the devices: what is refused, what is converted, where it lands."""
+
+import dataclasses
+from collections import namedtuple
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from input_helpers import distribute, mesh_of, real_parts, values
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import split_sharding
+from distribute_jax._values import Layout
+
+
+def first(batch: Any, replicas: int = 2, partial: str = "mask") -> Any:
+    return next(iter(distribute([batch], replicas, partial)))
+
+
+def message(batch: Any) -> str:
+    with pytest.raises(ArgumentError) as error:
+        first(batch)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_a_batch_becomes_a_committed_array_split_over_the_replicas(replicas: int, in_scope: bool):
+    """Inside and outside of scope() each device holds its consecutive share, and nothing else."""
+    mesh = mesh_of(replicas)
+    with jax.set_mesh(mesh if in_scope else None):
+        element = first(np.arange(24.0, dtype=np.float32).reshape(8, 3), replicas)
+    array = element.global_array
+    assert (element.layout, element.counts) == (Layout.JOINED, None)
+    assert array.sharding == split_sharding(mesh)
+    assert array.committed
+    share = 8 // replicas
+    for i, shard in enumerate(array.addressable_shards):
+        assert shard.device == mesh.devices[i]
+        np.testing.assert_array_equal(shard.data[:, 0], 3.0 * np.arange(i * share, (i + 1) * share))
+
+
+def test_each_shard_is_read_from_the_host_by_itself():
+    """No step of the transfer reads more than one replica's share, so none passes through one."""
+    read = []
+
+    class Recorder(np.ndarray):
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            read.append(len(found))
+            return found
+
+    element = first(np.zeros((8, 3), np.float32).view(Recorder), replicas=4)
+    assert read == [2, 2, 2, 2]
+    assert element.global_array.shape == (8, 3)
+
+
+def test_a_loader_may_reuse_its_buffer():
+    """What the source writes into its array afterwards does not reach elements already given."""
+    buffer = np.zeros((512, 64), np.float32)
+
+    def reusing():
+        for i in range(20):
+            buffer[:] = i
+            yield buffer
+
+    elements = list(distribute(reusing, 2))
+    assert [np.unique(e.global_array).tolist() for e in elements] == [[i] for i in range(20)]
+
+
+def test_a_jax_array_that_lies_right_is_not_touched():
+    """An array with the strategy's own sharding passes as the same object."""
+    array = jax.device_put(jnp.arange(4), split_sharding(mesh_of(2)))
+    assert first({"x": array})["x"].global_array is array
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_jax_arrays_elsewhere_are_placed(rows: Any, in_scope: bool):
+    """Uncommitted, one-device and replicated arrays are split, full and padded, in scope too."""
+    mesh = mesh_of(4)
+    array = jnp.arange(rows)
+    replicated = jax.sharding.NamedSharding(mesh, jax.P())
+    batch = (array, jax.device_put(array, jax.devices()[5]), jax.device_put(array, replicated))
+    with jax.set_mesh(mesh if in_scope else None):
+        element = first(batch, replicas=4)
+    for leaf in element:
+        assert leaf.global_array.sharding == split_sharding(mesh)
+        assert np.concatenate(list(real_parts(leaf))).tolist() == list(range(rows))
+
+
+def test_random_keys_are_batches_too():
+    """An array of PRNG keys is split and padded like any other JAX array."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    element = first(keys)
+    assert element.counts == (2, 1)
+    joined = jnp.concatenate([jax.random.key_data(part) for part in element.values])
+    np.testing.assert_array_equal(joined, jax.random.key_data(keys))
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Example:
+    image: object
+    label: object
+
+
+def test_structures_survive():
+    """Nested dicts, tuples, named tuples, dataclasses and None come back as they were."""
+    x = np.arange(3, dtype=np.float32)
+    batch = {"a": (x, None), "b": [Point(x, {"c": x})], "e": Example(image=x, label=None)}
+    element = first(batch)
+    plain = jax.tree.map(lambda leaf: leaf.counts, element, is_leaf=lambda e: hasattr(e, "counts"))
+    assert jax.tree.structure(plain, is_leaf=lambda e: e == (2, 1)) == jax.tree.structure(batch)
+    assert isinstance(element["b"][0], Point)
+    assert isinstance(element["e"], Example)
+    assert element["a"][1] is None
+    assert values(element["e"].image) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("int64", "int32"),
+        ("uint64", "uint32"),
+        ("float64", "float32"),
+        ("complex128", "complex64"),
+        (">i4", "int32"),
+        ("int8", "int8"),
+        ("float16", "float16"),
+        ("bool", "bool"),
+        (jnp.bfloat16, "bfloat16"),
+    ],
+)
+def test_64_bits_become_32_and_the_rest_stays(given: Any, expected: Any):
+    """Dtypes change only where JAX would change them, byte order included."""
+    element = first(np.array([0, 1, 1]).astype(given))
+    assert element.dtype == jnp.dtype(expected)
+    assert values(element) == [[0, 1], [1]]
+
+
+def test_64_bits_stay_where_x64_is_on():
+    """With jax_enable_x64 large integers and doubles pass unchanged."""
+    with jax.enable_x64(True):
+        element = first((np.array([2**40, -1]), np.array([1e300, 0.1])))
+        assert element[0].dtype == jnp.int64
+        assert np.asarray(element[0].global_array).tolist() == [2**40, -1]
+        assert np.asarray(element[1].global_array).tolist() == [1e300, 0.1]
+
+
+def test_doubles_out_of_range_become_infinite_as_in_jax():
+    """A double too large for float32 becomes inf without a warning, as jnp.asarray does it."""
+    assert values(first(np.array([1e300, 1.0]))) == [[float("inf")], [1.0]]
+
+
+def test_integers_that_do_not_fit_are_named():
+    """Every leaf with a value outside of 32 bits is listed; the others are not."""
+    batch = {"id": np.array([2**31]), "hash": np.array([2**32], np.uint64), "ok": np.array([7])}
+    text = message(batch)
+    assert "batch['id']: int64[1]" in text
+    assert "batch['hash']: uint64[1]" in text
+    assert "'ok'" not in text
+    assert "jax_enable_x64" in text
+    assert first(np.array([2**31 - 1, -(2**31)])).dtype == jnp.int32
+
+
+def test_leaves_of_other_lengths_are_all_listed():
+    """Leaves whose dims 0 differ are shown with their shapes, and the rule is said."""
+    text = message({"x": np.ones((4, 2), np.float32), "y": np.ones(3, np.float32)})
+    assert "Batch 0 of the dataset cannot be divided" in text
+    assert "batch['x']: float32[4,2]" in text
+    assert "batch['y']: float32[3]" in text
+    assert "same number of examples" in text
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [np.float32(1), np.array(1), jnp.asarray(1), 3, 2.5, True],
+    ids=lambda b: type(b).__name__,
+)
+def test_an_unbatched_source_is_told_to_batch(batch: Any):
+    """A leaf without dim 0, a Python number too, gives the advice to batch, with code."""
+    text = message(batch)
+    assert text.startswith("Batch 0 of the dataset cannot be divided")
+    assert "Batch the source first" in text
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shown"),
+    [
+        (np.array(["a", "b"]), "<U1[2]"),
+        (np.array([b"a"]), "|S1[1]"),
+        (np.array([object()]), "object[1]"),
+        (np.array(["2020-01-01"], "M8[D]"), "datetime64[D][1]"),
+        (np.zeros(2, [("a", "i4")]), "[2]"),
+        (np.zeros(2, np.longdouble), "float128[2]"),
+        ("text", "str 'text'"),
+    ],
+    ids=["strings", "bytes", "objects", "dates", "records", "long doubles", "a string"],
+)
+def test_leaves_that_no_device_holds_are_named(leaf: Any, shown: str):
+    """Strings, objects, dates and records are refused, and the good leaf is not listed."""
+    text = message({"good": np.ones(2, np.float32), "bad": leaf})
+    assert f"batch['bad']: {shown}" in text or ("batch['bad']" in text and shown in text)
+    assert "'good'" not in text
+    assert "Encode strings" in text
+
+
+def test_objects_that_are_no_arrays_are_named():
+    """An unregistered class is one leaf, and the message says how to make it a container."""
+    text = message({"bad": slice(3)})
+    assert "batch['bad']: slice" in text
+    assert "register_dataclass" in text
+
+
+def test_faults_of_different_kinds_are_told_at_once():
+    """One message lists a number, a string and a large integer, each with its own rule."""
+    text = message({"a": 3, "b": "x", "c": np.array([2**40]), "d": np.ones(3)})
+    for part in ("batch['a']: int 3", "batch['b']: str", "batch['c']: int64", "Batch the source"):
+        assert part in text
+    assert "batch['d']" not in text
+
+
+def test_a_distributed_batch_is_not_distributed_again():
+    """Elements of a distributed dataset are refused as batches, with what to do instead."""
+    element = first(np.ones(4, np.float32))
+    assert "distributed already" in message({"x": element})
+
+
+@pytest.mark.parametrize("batch", [(), {}, None, [None]])
+def test_a_batch_without_arrays_is_refused(batch: Any):
+    """An empty structure has no examples to divide."""
+    assert "holds no array" in message(batch)

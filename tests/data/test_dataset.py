@@ -1,0 +1,422 @@
+"""The distributed dataset as a user iterates it: the reference's cases and the errors."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from input_helpers import all_values, batches, distribute, mesh_of, values
+
+from distribute_jax import data
+from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax.data import DistributedDataset, InputOptions, PartialPolicy
+
+
+@pytest.mark.parametrize(
+    ("replicas", "source", "expected"),
+    [
+        (
+            2,
+            batches(9, 2),
+            [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]], [[8], []]],
+        ),
+        (2, batches(9, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
+        (2, batches(9, 4, drop_remainder=True), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        (2, batches(10, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]),
+        (2, batches(11, 5), [[[0, 1, 2], [3, 4]], [[5, 6, 7], [8, 9]], [[10], []]]),
+        (4, batches(10, 8), [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8], [9], [], []]]),
+        (4, batches(6, 6), [[[0, 1], [2, 3], [4, 5], []]]),
+        (1, batches(5, 4), [[[0, 1, 2, 3]], [[4]]]),
+        (2, batches(0, 4), []),
+    ],
+    ids=["83", "84", "84 drop_remainder", "85", "85 odd", "87", "rule A", "one device", "90"],
+)
+@pytest.mark.parametrize("partial", ["mask", "shrink"])
+def test_examples_are_spread_as_tensorflow_spreads_them(
+    replicas: int, source: Any, expected: Any, partial: str
+):
+    """Acceptance 83-90: each replica's real examples are those of tf.distribute."""
+    assert all_values(distribute(source, replicas, partial)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:The global batch has 1 examples")
+def test_batches_smaller_than_the_replicas_leave_some_empty():
+    """Acceptance 89: batches of one on two replicas give the second one nothing."""
+    assert all_values(distribute(batches(3, 1), 2)) == [[[0], []], [[1], []], [[2], []]]
+
+
+def test_an_empty_share_keeps_shape_and_dtype():
+    """Acceptance 90: a replica without data has shape (0, …) and the right dtype."""
+    element = list(distribute([np.ones((2, 3), np.float16), np.ones((1, 3), np.float16)], 2))[1]
+    assert element.values[1].shape == (0, 3)
+    assert element.values[1].dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "share"), [(2, 4, 2), (2, 5, 3), (1, 4, 4), (4, 8, 2), (4, 10, 3)]
+)
+def test_element_spec_is_one_padded_share(replicas: int, size: int, share: int):
+    """Acceptance 92: the spec has one replica's share, padding included."""
+    dataset = distribute([(b, {"y": b[:, None] / 2}) for b in batches(11, size)], replicas)
+    x, y = dataset.element_spec[0], dataset.element_spec[1]["y"]
+    assert x == jax.ShapeDtypeStruct((share,), jnp.int32)
+    assert y == jax.ShapeDtypeStruct((share, 1), jnp.float32)
+    assert iter(dataset).element_spec[0] == x
+    element = next(iter(dataset))
+    assert element[0].part_shape == x.shape
+
+
+def test_element_spec_uses_nothing_up():
+    """Reading the spec twice leaves a one-shot source whole, whatever it begins with."""
+    empty = np.zeros(0, np.int32)
+    dataset = distribute(iter([empty, *batches(5, 4)]), 2)
+    assert dataset.element_spec.shape == (2,)
+    assert dataset.element_spec.shape == (2,)
+    assert all_values(dataset) == [[[0, 1], [2, 3]], [[4], []]]
+    assert dataset.element_spec.shape == (2,)
+
+
+def test_element_spec_can_be_read_again_after_a_bad_first_batch():
+    """A bad batch in a one-shot source gives the same error again, not an empty dataset."""
+    dataset = distribute(iter([3, np.ones(2)]), 2)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="Batch the source first"):
+            _ = dataset.element_spec
+
+
+def test_element_spec_of_nothing_is_an_error():
+    """Without a batch there is nothing to read the spec from, and the message says so."""
+    with pytest.raises(ArgumentError, match="no batch with examples"):
+        _ = distribute([np.zeros((0, 2))], 2).element_spec
+
+
+def test_cardinality_is_the_number_of_elements():
+    """Acceptance 105: 3 for five examples in batches of two; None where nobody knows."""
+    assert distribute(batches(5, 2), 2).cardinality == 3
+    assert distribute(lambda: iter(batches(5, 2)), 2).cardinality is None
+    assert distribute(iter(batches(5, 2)), 2).cardinality is None
+    assert distribute(batches(5, 2), 2, "drop").cardinality is None
+
+
+def test_reduce_folds_over_the_elements():
+    """Acceptance 105: the sum over five examples is 10; an empty dataset gives the start."""
+
+    def add(state: float, element: Any) -> float:
+        return state + sum(float(value.sum()) for value in element.values)
+
+    assert distribute(batches(5, 2), 2).reduce(0, add) == 10
+    assert distribute([], 2).reduce("start", add) == "start"
+
+
+def test_there_is_no_map_and_no_len():
+    """Acceptance 105: as in TF, a distributed dataset has neither map nor len."""
+    dataset = distribute(batches(5, 2), 2)
+    assert not hasattr(dataset, "map")
+    with pytest.raises(TypeError):
+        len(dataset)
+
+
+def test_every_way_to_advance_an_iterator():
+    """next, get_next and get_next_as_optional share one position and each tells the end."""
+    iterator = iter(distribute(batches(6, 2), 2))
+    assert iter(iterator) is iterator
+    assert values(next(iterator)) == [[0], [1]]
+    assert values(iterator.get_next()) == [[2], [3]]
+    optional = iterator.get_next_as_optional()
+    assert optional.has_value()
+    assert values(optional.get_value()) == [[4], [5]]
+    ended = iterator.get_next_as_optional()
+    assert not ended.has_value()
+    with pytest.raises(ArgumentError, match="the dataset has ended"):
+        ended.get_value()
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_iterators_of_one_dataset_are_independent():
+    """Two iterators over one list each begin at the first batch."""
+    dataset = distribute(batches(6, 2), 2)
+    one, other = iter(dataset), iter(dataset)
+    next(one)
+    assert values(next(other)) == [[0], [1]]
+    assert values(next(one)) == [[2], [3]]
+
+
+# Sources
+
+
+@pytest.mark.parametrize("kind", ["list", "function", "generator function", "sequence"])
+def test_iterating_again_starts_anew(kind: str):
+    """Lists, functions, generator functions and old-style sequences give the same epoch twice."""
+
+    def generate():
+        yield from batches(5, 4)
+
+    class Sequence:
+        def __getitem__(self, i: int) -> Any:
+            return batches(5, 4)[i]
+
+    source = {
+        "list": batches(5, 4),
+        "function": lambda: batches(5, 4),
+        "generator function": generate,
+        "sequence": Sequence(),
+    }[kind]
+    dataset = distribute(source, 2)
+    assert dataset.element_spec.shape == (2,)
+    assert all_values(dataset) == all_values(dataset) == [[[0, 1], [2, 3]], [[4], []]]
+
+
+@pytest.mark.parametrize("make", [iter, lambda b: (x for x in b), lambda b: map(np.asarray, b)])
+def test_a_one_shot_source_runs_once(make: Callable[[list], Any]):
+    """A second epoch of an iterator is an error that says to pass a function, not an empty one."""
+    dataset = distribute(make(batches(5, 4)), 2)
+    assert len(list(dataset)) == 2
+    with pytest.raises(ArgumentError, match=r"lambda: make_batches\(\)"):
+        iter(dataset)
+
+
+@pytest.mark.parametrize("make", [lambda b: (x for x in b), lambda b: map(np.asarray, b)])
+def test_a_function_that_returns_the_same_iterator_is_found_out(make: Callable[[list], Any]):
+    """A function around one iterator would give an empty second epoch: an error instead."""
+    once = make(batches(5, 4))
+    dataset = distribute(lambda: once, 2)
+    assert len(list(dataset)) == 2
+    with pytest.raises(ArgumentError, match="same iterator a second time"):
+        iter(dataset)
+
+
+@pytest.mark.parametrize("source", [5, None, {"x": np.ones(4)}, object()], ids=str)
+def test_what_cannot_be_iterated_is_refused_at_once(source: Any):
+    """The constructor names what it got and shows how to batch."""
+    with pytest.raises(ArgumentError, match="no iterable of global batches"):
+        distribute(source, 2)
+
+
+def test_a_function_that_returns_no_iterable_is_named():
+    """The message shows what the function returned."""
+    with pytest.raises(ArgumentError, match="returned int 5"):
+        iter(distribute(lambda: 5, 2))
+
+
+def test_an_exception_of_the_source_passes_unchanged():
+    """The user's own exception object surfaces after the good batches; the next epoch is whole."""
+    error = OSError("disk")
+    fail = [True]
+
+    def generate():
+        yield from batches(4, 2)
+        if fail[0]:
+            raise error
+        yield from batches(2, 2)
+
+    dataset = distribute(generate, 2)
+    seen = []
+    with pytest.raises(OSError, match="disk") as caught:
+        seen.extend(values(e) for e in dataset)  # extend keeps what came before the error
+    assert caught.value is error
+    assert seen == [[[0], [1]], [[2], [3]]]
+    fail[0] = False
+    assert len(list(dataset)) == 3
+
+
+def test_a_bad_batch_in_the_middle_is_numbered_and_the_next_epoch_works():
+    """The message says which batch is bad; batches before it came, and so does a new epoch."""
+    source = [np.ones(2, np.float32), "oops", np.ones(2, np.float32)]
+    dataset = distribute(source, 2)
+    iterator = iter(dataset)
+    next(iterator)
+    with pytest.raises(ArgumentError, match="Batch 1 of the dataset"):
+        next(iterator)
+    source[1] = np.ones(2, np.float32)
+    assert len(list(dataset)) == 3
+
+
+def test_a_changed_structure_shows_both():
+    """A batch with other keys than the first is an error that shows both structures."""
+    x = np.ones(2, np.float32)
+    with pytest.raises(
+        ArgumentError, match="Batch 1 of the dataset has another structure"
+    ) as error:
+        list(distribute([{"x": x}, {"x": x, "y": x}], 2))
+    assert "{'x': *}" in str(error.value)
+    assert "{'x': *, 'y': *}" in str(error.value)
+
+
+def test_leaving_the_loop_closes_a_generator():
+    """A generator left half-way is closed when the loop ends, so its files are too."""
+    closed = []
+
+    def generate():
+        try:
+            yield from batches(6, 2)
+        finally:
+            closed.append(True)
+
+    dataset = distribute(generate, 2)
+    for _ in dataset:
+        break
+    gc.collect()
+    assert closed == [True]
+
+
+def test_an_element_keeps_no_batch_alive():
+    """The host batch is freed once its element exists."""
+    batch = np.ones((4, 2), np.float32)
+    alive = weakref.ref(batch)
+    iterator = iter(distribute(iter([batch]), 2))
+    element = next(iterator)
+    del batch
+    assert list(iterator) == []
+    gc.collect()
+    assert alive() is None
+    assert element.global_array.shape == (4, 2)
+
+
+# Partial batches
+
+
+def shapes(dataset: Any) -> list[tuple[int, tuple[int, ...] | None]]:
+    return [(element.global_array.shape[0], element.counts) for element in dataset]
+
+
+def test_mask_gives_every_element_one_shape():
+    """Full batches have no counts; every partial one has their shape, whatever it lacks."""
+    source = [np.ones(n, np.float32) for n in (8, 8, 7, 1, 4)]
+    assert shapes(distribute(source, 4)) == [
+        (8, None),
+        (8, None),
+        (8, (2, 2, 2, 1)),
+        (8, (1, 0, 0, 0)),
+        (8, (1, 1, 1, 1)),
+    ]
+
+
+def test_mask_pads_a_batch_size_that_does_not_divide():
+    """Batches of 5 on two replicas are padded to shares of 3 and say so."""
+    assert shapes(distribute(batches(11, 5), 2)) == [(6, (3, 2)), (6, (3, 2)), (6, (1, 0))]
+
+
+def test_mask_takes_a_larger_batch_as_the_new_measure():
+    """A batch larger than the first is not cut: its share is larger, and stays the measure."""
+    source = [np.ones(n, np.float32) for n in (4, 8, 4)]
+    assert shapes(distribute(source, 2)) == [(4, None), (8, None), (8, (2, 2))]
+
+
+def test_mask_measures_each_epoch_anew():
+    """The measure is the first batch of the epoch, not of an earlier one."""
+    sizes = [8]
+    dataset = distribute(lambda: [np.ones(sizes[0], np.float32)], 2)
+    assert shapes(dataset) == [(8, None)]
+    sizes[0] = 4
+    assert shapes(dataset) == [(4, None)]
+
+
+def test_shrink_pads_only_what_does_not_divide():
+    """Shares shrink to ceil(n / N); counts appear only where that leaves padding."""
+    source = [np.ones(n, np.float32) for n in (8, 4, 6, 1)]
+    assert shapes(distribute(source, 4, "shrink")) == [
+        (8, None),
+        (4, None),
+        (8, (2, 2, 2, 0)),
+        (4, (1, 0, 0, 0)),
+    ]
+
+
+def test_drop_skips_partial_batches():
+    """Batches smaller than the first, or not divisible, are skipped."""
+    source = [np.full(n, n, np.float32) for n in (4, 2, 5, 4, 8, 4, 1)]
+    assert shapes(distribute(source, 2, "drop")) == [(4, None), (4, None), (8, None), (4, None)]
+
+
+def test_drop_refuses_to_drop_everything():
+    """Where the first batch does not divide, an error says so rather than an empty loop."""
+    with pytest.raises(ArgumentError, match="has 5 examples for 2 replicas") as error:
+        list(distribute(batches(15, 5), 2, "drop"))
+    assert "no batch would be left" in str(error.value)
+    assert "partial='mask'" in str(error.value)
+
+
+@pytest.mark.parametrize(("sizes", "position"), [((5,), 0), ((4, 3), 1), ((4, 2), 1), ((4, 0), 1)])
+def test_error_refuses_every_partial_batch(sizes: tuple[int, ...], position: int):
+    """Indivisible, smaller and empty batches are errors that give position and remedies."""
+    source = [np.ones(n, np.float32) for n in sizes]
+    with pytest.raises(ArgumentError, match=f"Batch {position} of the dataset has {sizes[-1]} ex"):
+        list(distribute(source, 2, "error"))
+
+
+@pytest.mark.parametrize("partial", ["mask", "shrink", "drop"])
+def test_empty_batches_are_skipped(partial: str):
+    """A batch of no examples gives no element, and is no measure for the others."""
+    source = [np.ones(n, np.float32) for n in (0, 4, 0, 4)]
+    assert shapes(distribute(source, 2, partial)) == [(4, None), (4, None)]
+
+
+def test_options_are_validated():
+    """A policy is a member or its name; anything else is refused with the names."""
+    assert InputOptions().partial is PartialPolicy.MASK
+    assert InputOptions(partial="drop") == InputOptions(partial=PartialPolicy.DROP)
+    with pytest.raises(ArgumentError, match="'mask', 'shrink', 'drop', 'error'"):
+        InputOptions(partial="pad")
+    with pytest.raises(TypeError):
+        InputOptions("drop")
+
+
+# The warning of idle replicas, and the guard
+
+
+def test_a_batch_smaller_than_the_replicas_warns_once():
+    """One warning for the dataset, at the user's line, with both figures and a remedy."""
+    dataset = distribute(batches(4, 2), 4)
+    with pytest.warns(UserWarning, match="2 examples for 4 replicas") as caught:
+        epochs = [[element.counts for element in dataset] for _ in range(2)]
+    assert epochs == [[(1, 1, 0, 0)] * 2] * 2
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert "at least 4" in str(caught[0].message)
+
+
+def test_a_partial_last_batch_does_not_warn():
+    """Only a first batch tells the batch size: a short last one is no reason to warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(distribute(batches(9, 4), 4))) == 3
+
+
+def test_the_guard_is_asked_at_every_step():
+    """Where the strategy's guard raises, neither a start nor a next gets through."""
+    allowed = [True]
+
+    def guard():
+        if not allowed[0]:
+            raise ContextError("not here")
+
+    dataset = DistributedDataset(batches(6, 2), mesh=mesh_of(2), guard=guard)
+    iterator = iter(dataset)
+    allowed[0] = False
+    for forbidden in (
+        lambda: next(iterator),
+        iterator.get_next,
+        iterator.get_next_as_optional,
+        lambda: iter(dataset),
+        lambda: dataset.reduce(0, max),
+    ):
+        with pytest.raises(ContextError, match="not here"):
+            forbidden()
+    allowed[0] = True
+    assert values(next(iterator)) == [[0], [1]]
+
+
+def test_names_are_public():
+    """Each class says that it lives in distribute_jax and what it is for."""
+    for name in data.__all__:
+        member = getattr(data, name)
+        assert member.__module__ == "distribute_jax"
+        assert member.__doc__

@@ -1,0 +1,174 @@
+"""Padding: what short shares are filled with, and how it is replaced to find leaks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from input_helpers import mesh_of, values
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import split_sharding
+from distribute_jax._padding import (
+    _replacer,
+    is_real,
+    other_padding,
+    padded_rows,
+    uneven_to_joined,
+)
+from distribute_jax._values import Layout, PerReplica
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "rows"),
+    [
+        ((2, 1), 2, [0, 1, 2, 2]),
+        ((1, 1), 3, [0, 0, 0, 1, 1, 1]),
+        ((2, 0), 2, [0, 1, 1, 1]),  # an empty share borrows the last row before it
+        ((0, 2), 2, [0, 0, 0, 1]),  # or the first row, where none is before it
+        ((1, 0, 2), 2, [0, 0, 0, 0, 1, 2]),
+    ],
+)
+def test_padding_repeats_real_rows(counts: tuple[int, ...], share: int, rows: Any):
+    """A short share repeats its own last row, and an empty one a neighbour's."""
+    assert padded_rows(counts, share).tolist() == rows
+
+
+def test_real_rows_stand_first_in_each_share():
+    """The mask is True for the first rows of each share, as many as it has examples."""
+    assert is_real((2, 0, 1), 2).tolist() == [True, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("in_scope", [False, True])
+def test_uneven_parts_become_one_padded_batch(in_scope: bool):
+    """Parts of other lengths, empty ones too, come back exactly through .values."""
+    mesh = mesh_of(4)
+    parts = [jnp.arange(n, dtype=jnp.float32) + 10 * n for n in (0, 2, 3, 0)]
+    with jax.set_mesh(mesh if in_scope else None):
+        joined = uneven_to_joined(parts, mesh)
+    assert joined.counts == (0, 2, 3, 0)
+    assert joined.layout is Layout.JOINED
+    assert joined.global_array.shape == (12,)
+    assert joined.global_array.sharding == split_sharding(mesh)
+    assert values(joined) == [[], [20, 21], [30, 31, 32], []]
+    assert set(np.asarray(joined.global_array).tolist()) == {20, 21, 30, 31, 32}
+
+
+def test_parts_that_lie_on_their_devices_are_taken_as_they_are():
+    """Equal parts, each on its replica's device, are joined without padding or counts."""
+    mesh = mesh_of(2)
+    parts = [jax.device_put(jnp.ones((2, 3)) * i, mesh.devices[i]) for i in range(2)]
+    joined = uneven_to_joined(parts, mesh)
+    assert joined.counts is None
+    shards = joined.global_array.addressable_shards
+    assert [s.data.unsafe_buffer_pointer() for s in shards] == [
+        part.unsafe_buffer_pointer() for part in parts
+    ]
+
+
+def test_replicas_of_two_devices_each_get_a_copy():
+    """With a second mesh axis, every device of a replica holds the replica's part."""
+    devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=kinds)
+    joined = uneven_to_joined([jnp.asarray([1.0]), jnp.asarray([2.0, 3.0])], mesh)
+    found = {s.device: s.data.tolist() for s in joined.global_array.addressable_shards}
+    assert [found[device] for device in devices.ravel()] == [[1, 1]] * 2 + [[2, 3]] * 2
+
+
+def test_parts_without_any_row_make_an_empty_batch():
+    """Where no part has a row, the batch has shape (0, …) and the right dtype."""
+    joined = uneven_to_joined([jnp.zeros((0, 3), jnp.int8)] * 2, mesh_of(2))
+    assert joined.global_array.shape == (0, 3)
+    assert joined.global_array.dtype == jnp.int8
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [jnp.ones((1, 2)), jnp.ones((1, 3))],
+        [jnp.ones(1), jnp.ones(1, jnp.int32)],
+        [jnp.ones(()), jnp.ones(())],
+        [jnp.ones(2)],
+    ],
+    ids=["other dims", "dtypes", "no dims", "too few"],
+)
+def test_parts_that_differ_in_more_than_length_are_refused(parts: list[jax.Array]):
+    """The message lists every part with its shape, says the rule, and what to do."""
+    with pytest.raises(ArgumentError, match="do not make one batch") as error:
+        uneven_to_joined(parts, mesh_of(2))
+    for i in range(len(parts)):
+        assert f"replica {i}: " in str(error.value)
+    assert "only dim 0" in str(error.value)
+
+
+def padded_batch(rows: Any, counts: tuple[int, ...]) -> PerReplica:
+    mesh = mesh_of(len(counts))
+    parts = np.split(np.asarray(rows), np.cumsum(counts)[:-1])
+    longest = max(counts) + 1
+    whole = np.concatenate(parts)[padded_rows(counts, longest)]
+    array = jax.device_put(whole, split_sharding(mesh))
+    return PerReplica(array, mesh, layout=Layout.JOINED, counts=counts)
+
+
+ROWS = {
+    "floats": np.array([[1.5, 0.0], [2.5, 1.0], [0.0, 0.0]], np.float32),
+    "equal floats": np.array([[3.0], [3.0], [3.0]], np.float32),
+    "zeros": np.zeros((3, 2), np.float32),
+    "infinities": np.full(3, np.inf, np.float32),
+    "bfloat16": np.array([1, 1, 2], jnp.bfloat16),
+    "complex": np.array([1j, 0, 2], np.complex64),
+    "large integers": np.array([2**31 - 1] * 3, np.int32),
+    "labels": np.array([0, 0, 7], np.uint8),
+    "bools": np.array([True, True, False]),
+    "one row": np.array([[4, 0]], np.int32),
+    "one float row": np.array([[4, 0]], np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_other_padding_changes_every_padded_row_and_no_real_one(name: str):
+    """Real rows keep their bits, each padded row changes, and no wild value appears."""
+    rows = ROWS[name]
+    counts = (2, 1, 0, 0) if len(rows) == 3 else (1, 0, 0, 0)
+    batch = padded_batch(rows, counts)
+    [changed] = other_padding([batch])
+    real = is_real(counts, batch.part_shape[0])
+    old, new = np.asarray(batch.global_array), np.asarray(changed.global_array)
+    assert changed.counts == counts
+    assert changed.global_array.sharding == batch.global_array.sharding
+    np.testing.assert_array_equal(new[real], old[real])
+    differs = (new != old).reshape(len(new), -1).any(axis=1)
+    assert differs.tolist() == (~real).tolist()
+    allowed = {*rows.ravel().tolist(), *(rows / 2).ravel().tolist(), 0, 1, 0.5}
+    assert set(new.ravel().tolist()) <= allowed
+
+
+def test_other_padding_takes_whole_examples():
+    """Where rows differ, image and label of a padded row come from the same real example."""
+    images = np.array([[10.0], [20], [30], [40], [50]], np.float32)
+    labels = np.array([1, 2, 3, 4, 5], np.int32)
+    batch = [padded_batch(leaf, (2, 2, 1, 0)) for leaf in (images, labels)]
+    image, label = (np.asarray(leaf.global_array) for leaf in other_padding(batch))
+    np.testing.assert_array_equal(image[:, 0], label * 10)
+    assert len(set(label[~is_real((2, 2, 1, 0), 3)].tolist())) > 2
+
+
+def test_other_padding_is_the_same_every_time_and_compiles_once():
+    """Two calls agree, and batches with other remainders use the same compiled function."""
+    mesh = mesh_of(2)
+    _replacer.cache_clear()
+    batch = padded_batch(np.arange(4.0, dtype=np.float32), (2, 2))
+    once, again = other_padding([batch])[0], other_padding([batch])[0]
+    np.testing.assert_array_equal(once.global_array, again.global_array)
+    other = PerReplica(batch.global_array, mesh, layout=Layout.JOINED, counts=(2, 1))
+    other_padding([other])
+    assert _replacer(mesh)._cache_size() == 1
+
+
+def test_leaves_without_padding_are_not_touched():
+    """A full batch has no padding to replace: the same objects come back."""
+    full = PerReplica(jnp.ones(4), mesh_of(2), layout=Layout.JOINED)
+    assert other_padding([full])[0] is full
+    assert other_padding([]) == []
