@@ -42,19 +42,20 @@ class Binding:
         self._hold(values)
 
     def _watch(self, graph: Graph) -> None:
-        self._tables = graph.tables
-        self._lists = graph.lists
+        # A view follows its dict, so that reading all attributes again is one pass in C.
+        self._views: list[Any] = [table.values() for table in graph.tables]
+        self._views += [view for d in graph.dicts for view in (d.keys(), d.values())]
+        self._views += graph.lists
         self._picked_from = list(graph.picked.values())
         self._picked = [name for _, name in graph.picked]
         self._cells = graph.cells
         self._below = self._look()
-        self._below_ids = list(map(id, self._below))
+        self._below_ids: list[int] | None = None
 
     def _look(self) -> list[Any]:
         """Reads every watched attribute, item, global and cell below the roots."""
         return [
-            *chain.from_iterable(map(dict.values, self._tables)),
-            *chain.from_iterable(self._lists),
+            *chain.from_iterable(self._views),
             *map(dict.get, self._picked_from, self._picked),
             *map(cell_value, self._cells),
         ]
@@ -65,11 +66,14 @@ class Binding:
         self._steady = steady
         self._root_ids = [id(values[i]) for i in steady]
         self.alive = True
+        self.on_release: list[Callable[[], None]] = []
         self.anchors = {id(v) for v in values if isinstance(v, (nnx.Pytree, nnx.Variable))}
         self._roots = [_weakly(values[i], weakref.ref(self)) for i in steady]
         root_ids = set(self._root_ids)
-        # A root that is also seen from below must not be kept alive from here.
-        self._below = [value for value in self._below if id(value) not in root_ids]
+        if any(id(value) in root_ids for value in self._below):
+            # A root that is also seen from below must not be kept alive from here.
+            self._below_ids = list(map(id, self._below))
+            self._below = [value for value in self._below if id(value) not in root_ids]
 
     def holds(self, values: list[Any]) -> bool:
         """Tells by identity whether these roots, and all below, are what was bound."""
@@ -77,7 +81,10 @@ class Binding:
         steady = pick(values) if pick is not None else [values[i] for i in self._steady]
         if list(map(id, steady)) != self._root_ids or not self.alive:
             return False
-        return list(map(id, self._look())) == self._below_ids
+        below = self._look()
+        if self._below_ids is not None:
+            return list(map(id, below)) == self._below_ids
+        return len(below) == len(self._below) and all(map(operator.is_, below, self._below))
 
     def shares_roots(self, other: Binding) -> bool:
         """Tells whether a module or variable that both reach directly is the same."""
@@ -86,8 +93,11 @@ class Binding:
     def release(self) -> None:
         """Lets go of everything bound, once an object that the step reached is gone."""
         self.variables, self.arrays, self.statics = [], [], {}
-        self._tables, self._lists, self._picked_from, self._picked = [], [], [], []
+        self._views, self._picked_from, self._picked = [], [], []
         self._cells, self._below, self._below_ids = [], [], []
+        for clear in self.on_release:
+            clear()
+        self.on_release = []
 
 
 def _walk(

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import jax
+from flax import nnx
+
 from distribute_jax.program._place import Cell, Fixed, Item, Place, cell_value
 
 _LIBRARIES = frozenset({
@@ -48,6 +51,16 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from nested_code(constant)
+
+
+_JITTED = (type(jax.jit(lambda: None)), type(nnx.jit(lambda: None)))
+
+
+def without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes a jit off a function: run compiles it anyway, and Flax forbids changes across a jit."""
+    while isinstance(fn, _JITTED):
+        fn = fn.__wrapped__  # type: ignore[attr-defined]
+    return fn
 
 
 @dataclass(slots=True, eq=False)

@@ -43,7 +43,9 @@ class Graph:
     arrays: list[tuple[str, Place]] = field(default_factory=list)
     """Path and place of every captured ``jax.Array`` that is in no variable."""
     tables: list[dict[Any, Any]] = field(default_factory=list)
-    """Attribute tables and dicts whose values must stay the same objects."""
+    """Attribute tables of nodes, whose values must stay the same objects."""
+    dicts: list[dict[Any, Any]] = field(default_factory=list)
+    """Dicts whose keys and values must stay the same objects."""
     lists: list[list[Any]] = field(default_factory=list)
     """Lists whose items must stay the same objects."""
     picked: dict[tuple[int, str], dict[Any, Any]] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class Walker:
 
     def _table(self, table: dict[Any, Any], name: str, *, watch: bool) -> Any:
         if watch:
-            self.graph.tables.append(table)
+            self.graph.dicts.append(table)
         return tuple(
             (_hashable(key), self.visit(child, f"{name}[{key!r}]", Item(table, key)))
             for key, child in list(table.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results, rebuild
 from distribute_jax.program._trace import Call, Traced, trace
+
+
+class OutdatedError(Exception):
+    """The state has got other shapes or dtypes than the program was compiled for."""
 
 
 @dataclass(eq=False)
@@ -181,12 +186,20 @@ class Entry:
         self.outputs = [variables[i] for i in program.written]
         self.sources = [binding.arrays[i] for i in program.arrays]
         self.state_size = sum(program.traced.written_sizes)
+        starts = program.traced.input_starts
+        self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
+        self._state_inputs = 0
+        self._known: list[Any] = []
+        self._kept: list[Any] = []
+        binding.on_release.append(self._release)
 
     def flat_inputs(self, values: Sequence[Any], arguments: Arguments) -> list[Any]:
         """Reads state, captured arrays, data and counts in the order of the program."""
         flat = read_raw(self.inputs)
         if not self.program.simple:
             flat = jax.tree.leaves(flat)
+        self._kept = flat[self._written_inputs :]
+        self._state_inputs = len(flat)
         for _, place, root in self.sources:
             flat.append(place.get() if root is None else values[root])
         for value in arguments.data:
@@ -195,9 +208,18 @@ class Entry:
             flat.append(np.asarray(arguments.counts, np.int32))
         return flat
 
+    def _release(self) -> None:
+        self.inputs, self.outputs, self.sources, self._known = [], [], [], []
+        self._kept = []
+
     def execute(self, flat: list[Any]) -> list[Any]:
         """Runs the compiled program; errors say what became of the state."""
         donated = self.program.donated
+        state = self._state_inputs
+        if len(self._known) != state or not all(map(operator.is_, flat, self._known)):
+            self._check_readable(flat, 0)
+        else:
+            self._check_readable(flat, state)
         if donated and len(set(map(id, flat))) != len(flat):
             flat = _unshared(flat, donated)
         try:
@@ -205,9 +227,24 @@ class Entry:
         except Exception as error:  # noqa: BLE001 - sorted by what happened, else raised again
             return self._retry(flat, error)
 
+    def _check_readable(self, flat: list[Any], first: int) -> None:
+        """Refuses arrays that were given away; JAX 0.10 crashes the process on them.
+
+        State that is just what the last call left need not be asked again: that would cost as much
+        as the rest of the call.
+        """
+        gone = [
+            i
+            for i in range(first, len(flat))
+            if isinstance(flat[i], jax.Array) and flat[i].is_deleted()
+        ]
+        if gone:
+            raise DonatedError(_DONATED.format(lines=listed(self._names(gone))))
+
     def store(self, outs: list[Any]) -> list[Any]:
         """Writes the new state into the variables and gives the rest: the result's arrays."""
         state = self.state_size
+        self._known = [*outs[:state], *self._kept]
         if self.program.simple:
             write_raw(self.outputs, outs)
         else:
@@ -232,12 +269,12 @@ class Entry:
     def _retry(self, flat: list[Any], error: Exception) -> list[Any]:
         """Places inputs that lie on other devices and tries once more, or explains the error."""
         gone = [i for i, x in enumerate(flat) if isinstance(x, jax.Array) and x.is_deleted()]
-        if gone and "deleted" in str(error):
-            raise DonatedError(_DONATED.format(lines=listed(self._names(gone)))) from error
         if gone:
             raise StepFailedError(
                 _FAILED.format(lines=listed(self._names(gone)), reason=error)
             ) from error
+        if isinstance(error, TypeError) and "differ from the types" in str(error):
+            raise OutdatedError from error
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
             raise error

@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from distribute_jax._typing import StepFunction
 from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._bind import Binding
-from distribute_jax.program._capture import roots
+from distribute_jax.program._capture import roots, without_jit
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._partial import run_checked_for_leaks, wrap_partial
 from distribute_jax.program._place_state import place_state
-from distribute_jax.program._program import Entry, Program, build
+from distribute_jax.program._program import Entry, OutdatedError, Program, build
 from distribute_jax.program._recompile import Recompilations
 from distribute_jax.program._trace import Call
 from distribute_jax.program._verify import verify
@@ -53,8 +53,24 @@ class Runner:
         if type(args) is not tuple or kwargs is not None:
             check_call(args, kwargs)
         options = options or _DEFAULT
+        fn = without_jit(fn)
         arguments = take_apart(tuple(args), kwargs or {}, self._mesh)
         entry, values = self.entry(fn, arguments, options)
+        try:
+            return self._execute(fn, arguments, options, entry, values)
+        except OutdatedError:
+            head = (tuple(roots(fn).key), arguments.signature, options)
+            entry = self._enter(head, fn, arguments, options)
+            return self._execute(fn, arguments, options, entry, values)
+
+    def _execute(
+        self,
+        fn: StepFunction,
+        arguments: Arguments,
+        options: RunOptions,
+        entry: Entry,
+        values: list[Any],
+    ) -> Any:
         if options.verify and (options.verify == "always" or not entry.program.verified):
             verify(self._call(fn, entry, arguments), entry, values)
         flat = entry.flat_inputs(values, arguments)
@@ -101,20 +117,18 @@ class Runner:
         if program is None:
             self._recompilations.note(head[0], fn, binding, arguments)
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
-            program = self._programs[key] = build(call, options)
+            program = build(call, options)
+            # What Python did while it was traced, such as counting calls, is not done again.
+            binding = Binding(fn, arguments)
+            key = (binding.key, arguments.signature, options)
+            self._programs[key] = program
             if len(self._programs) > _MOST_PROGRAMS:
                 self._drop(self._programs.popitem(last=False)[1])
         self._programs.move_to_end(key)
         entry = Entry(program, binding)
-        same = [e for e in self._entries.get(head, ()) if _same_variables(e.binding, binding)]
-        self._entries[head] = [entry, *same[:3], *self._others(head, binding)][:8]
+        kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
+        self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
         return entry
-
-    def _others(self, head: Any, binding: Binding) -> list[Entry]:
-        """Keeps entries of other objects; entries of the same roots with old parts go."""
-        return [
-            e for e in self._entries.get(head, ()) if not e.binding.shares_roots(binding)
-        ]
 
     def _drop(self, program: Program) -> None:
         for head, entries in list(self._entries.items()):
@@ -151,5 +165,8 @@ class Runner:
             self._in_flight.append(arrays[-1] if arrays else None)
 
 
-def _same_variables(a: Binding, b: Binding) -> bool:
-    return list(map(id, a.variables)) == list(map(id, b.variables))
+def _stays(old: Entry, new: Entry) -> bool:
+    """Tells whether an entry is kept beside a new one: it must not keep replaced parts alive."""
+    if list(map(id, old.binding.variables)) == list(map(id, new.binding.variables)):
+        return old.program is not new.program
+    return not old.binding.shares_roots(new.binding)

@@ -233,7 +233,7 @@ def _num_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 
 
 def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """A per-replica trip count shows in every carry that the body changes."""
+    """A per-replica trip count shows in every carry; JAX carries only what the body changes."""
     body, test = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     start = num_test + num_body
@@ -249,8 +249,7 @@ def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Out
         for i, mark in zip(test_inputs + body_inputs, test_finals + body_finals, strict=True):
             grown[i] = union([grown[i], mark])
         for i, mark in enumerate(outs):
-            changed = body.outvars[i] is not body.invars[num_body + i]
-            grown[start + i] = union([grown[start + i], mark, more if changed else MIRRORED])
+            grown[start + i] = union([grown[start + i], mark, more])
         if grown == state and more == count:
             break
         state, count = grown, more

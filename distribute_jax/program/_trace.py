@@ -75,9 +75,15 @@ def abstract(value: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
             return leaf
         weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype), weak_type=weak)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype(leaf), weak_type=weak)
 
     return jax.tree.map(one, value)
+
+
+def _dtype(leaf: Any) -> Any:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:

@@ -31,7 +31,9 @@ def explained(call: Any) -> Iterator[None]:
     """Turns JAX's errors about missing values into ours; every other error passes untouched."""
     try:
         yield
-    except _NEEDS_A_VALUE as error:
+    except (*_NEEDS_A_VALUE, TypeError) as error:
+        if not isinstance(error, _NEEDS_A_VALUE) and "concrete values" not in str(error):
+            raise
         name = getattr(call.fn, "__qualname__", repr(call.fn))
         reason = str(error).splitlines()[0]
         message = _MESSAGE.format(fn=name, reason=reason)

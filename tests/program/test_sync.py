@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.experimental import checkify, io_callback, pallas as pl
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, primitives
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
@@ -153,7 +153,14 @@ PLAIN = [
         "MPM",
     ),
     Case("a barrier does not mix its values", lambda w, x: lax.optimization_barrier((w, x)), "MP"),
-    Case("memory that nobody wrote is a source", lambda w, x: (lax.empty((2,), w.dtype),), "S"),
+    Case(
+        "memory that nobody wrote is a source",
+        lambda w, x: (
+            lax.empty((2,), w.dtype),
+            primitives.empty2_p.bind(dtype=w.dtype, memory_space=jax.memory.Space.Device),
+        ),
+        "SS",
+    ),
 ]
 
 COLLECTIVES = [
@@ -403,6 +410,15 @@ REFS = [
         "reading before the write is mirrored, the old value too",
         lambda w, x: (lambda r: (r[0], jax.ref.swap(r, 0, x[0]), r[0]))(jax.new_ref(w)),
         "MMP",
+    ),
+    Case(
+        "a function of a ref, applied to values",
+        lambda w, x: (
+            pl.run_state(put(x[0]))(w),
+            pl.run_state(put(w[0]))(w),
+            pl.run_state(put_if(x[0] > 0, 7.0))(w),
+        ),
+        "PMP",
     ),
     Case("a mark never leaves a ref", lambda w, x: (ref_of(x, put(w, ...)),), "F"),
 ]
@@ -655,6 +671,9 @@ def test_an_inner_map_that_binds_the_axis_anew_is_opaque() -> None:
         ("while", {"cond_jaxpr": None}),
         ("custom_linear_solve", {"const_lengths": ()}),
         ("shard_map", {"newly_manual_axes": None}),
+        ("run_state", {"is_initialized": (False,)}),
+        ("mul", {"jaxpr": trace}),
+        ("mul", {"axis_name": "data"}),
     ],
 )
 def test_an_equation_of_a_form_that_another_jax_would_write_is_never_proved(
@@ -668,6 +687,8 @@ def test_an_equation_of_a_form_that_another_jax_would_write_is_never_proved(
         "while": lambda w: lax.while_loop(lambda c: c[0] < 9, lambda c: c + 1, w),
         "custom_linear_solve": lambda w: solve_with(lambda b: b, w),
         "shard_map": lambda w: over_model(lambda v: v * 2, w),
+        "run_state": lambda w: pl.run_state(put(7.0))(w),
+        "mul": lambda w: w * 2,
     }
     jaxpr = trace(programs[name], w_value(), mesh=make_mesh((4, 2), ("data", "model")))
     assert prove(jaxpr, [frozenset()], axis_size=N) == [frozenset()]
@@ -676,6 +697,14 @@ def test_an_equation_of_a_form_that_another_jax_would_write_is_never_proved(
         eqn.params[key] = trace(lambda: 1) if value is trace else value
     [mark] = prove(jaxpr, [frozenset()], axis_size=N)
     assert mark
+
+
+def test_an_effect_that_no_rule_knows_is_never_proved() -> None:
+    jaxpr = trace(lambda w: w * 2, w_value())
+    [effect] = trace(lambda w: jax.debug.print("{}", w), w_value()).effects
+    jaxpr.eqns[:] = [eqn.replace(effects=frozenset({effect})) for eqn in jaxpr.eqns]
+    [mark] = prove(jaxpr, [frozenset()], axis_size=N)
+    assert any("mul (opaque)" in source for source in mark)
 
 
 def test_an_opaque_equation_may_write_to_the_refs_it_is_given() -> None:
@@ -802,6 +831,12 @@ def mirrored_inside(w: Any, x: Any) -> Any:
     return lax.cond(x[0] > 0, lambda: lax.cond(w[0] > 0, psum, jnp.sin, w), lambda: w)
 
 
+def also_called_outside(w: Any, x: Any) -> Any:
+    """Both calls share one body, with the same marks."""
+    summed = jax.jit(lambda v: psum(v))
+    return summed(w) + lax.cond(x[0] > 0, summed, jnp.sin, w)
+
+
 HANGS: dict[str, tuple[Program, str]] = {
     "cond": (lambda w, x: lax.cond(x[0] > 0, psum, jnp.sin, w), "the predicate of cond"),
     "switch": (
@@ -814,6 +849,7 @@ HANGS: dict[str, tuple[Program, str]] = {
     "a ref": (by_ref, "the predicate of cond"),
     "deep below": (deep_below, "the predicate of cond"),
     "a callback": (with_callback, "the predicate of cond"),
+    "a function also called outside": (also_called_outside, "the predicate of cond"),
     "a mirrored predicate inside": (mirrored_inside, "the predicate of cond"),
     "ppermute": (
         lambda w, x: lax.cond(x[0] > 0, lambda: lax.ppermute(w, "data", SHIFT), lambda: w),
@@ -830,6 +866,15 @@ HANGS: dict[str, tuple[Program, str]] = {
         "the predicate of cond",
     ),
 }
+
+
+def test_the_sources_of_outer_predicates_are_named_too() -> None:
+    def program(w: Any, x: Any) -> Any:
+        inner = lambda: lax.cond(replica() > 1, psum, jnp.sin, w)  # noqa: E731
+        return lax.cond(x[0] > 0, inner, lambda: w)
+
+    with pytest.raises(DeadlockError, match=r"depends on: axis_index at test_sync.py:\d+, x\n"):
+        marks_of(program)
 
 
 @pytest.mark.parametrize("name", HANGS)
@@ -914,16 +959,17 @@ def test_the_message_says_where_why_and_what_to_type() -> None:
 def test_bodies_are_not_proved_again_for_marks_seen_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twelve nested loops would otherwise visit the innermost equation 2**12 times."""
+    """Each loop is visited twice, and so the innermost of ten else 2**10 times."""
 
-    def nested(depth: int, v: Any) -> Any:
+    def nested(depth: int, w: Any, x: Any) -> Any:
         if depth == 0:
-            return psum(v) * 2
-        return lax.scan(lambda c, _: (nested(depth - 1, c), None), v, None, length=2)[0]
+            return w
+        body = lambda c, _: (nested(depth - 1, w, x) + c + x, None)  # noqa: E731
+        return lax.scan(body, w, None, length=2)[0]
 
     visits = []
     apply = sync._Walk._apply
     monkeypatch.setattr(sync._Walk, "_apply", lambda *args: visits.append(args[1]) or apply(*args))
-    [mark] = marks_of(lambda w, x: (nested(12, x),))
-    assert not mark
-    assert len(visits) < 200
+    [mark] = marks_of(lambda w, x: (nested(10, w, x),))
+    assert mark == {"x"}
+    assert len(visits) < 100

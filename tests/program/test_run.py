@@ -1,0 +1,624 @@
+"""run: what goes in, what comes out, and what happens to state."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def replica_id():
+    """The id of the replica as a float."""
+    return dj.get_replica_context().replica_id_in_sync_group.astype(float)
+
+
+class Linear(nnx.Module):
+    """One weight matrix."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 3) -> None:
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (2, width)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w[...]
+
+
+def built(strategy: dj.Strategy) -> Linear:
+    """A model built under the scope."""
+    with strategy.scope():
+        return Linear(nnx.Rngs(0))
+
+
+# Results
+
+
+def test_values_that_differ_come_out_per_replica(s2: dj.MirroredStrategy):
+    ids = s2.run(replica_id)
+    assert isinstance(ids, dj.PerReplica)
+    assert isinstance(ids, dj.DistributedValues)
+    assert [float(v) for v in s2.experimental_local_results(ids)] == [0.0, 1.0]
+    assert repr(ids) == "PerReplica:{0: array(0., dtype=float32), 1: array(1., dtype=float32)}"
+
+
+@pytest.mark.parametrize("value", [5, None, "a", 1.5, True, (), enum.Enum("E", "A").A])
+def test_values_that_are_no_arrays_come_out_bare(s2: dj.MirroredStrategy, value: object):
+    assert s2.run(lambda: value) is value
+
+
+def test_a_nest_keeps_its_structure(s2: dj.MirroredStrategy):
+    def step():
+        return {"a": replica_id(), "b": [1, None, (jnp.ones(()), "c")]}
+
+    result = s2.run(step)
+    assert isinstance(result["a"], dj.PerReplica)
+    assert result["b"][:2] == [1, None]
+    assert isinstance(result["b"][2][0], jax.Array)
+    assert result["b"][2][1] == "c"
+
+
+def test_a_mirrored_result_is_one_array_over_the_whole_mesh(s4: dj.MirroredStrategy):
+    def step():
+        return dj.get_replica_context().all_reduce("sum", replica_id())
+
+    result = s4.run(step)
+    assert isinstance(result, jax.Array)
+    assert not isinstance(result, dj.PerReplica)
+    assert float(result) == 6.0
+    assert result.sharding.is_fully_replicated
+    assert len(result.sharding.device_set) == 4
+
+
+def test_a_bound_object_that_is_returned_is_itself(s2: dj.MirroredStrategy):
+    model = built(s2)
+    back, weight = s2.run(lambda: (model, model.w))
+    assert back is model
+    assert weight is model.w
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("args", [3, "ab", None, {"x": 1}, jnp.ones(2)])
+def test_args_must_be_a_tuple(s2: dj.MirroredStrategy, args: object):
+    with pytest.raises(ValueError, match=r"args must be a list or tuple"):
+        s2.run(lambda x: x, args=args)
+
+
+def test_kwargs_must_be_a_dict(s2: dj.MirroredStrategy):
+    with pytest.raises(ValueError, match="kwargs must be a dict"):
+        s2.run(lambda x: x, kwargs=[1])
+    assert float(s2.run(lambda x: x, kwargs={"x": 2.0})) == 2.0
+    assert float(s2.run(lambda x: x, args=[2.0])) == 2.0
+
+
+def test_exactly_the_per_replica_values_are_split(s2: dj.MirroredStrategy):
+    value = s2.run(replica_id)
+    whole = jnp.arange(2.0)
+    shapes = s2.run(lambda a, b: (a.shape, b.shape), args=(value, whole))
+    assert shapes == ((), (2,))
+
+
+def test_numbers_are_data_and_compile_once(s2: dj.MirroredStrategy):
+    traces = []
+
+    def step(x: jax.Array, rate: float):
+        traces.append(1)
+        return x * rate
+
+    for rate in (0.5, 0.25, 2.0):
+        assert float(s2.run(step, args=(1.0, rate))) == rate
+    assert float(s2.run(step, args=(1.0, np.float32(3)))) == 3.0
+    assert len(traces) == 2  # a Python number and a NumPy one are two programs
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(True, bool), ("mean", str), (None, type(None)), (b"x", bytes)]
+)
+def test_values_python_decides_on_are_constants(
+    s2: dj.MirroredStrategy, value: object, kind: type
+):
+    def step(flag: object):
+        assert type(flag) is kind
+        return 1.0 if flag else 0.0
+
+    assert s2.run(step, args=(value,)) == (1.0 if value else 0.0)
+    assert s2.run(step, kwargs={"flag": value}) == (1.0 if value else 0.0)
+
+
+def test_training_true_and_false_are_two_programs(s2: dj.MirroredStrategy):
+    def step(x: jax.Array, training: bool):
+        return x + 1 if training else x
+
+    assert float(s2.run(step, args=(1.0,), kwargs={"training": True})) == 2.0
+    assert float(s2.run(step, args=(1.0,), kwargs={"training": False})) == 1.0
+    assert s2._runner.programs() == 2
+
+
+def test_a_per_replica_value_of_another_strategy_is_refused(
+    s2: dj.MirroredStrategy, s4: dj.MirroredStrategy
+):
+    with pytest.raises(ValueError, match="Distribute the data with the strategy that runs"):
+        s4.run(lambda x: x, args=(s2.run(replica_id),))
+
+
+def test_python_that_needs_a_traced_value_is_explained(s2: dj.MirroredStrategy):
+    def branch():
+        return 1.0 if dj.get_replica_context().replica_id_in_sync_group == 0 else 2.0
+
+    def size(n: int):
+        return jnp.zeros(n)
+
+    def loop(n: int):
+        return [jnp.ones(()) for _ in range(n)]
+
+    with pytest.raises(TypeError, match=r"jnp\.where.*jax\.lax\.cond"):
+        s2.run(branch)
+    for step in (size, loop):
+        with pytest.raises(TypeError, match=r"functools\.partial"):
+            s2.run(step, args=(3,))
+    assert s2.run(functools.partial(size, 3)).shape == (3,)
+
+
+# State
+
+
+def binders(strategy: dj.Strategy):
+    """The ways in which a step reaches a model and an optimizer."""
+    model = built(strategy)
+    with strategy.scope():
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    x = jnp.ones((4, 2))
+
+    def update(model: Linear, optimizer: nnx.Optimizer):
+        grads = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce("mean", grads))
+
+    def closure():
+        update(model, optimizer)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.optimizer = model, optimizer
+
+        def step(self) -> None:
+            update(self.model, self.optimizer)
+
+        def __call__(self) -> None:
+            self.step()
+
+    @functools.wraps(closure)
+    def wrapped():
+        return closure()
+
+    pair = (model, optimizer)
+    holder = {"m": [model], "o": optimizer}
+    trainer = Trainer()
+    return model, {
+        "args": (update, (model, optimizer)),
+        "closure": (closure, ()),
+        "partial": (functools.partial(update, model, optimizer), ()),
+        "partial keyword": (functools.partial(update, model, optimizer=optimizer), ()),
+        "method": (trainer.step, ()),
+        "callable object": (trainer, ()),
+        "object in a closure": (lambda: trainer.step(), ()),
+        "object in args": (lambda t: t.step(), (trainer,)),
+        "wraps": (wrapped, ()),
+        "jit": (jax.jit(closure), ()),
+        "nested function": (lambda: (lambda: update(*pair))(), ()),
+        "dict in a closure": (lambda: update(holder["m"][0], holder["o"]), ()),
+        "dict in args": (lambda d: update(d["m"][0], d["o"]), (holder,)),
+        "default argument": (lambda m=model, o=optimizer: update(m, o), ()),
+    }
+
+
+@pytest.mark.parametrize("way", list(binders(dj.MirroredStrategy([0]))[1]))
+def test_state_is_updated_however_the_step_reaches_it(strategy: dj.Strategy, way: str):
+    model, ways = binders(strategy)
+    reference, _ = binders(dj.OneDeviceStrategy(0))
+    expected = np.asarray(reference.w[...])
+    for _ in range(3):
+        x = np.ones((4, 2))
+        expected = expected - 0.1 * 2 * x.T @ (x @ expected)
+        fn, args = ways[way]
+        assert strategy.run(fn, args=args) is None
+    np.testing.assert_allclose(model.w[...], expected, rtol=1e-4)
+    assert isinstance(model.w[...], jax.Array)
+    assert len(model.w[...].sharding.device_set) == strategy.num_replicas_in_sync
+
+
+GLOBAL_COUNT = nnx.Variable(jnp.array(0))
+GLOBAL_SCALE = jnp.array(2.0)
+
+
+def bump_global():
+    """A helper that changes a global variable."""
+    GLOBAL_COUNT[...] += 1
+
+
+def test_globals_and_the_globals_of_helpers_are_state(s2: dj.MirroredStrategy):
+    GLOBAL_COUNT[...] = jnp.array(0)
+
+    def step():
+        bump_global()
+        return GLOBAL_COUNT[...]
+
+    with pytest.warns(UserWarning, match=r"outside of strategy\.scope\(\)"):
+        assert int(s2.run(step)) == 1
+    assert int(s2.run(step)) == 2
+    assert int(GLOBAL_COUNT[...]) == 2
+
+
+def test_captured_arrays_are_read_at_each_call(s2: dj.MirroredStrategy):
+    global GLOBAL_SCALE
+    traces = []
+    local = jnp.array(1.0)
+    inside = {"deep": [jnp.array(10.0)], "tuple": (jnp.array(100.0),)}
+
+    def step():
+        traces.append(1)
+        return GLOBAL_SCALE + local + inside["deep"][0] + inside["tuple"][0]
+
+    assert float(s2.run(step)) == 113.0
+    GLOBAL_SCALE = jnp.array(3.0)
+    local = jnp.array(2.0)
+    assert float(s2.run(step)) == 115.0
+    inside["deep"][0] = jnp.array(20.0)
+    assert float(s2.run(step)) == 125.0
+    inside["tuple"] = (jnp.array(200.0),)
+    assert float(s2.run(step)) == 225.0
+    assert len(traces) == 1
+    GLOBAL_SCALE = jnp.array(2.0)
+
+
+class Hidden:
+    """Keeps an array where the walk does not look."""
+
+    __slots__ = ("table",)
+
+
+def test_an_array_captured_out_of_sight_is_refused(s2: dj.MirroredStrategy):
+    hidden = Hidden()
+    hidden.table = jnp.ones(1000)
+    with pytest.raises(ValueError, match=r"Pass the array, or the object that holds it, in args"):
+        s2.run(lambda: hidden.table.sum())
+    with pytest.raises(ValueError, match=r"float32\[1000\]"):
+        s2.run(jax.jit(lambda: jax.jit(lambda x: x + hidden.table)(1.0)))
+
+
+def test_changes_of_the_model_are_noticed(s2: dj.MirroredStrategy):
+    with s2.scope():
+        model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    x = jnp.ones((4, 2))
+    step = lambda: model(x)  # noqa: E731
+    noisy = s2.run(step)
+    model.eval()
+    quiet = s2.run(step)
+    assert isinstance(noisy, dj.PerReplica)
+    assert isinstance(quiet, jax.Array)
+    np.testing.assert_allclose(quiet, model(x), rtol=1e-6)
+    with s2.scope():
+        model.layers[0] = nnx.Linear(2, 5, rngs=nnx.Rngs(3))
+    assert s2.run(step).shape == (4, 5)
+    np.testing.assert_allclose(s2.run(step), model(x), rtol=1e-6)
+
+
+def test_a_new_value_from_outside_is_used(s2: dj.MirroredStrategy):
+    model = built(s2)
+    step = lambda: model(jnp.ones((1, 2)))  # noqa: E731
+    s2.run(step)
+    model.w[...] = jnp.zeros((2, 3))
+    assert float(jnp.sum(s2.run(step))) == 0.0
+    model.w.set_value(jax.device_put(jnp.ones((2, 3)), jax.devices()[5]))
+    assert float(jnp.sum(s2.run(step))) == 6.0
+    model.w.set_value(jnp.ones((2, 4)))
+    assert s2.run(step).shape == (1, 4)
+
+
+def test_tied_weights_and_clones_are_updated_once_each(s2: dj.MirroredStrategy):
+    model = built(s2)
+    clone = nnx.clone(model)
+    target = Linear(nnx.Rngs(1))
+    target.w = model.w
+
+    def step():
+        model.w[...] += 1
+        clone.w[...] += 10
+
+    before = np.asarray(model.w[...])
+    with s2.scope():
+        s2.run(step)
+        clone.w[...] = model.w[...]
+        s2.run(step)
+    np.testing.assert_allclose(model.w[...], before + 2, rtol=1e-6)
+    np.testing.assert_allclose(clone.w[...], before + 11, rtol=1e-6)
+    np.testing.assert_allclose(target.w[...], before + 2, rtol=1e-6)
+
+
+def test_a_value_kept_by_an_unwritten_variable_is_not_given_away(s2: dj.MirroredStrategy):
+    online, target = built(s2), built(s2)
+
+    def step():
+        online.w[...] = online.w[...] + jnp.sum(target.w[...] * 0) + 1
+        return jnp.sum(target.w[...])
+
+    first = float(s2.run(step))
+    target.w[...] = online.w[...]
+    second = float(s2.run(step))
+    assert second == pytest.approx(first + 6, rel=1e-5)
+    assert float(jnp.sum(target.w[...])) == pytest.approx(second, rel=1e-5)
+
+
+def test_state_made_outside_the_scope_is_mirrored_with_one_warning(s2: dj.MirroredStrategy):
+    model = Linear(nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"model\.w") as caught:
+        s2.run(lambda: model(jnp.ones((1, 2))))
+        s2.run(lambda: model(jnp.ones((1, 2))))
+    assert len(caught) == 1
+    assert len(model.w[...].sharding.device_set) == 2
+
+
+def test_a_plain_function_of_params_works_as_arguments_and_results(strategy: dj.Strategy):
+    params = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
+    tx = optax.adam(0.1)
+    opt_state = tx.init(params)
+
+    def step(params, opt_state):
+        grads = jax.grad(lambda p: jnp.sum((jnp.ones((4, 2)) @ p["w"] + p["b"]) ** 2))(params)
+        grads = dj.get_replica_context().all_reduce("mean", grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for _ in range(2):
+        params, opt_state = strategy.run(step, args=(params, opt_state))
+    assert isinstance(params["w"], jax.Array)
+    assert int(opt_state[0].count) == 2
+
+
+# Programs
+
+
+def test_a_lambda_made_anew_hits_the_cache(s2: dj.MirroredStrategy):
+    model = built(s2)
+    for _ in range(5):
+        s2.run(lambda: model(jnp.ones((1, 2))))
+    assert s2._runner.programs() == 1
+
+
+def test_a_captured_number_that_changes_recompiles_rather_than_going_stale(
+    s2: dj.MirroredStrategy,
+):
+    for scale in (1.0, 2.0):
+        assert float(s2.run(lambda: jnp.ones(()) * scale)) == scale  # noqa: B023
+    assert s2._runner.programs() == 2
+
+
+def test_a_step_that_keeps_recompiling_gives_one_warning_that_names_what_changed(
+    s2: dj.MirroredStrategy,
+):
+    with pytest.warns(UserWarning, match=r"scale \(4 then 5\)") as caught:
+        for scale in range(1, 9):
+            s2.run(lambda: jnp.ones(()) * scale)  # noqa: B023
+    assert len(caught) == 1
+
+
+def test_an_attribute_that_the_step_does_not_use_does_not_recompile(s2: dj.MirroredStrategy):
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = built(s2)
+            self.global_step = 0
+
+        def step(self):
+            return self.model(jnp.ones((1, 2)))
+
+    trainer = Trainer()
+    for _ in range(3):
+        s2.run(trainer.step)
+        trainer.global_step += 1
+    assert s2._runner.programs() == 1
+
+
+def test_deleting_the_model_frees_its_buffers_and_drops_its_programs(s2: dj.MirroredStrategy):
+    model = built(s2)
+    s2.run(lambda: model(jnp.ones((1, 2))))
+    array = weakref.ref(model.w[...])
+    assert s2._runner.programs() == 1
+    del model
+    gc.collect()
+    assert array() is None
+    assert s2._runner.programs() == 0
+
+
+def test_replaced_parts_are_not_kept_alive(s2: dj.MirroredStrategy):
+    with s2.scope():
+        model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    step = lambda: model(jnp.ones((1, 2)))  # noqa: E731
+    s2.run(step)
+    old = weakref.ref(model.layers[0].kernel[...])
+    with s2.scope():
+        model.layers[0] = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+    s2.run(step)
+    gc.collect()
+    assert old() is None
+
+
+def test_two_models_of_one_shape_share_the_program(s2: dj.MirroredStrategy):
+    traces = []
+
+    def step(model: Linear):
+        traces.append(1)
+        model.w[...] += 1
+
+    first, second = built(s2), built(s2)
+    before = np.asarray(first.w[...])
+    s2.run(step, args=(first,))
+    s2.run(step, args=(second,))
+    s2.run(step, args=(first,))
+    np.testing.assert_allclose(first.w[...], before + 2, rtol=1e-6)
+    np.testing.assert_allclose(second.w[...], before + 1, rtol=1e-6)
+    assert len(traces) == 1
+
+
+def test_at_most_64_programs_are_kept(s2: dj.MirroredStrategy):
+    with pytest.warns(UserWarning, match="compiled 5 times"):
+        for n in range(66):
+            s2.run(lambda: n)  # noqa: B023
+    assert s2._runner.programs() == 64
+
+
+# Mistakes
+
+
+def test_a_step_that_raises_raises_its_own_error_and_leaves_everything_usable(
+    s2: dj.MirroredStrategy,
+):
+    model = built(s2)
+    before = np.asarray(model.w[...])
+
+    def failing():
+        model.w[...] += 1
+        raise KeyError("at the user's line")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="at the user's line") as caught:
+            s2.run(failing)
+        assert caught.traceback[-1].name == "failing"
+    np.testing.assert_array_equal(model.w[...], before)
+    assert not dj.has_strategy()
+    assert not model.w[...].is_deleted()
+
+    def fine():
+        model.w[...] += 1
+
+    s2.run(fine)
+    np.testing.assert_allclose(model.w[...], before + 1)
+
+
+def test_run_under_the_users_own_transformations_raises(s2: dj.MirroredStrategy):
+    model = built(s2)
+    step = lambda x: model(x).sum()  # noqa: E731
+    under = {
+        "jit": lambda: jax.jit(lambda x: s2.run(step, args=(x,)))(jnp.ones((1, 2))),
+        "nnx.jit": lambda: nnx.jit(lambda m, x: s2.run(lambda: m(x)))(model, jnp.ones((1, 2))),
+        "grad": lambda: jax.grad(lambda x: s2.run(step, args=(x,)))(jnp.ones((1, 2))),
+        "vmap": lambda: jax.vmap(lambda x: s2.run(step, args=(x,)))(jnp.ones((3, 1, 2))),
+        "scan": lambda: jax.lax.scan(lambda c, x: (c, s2.run(step, args=(x,))), 0, jnp.ones((3, 1, 2))),
+        "reduce": lambda: jax.jit(lambda x: s2.reduce("mean", x))(1.0),
+        "gather": lambda: jax.jit(lambda x: s2.gather(x, axis=0))(jnp.ones(2)),
+    }
+    for name, call in under.items():
+        with pytest.raises(RuntimeError, match="remove the jit around it"):
+            call()
+        assert isinstance(model.w[...], jax.Array), name
+        assert not isinstance(model.w[...], jax.core.Tracer), name
+
+
+def test_a_snapshot_that_was_given_away_is_named(s2: dj.MirroredStrategy):
+    model = built(s2)
+    kept = model.w[...]
+
+    def step():
+        model.w[...] += 1
+
+    s2.run(step)
+    with pytest.raises(RuntimeError, match=r"dj\.snapshot\(model\)"):
+        s2.run(lambda w: w, args=(kept,))
+    model.w[...] = kept
+    with pytest.raises(RuntimeError, match=r"model\.w"):
+        s2.run(step)
+
+
+def test_donation_updates_in_place_and_can_be_switched_off(s2: dj.MirroredStrategy):
+    model = built(s2)
+
+    def step():
+        model.w[...] += 1
+
+    kept = model.w[...]
+    s2.run(step, options=dj.RunOptions(donate_state=False))
+    assert not kept.is_deleted()
+    kept = model.w[...]
+    s2.run(step)
+    assert kept.is_deleted()
+
+
+def test_donate_args_gives_mirrored_arguments_away(s2: dj.MirroredStrategy):
+    with s2.scope():
+        params = {"w": jnp.ones((2, 3))}
+    kept = params["w"]
+    new = s2.run(
+        lambda p: jax.tree.map(lambda x: x + 1, p),
+        args=(params,),
+        options=dj.RunOptions(donate_args=True),
+    )
+    assert float(new["w"].sum()) == 12.0
+    assert kept.is_deleted()
+
+
+@pytest.mark.parametrize("bad", [{"lowering": "xmap"}, {"verify": "never"}])
+def test_run_options_are_validated(bad: dict[str, object]):
+    with pytest.raises(ValueError, match="is not one of"):
+        dj.RunOptions(**bad)
+
+
+def test_an_object_that_is_data_in_a_dataclass_works(s2: dj.MirroredStrategy):
+    @dataclasses.dataclass
+    class Config:
+        model: Linear
+        scale: float
+
+    config = Config(built(s2), 2.0)
+
+    def step(config: Config):
+        config.model.w[...] = config.model.w[...] * config.scale
+
+    before = np.asarray(config.model.w[...])
+    s2.run(step, args=(config,))
+    np.testing.assert_allclose(config.model.w[...], before * 2)
+    config.scale = 3.0
+    s2.run(step, args=(config,))
+    np.testing.assert_allclose(config.model.w[...], before * 6)
+
+
+def test_pmap_gives_the_same_numbers(strategy: dj.Strategy):
+    results = []
+    for lowering in ("shard_map", "pmap"):
+        model = built(strategy)
+        (batch,) = strategy.distribute_dataset([np.arange(16.0).reshape(8, 2)])
+
+        def step(x: jax.Array, model: Linear = model):
+            grads = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model)
+            grads = dj.get_replica_context().all_reduce("sum", grads)
+            model.w[...] -= 0.001 * grads.w[...]
+            return model(x), replica_id()
+
+        out = strategy.run(step, args=(batch,), options=dj.RunOptions(lowering=lowering))
+        rows = strategy.gather(out[0], axis=0)
+        ids = [float(v) for v in strategy.experimental_local_results(out[1])]
+        results.append((np.asarray(model.w[...]), np.asarray(rows), ids))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
+    assert results[0][2] == results[1][2] == list(range(strategy.num_replicas_in_sync))
+
+
+def test_an_unread_loop_of_two_hundred_steps_ends(s2: dj.MirroredStrategy):
+    strategy = dj.MirroredStrategy()
+    model = built(strategy)
+
+    def step():
+        grads = nnx.grad(lambda m: jnp.sum(m(jnp.ones((64, 2))) ** 2))(model)
+        grads = dj.get_replica_context().all_reduce("mean", grads)
+        model.w[...] -= 1e-3 * grads.w[...]
+
+    for _ in range(200):
+        strategy.run(step)
+    assert np.isfinite(np.asarray(model.w[...])).all()

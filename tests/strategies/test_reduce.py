@@ -1,0 +1,230 @@
+"""reduce, gather and local results: TensorFlow's values, and exact where shares differ."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+
+
+def per_replica(strategy: dj.Strategy, values: list[object]) -> dj.PerReplica:
+    """Makes a per-replica value of host values."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
+
+
+def replica_id():
+    """A step that gives each replica its id as a float."""
+    return dj.get_replica_context().replica_id_in_sync_group.astype(float)
+
+
+def test_sum_and_mean_over_four_replicas(s4: dj.MirroredStrategy):
+    ids = s4.run(replica_id)
+    assert float(s4.reduce("sum", ids, axis=None)) == 6.0
+    assert float(s4.reduce(dj.ReduceOp.MEAN, ids, axis=None)) == 1.5
+    assert float(s4.reduce("mean", ids)) == 1.5
+    assert float(s4.reduce("Mean", ids)) == 1.5
+
+
+@pytest.mark.parametrize("op", ["MAX", "", None, 3])
+def test_another_operation_is_no_reduce_op(s4: dj.MirroredStrategy, op: object):
+    with pytest.raises(ValueError, match="is not a valid ReduceOp"):
+        s4.reduce(op, s4.run(replica_id), axis=None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "op", "axis", "wanted"),
+    [
+        ([[1.0, 2.0], [1.0, 2.0]], "sum", 0, 6.0),
+        ([[1.0, 2.0], [1.0, 2.0]], "mean", 0, 1.5),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], "sum", None, [4, 6, 8, 10]),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], "mean", None, [2.0, 3.0, 4.0, 5.0]),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], "sum", 0, 28),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], "mean", 0, 3.5),
+        ([[1, 2, 4], [4]], "mean", 0, 2.75),
+        ([[1, 2, 4], [4]], "sum", 0, 11),
+        ([[1, 2, 4], []], "mean", 0, 7 / 3),
+        ([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]], "sum", 1, [14.0, 22.0]),
+        ([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]], "sum", -1, [14.0, 22.0]),
+        ([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]], "mean", (0, 1), 4.5),
+        ([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]], "mean", [0], [4.0, 5.0]),
+        ([2.0, 4.0], "mean", None, 3.0),
+    ],
+)
+def test_reduce_of_host_made_values(
+    s2: dj.MirroredStrategy, parts: list[object], op: str, axis: object, wanted: object
+):
+    arrays = [np.asarray(p, np.int32 if _is_int(parts) else np.float32) for p in parts]
+    result = s2.reduce(op, per_replica(s2, arrays), axis=axis)
+    np.testing.assert_allclose(result, wanted, rtol=1e-7)
+
+
+def _is_int(parts: list[object]) -> bool:
+    return all(np.asarray(p).dtype.kind == "i" or np.asarray(p).size == 0 for p in parts)
+
+
+@pytest.mark.parametrize(
+    ("n", "counts"), [(8, (2, 2, 2, 2)), (6, (2, 2, 2, 0)), (5, (2, 2, 1, 0)), (1, (1, 0, 0, 0))]
+)
+def test_a_partial_batch_reduces_gathers_and_shows_only_its_real_rows(
+    s4: dj.MirroredStrategy, n: int, counts: tuple[int, ...]
+):
+    rows = np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 1
+    batches = [np.zeros((8, 2), np.float32), rows]
+    _, batch = s4.distribute_dataset(batches)
+    assert float(s4.reduce("sum", batch, axis=(0, 1))) == rows.sum()
+    np.testing.assert_allclose(s4.reduce("mean", batch, axis=0), rows.mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(s4.gather(batch, axis=0), rows)
+    assert [len(x) for x in s4.experimental_local_results(batch)] == list(counts)
+    result = s4.run(lambda x: x * 2, args=(batch,))
+    np.testing.assert_array_equal(s4.gather(result, axis=0), 2 * rows)
+    assert float(s4.reduce("sum", result, axis=(0, 1))) == 2 * rows.sum()
+
+
+def test_uneven_shares_cannot_be_reduced_element_by_element(s2: dj.MirroredStrategy):
+    with pytest.raises(ValueError, match="Reduce the dim that differs"):
+        s2.reduce("sum", per_replica(s2, [np.ones(3), np.ones(1)]), axis=None)
+
+
+def test_an_axis_that_is_not_there_raises(s2: dj.MirroredStrategy):
+    with pytest.raises(ValueError, match="does not have that dim"):
+        s2.reduce("sum", s2.run(replica_id), axis=0)
+    with pytest.raises(ValueError, match="twice"):
+        s2.reduce("sum", per_replica(s2, [np.ones((2, 2))] * 2), axis=(0, -2))
+    with pytest.raises(ValueError, match="None, an int"):
+        s2.reduce("sum", s2.run(replica_id), axis="0")
+
+
+def test_a_host_value_has_a_mean_but_no_sum(s2: dj.MirroredStrategy):
+    assert float(s2.reduce("mean", jnp.array(3.0), axis=None)) == 3.0
+    for value in (jnp.array(3.0), 3.0, np.float32(3)):
+        with pytest.raises(ValueError, match="A non-DistributedValues value"):
+            s2.reduce("sum", value, axis=None)
+    with s2.scope(), pytest.raises(ValueError, match="A non-DistributedValues value"):
+        s2.reduce("sum", jnp.array(3.0), axis=None)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, np.int32(0)])
+def test_the_sum_of_a_host_zero_is_zero(s2: dj.MirroredStrategy, zero: object):
+    assert float(s2.reduce("sum", zero, axis=None)) == 0.0
+
+
+def test_a_result_every_replica_returned_alike_counts_once_for_each(s4: dj.MirroredStrategy):
+    same = s4.run(lambda: jnp.array([1.0, 3.0]))
+    assert isinstance(same, jax.Array)
+    assert isinstance(same, dj.Mirrored)
+    assert s4.reduce("sum", same, axis=None).tolist() == [4.0, 12.0]
+    assert s4.reduce("mean", same, axis=None).tolist() == [1.0, 3.0]
+    assert float(s4.reduce("sum", same, axis=0)) == 16.0
+    assert float(s4.reduce("mean", same, axis=0)) == 2.0
+    assert len(s4.experimental_local_results(same)) == 4
+    assert s4.gather(same, axis=0).tolist() == [1.0, 3.0] * 4
+
+
+def test_with_one_replica_reduce_gives_the_value():
+    one = dj.OneDeviceStrategy("cpu:0")
+    assert float(one.reduce("sum", 3.0, axis=None)) == 3.0
+    assert float(one.reduce("sum", jnp.array([1.0, 2.0]), axis=0)) == 3.0
+    assert float(one.reduce("mean", jnp.array([1.0, 2.0]), axis=0)) == 1.5
+    value = one.run(lambda: jnp.array([1.0, 2.0]))
+    assert isinstance(value, jax.Array)
+    assert one.gather(value, axis=0).tolist() == [1.0, 2.0]
+    assert [v.tolist() for v in one.experimental_local_results(value)] == [[1.0, 2.0]]
+
+
+def test_gather_joins_in_replica_order(s2: dj.MirroredStrategy):
+    value = s2.run(lambda: dj.get_replica_context().replica_id_in_sync_group * jnp.ones((1, 2)))
+    assert s2.gather(value, axis=0).tolist() == [[0, 0], [1, 1]]
+    assert s2.gather(value, axis=1).tolist() == [[0, 0, 1, 1]]
+    assert s2.gather(value, axis=-1).tolist() == [[0, 0, 1, 1]]
+    nest = s2.gather({"a": value}, axis=0)
+    assert nest["a"].tolist() == [[0, 0], [1, 1]]
+
+
+def test_gather_of_different_lengths_along_the_axis(s2: dj.MirroredStrategy):
+    rows = per_replica(s2, [np.ones((2, 2)), np.zeros((1, 2))])
+    assert s2.gather(rows, axis=0).tolist() == [[1, 1], [1, 1], [0, 0]]
+    columns = per_replica(s2, [np.ones((2, 2)), np.zeros((2, 1))])
+    assert s2.gather(columns, axis=1).tolist() == [[1, 1, 0], [1, 1, 0]]
+    with pytest.raises(ValueError, match=r"may differ only in dim 1"):
+        s2.gather(rows, axis=1)
+
+
+def test_gather_of_scalars_says_to_add_a_dim(s2: dj.MirroredStrategy):
+    with pytest.raises(ValueError, match="has no dims"):
+        s2.gather(s2.run(replica_id), axis=0)
+    with pytest.raises(ValueError, match="only 1 dims"):
+        s2.gather(per_replica(s2, [np.ones(2)] * 2), axis=1)
+
+
+def test_local_results_of_nests_and_plain_values(s2: dj.MirroredStrategy):
+    nest = {"a": per_replica(s2, [0, 1]), "b": 7}
+    assert s2.experimental_local_results(nest) == ({"a": 0, "b": 7}, {"a": 1, "b": 7})
+    assert s2.experimental_local_results(7) == (7,)
+    assert s2.experimental_local_results(jnp.array(1.0)) == (1.0,)
+
+
+def test_values_from_a_function_of_the_replica(s2: dj.MirroredStrategy):
+    counts = s2.experimental_distribute_values_from_function(lambda c: c.num_replicas_in_sync)
+    assert [int(v) for v in counts.values] == [2, 2]
+    picked = s2.experimental_distribute_values_from_function(
+        lambda c: [3.0, 2.0, 1.0][c.replica_id_in_sync_group]
+    )
+    assert [float(v) for v in picked.values] == [3.0, 2.0]
+    assert repr(counts) == "PerReplica:{0: array(2, dtype=int32), 1: array(2, dtype=int32)}"
+    plain = dj.OneDeviceStrategy(0).experimental_distribute_values_from_function(lambda c: 2.0)
+    assert isinstance(plain, jax.Array)
+
+
+def test_values_of_different_lengths_run_with_a_mask(s2: dj.MirroredStrategy):
+    value = per_replica(s2, [np.array([1.0, 2.0, 4.0]), np.array([4.0])])
+
+    def step(x: jax.Array):
+        mask = dj.get_replica_context().batch_mask
+        return jnp.sum(jnp.where(mask, x, 0)), x + 1
+
+    sums, rows = s2.run(step, args=(value,))
+    assert [float(v) for v in s2.experimental_local_results(sums)] == [7.0, 4.0]
+    assert [v.tolist() for v in s2.experimental_local_results(rows)] == [[2.0, 3.0, 5.0], [5.0]]
+
+
+def test_a_per_replica_value_takes_part_in_no_arithmetic(s2: dj.MirroredStrategy):
+    value = s2.run(replica_id)
+    for operation in (lambda: value + 1, lambda: 1 - value, lambda: value[0], lambda: -value):
+        with pytest.raises(TypeError, match=r"strategy\.reduce"):
+            operation()
+    for conversion in (np.asarray, jnp.asarray, float, bool, len):
+        with pytest.raises(ValueError, match="cannot be turned into one array"):
+            conversion(value)
+
+
+def test_combined_values_mix_with_arrays_on_any_device(s4: dj.MirroredStrategy):
+    value = s4.run(replica_id)
+    mean = s4.reduce("mean", value)
+    locals_ = s4.experimental_local_results(value)
+    others = [jnp.ones(()), s4.run(lambda: jnp.ones(())), *locals_]
+    for other in others:
+        assert float(mean + other) == 1.5 + float(other)
+        with s4.scope():
+            assert float(mean + other) == 1.5 + float(other)
+    assert float(mean + jax.device_put(1.0, jax.devices()[3])) == 2.5
+
+
+def test_reduce_of_a_mirrored_variable(s2: dj.MirroredStrategy):
+    from flax import nnx
+
+    with s2.scope():
+        variable = nnx.Param(jnp.array(3.0))
+    assert float(s2.reduce("mean", variable)) == 3.0
+    assert float(s2.reduce("sum", variable)) == 6.0
+
+
+def test_reduce_does_not_wait_for_the_step(s2: dj.MirroredStrategy):
+    """The combined array lies on one device, uncommitted, and is made without the host."""
+    result = s2.reduce("sum", s2.run(replica_id))
+    assert not result.committed
+    assert result.devices() == {jax.devices()[0]}
