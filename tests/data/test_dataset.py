@@ -193,7 +193,9 @@ def test_a_function_that_returns_the_same_iterator_is_found_out(make: Callable[[
         iter(dataset)
 
 
-@pytest.mark.parametrize("source", [5, None, {"x": np.ones(4)}, object()], ids=str)
+@pytest.mark.parametrize(
+    "source", [5, None, {"x": np.ones(4)}, object()], ids=["int", "None", "dict", "object"]
+)
 def test_what_cannot_be_iterated_is_refused_at_once(source: Any):
     """The constructor names what it got and shows how to batch."""
     with pytest.raises(ArgumentError, match="no iterable of global batches"):
