@@ -1,0 +1,93 @@
+"""Importing the package is cheap: no backend, no output, no optional dependency, no logging."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = (
+    *("grain", "hypothesis", "matplotlib", "orbax", "pandas", "pytest", "rich", "sklearn"),
+    *("tensorflow", "torch", "tqdm"),
+)
+
+# What the required packages load by themselves is theirs, so they are imported first.
+_PROBE = """
+import contextlib, io, json, logging, os, sys, warnings
+import jax, flax.nnx, numpy, optax
+sys.path[:0] = {paths!r}
+loaded, handlers = set(sys.modules), list(logging.root.handlers)
+environment, filters = dict(os.environ), list(warnings.filters)
+printed = io.StringIO()
+with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    exec({statement!r}, {{}})
+try:
+    jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
+    started = jax.device_count() != 3
+except RuntimeError:
+    started = True
+new = {{name.partition(".")[0] for name in set(sys.modules) - loaded}}
+print("report:" + json.dumps({{
+    "started": started,
+    "printed": printed.getvalue(),
+    "loaded": sorted(new & {optional!r}),
+    "logging": logging.root.handlers != handlers,
+    "environment": dict(os.environ) != environment,
+    "warnings": warnings.filters != filters,
+}}))
+"""
+
+SILENT = {
+    "started": False,
+    "printed": "",
+    "loaded": [],
+    "logging": False,
+    "environment": False,
+    "warnings": False,
+    "output": "",
+}
+
+
+def effects_of(statement: str, *paths: Path) -> dict[str, Any]:
+    """Runs a statement in a new process and says what it started, printed, loaded and changed."""
+    probe = _PROBE.format(
+        statement=statement, paths=[str(p) for p in paths], optional=set(OPTIONAL)
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC"}}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    output, _, report = done.stdout.partition("report:")
+    return {**json.loads(report), "output": output + done.stderr}
+
+
+def test_importing_the_package_has_no_effect_but_the_import() -> None:
+    assert effects_of("import distribute_jax", ROOT) == SILENT
+
+
+BROKEN = {
+    "started": "import jax; jax.devices()",
+    "printed": "print('hello')",
+    "loaded": "import torch",
+    "logging": "import logging; logging.basicConfig()",
+    "environment": "import os; os.environ['XLA_FLAGS'] = ''",
+    "warnings": "import warnings; warnings.simplefilter('ignore')",
+    "output": "import os; os.write(2, b'from C')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("effect", BROKEN)
+def test_a_package_with_an_effect_is_reported(effect: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "loud.py").write_text(BROKEN[effect])
+    effects = effects_of("import loud", tmp_path)
+    assert {name for name in effects if effects[name] != SILENT[name]} == {effect}
