@@ -47,7 +47,7 @@ def trace(program: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> 
         return jax.make_jaxpr(program, axis_env=[("data", mesh.shape["data"])])(*args)
 
 
-def alter(jaxpr: ClosedJaxpr, name: str, **params: Any) -> None:
+def alter(jaxpr: ClosedJaxpr, name: str, params: dict[str, Any]) -> None:
     """Gives the equations of a primitive other parameters; JAX's own may be shared by programs."""
     jaxpr.eqns[:] = [
         eqn.replace(params={**eqn.params, **params}) if eqn.primitive.name == name else eqn
@@ -657,7 +657,7 @@ def test_an_inner_map_that_binds_the_axis_anew_is_opaque() -> None:
     """JAX refuses to trace one today, so the equation is made from one over another axis."""
     mesh = make_mesh((4, 2), ("data", "model"))
     jaxpr = trace(lambda x: over_model(psum, x), w_value(), mesh=mesh)
-    alter(jaxpr, "shard_map", newly_manual_axes=frozenset({"data"}))
+    alter(jaxpr, "shard_map", {"newly_manual_axes": frozenset({"data"})})
     [mark] = prove(jaxpr, [frozenset()], axis_size=N)
     assert any(source.startswith("shard_map (opaque) at test_sync.py:") for source in mark)
 
@@ -699,7 +699,7 @@ def test_an_equation_of_a_form_that_another_jax_would_write_is_never_proved(
     }
     jaxpr = trace(programs[name], w_value(), mesh=make_mesh((4, 2), ("data", "model")))
     assert prove(jaxpr, [frozenset()], axis_size=N) == [frozenset()]
-    alter(jaxpr, name, **{k: trace(lambda: 1) if v is trace else v for k, v in change.items()})
+    alter(jaxpr, name, {k: trace(lambda: 1) if v is trace else v for k, v in change.items()})
     [mark] = prove(jaxpr, [frozenset()], axis_size=N)
     assert mark
 
@@ -719,7 +719,7 @@ def test_an_opaque_equation_may_write_to_the_refs_it_is_given() -> None:
         return ref[...]
 
     jaxpr = trace(program, w_value())
-    alter(jaxpr, "jit", axis_name="data")
+    alter(jaxpr, "jit", {"axis_name": "data"})
     [mark] = prove(jaxpr, [frozenset()], axis_size=N)
     assert any("jit (opaque)" in source for source in mark)
 
