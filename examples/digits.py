@@ -150,7 +150,8 @@ def train(strategy: dj.Strategy, steps: Steps, data: Digits, batch_size: int, ep
     """Trains with a progress bar in a terminal, and prints a line for each epoch."""
     columns = ["{task.description}", BarColumn(), "{task.fields[shown]}"]
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=epochs * -(-len(data.labels) // batch_size), shown="")
+        total = epochs * -(-len(data.labels) // batch_size)
+        bar = progress.add_task("compiling", total=total, shown="")
         for epoch in range(epochs):
             name, started, done = f"epoch {epoch + 1:2}/{epochs}", time.perf_counter(), []
             for step in train_epoch(strategy, steps, data, batch_size, epoch):
@@ -210,9 +211,9 @@ def print_comparison(counts: Sequence[int], data: Digits, batch_size: int, epoch
     """Compares in float32 and float64; tells whether every run equals that on one device."""
     equal = True
     console.print(
-        "\nNow the same run, from the same seeds, on one device and on several. A difference is the\n"
-        "largest of any step's loss, relative to that step on one device. The last batch of each\n"
-        f"epoch has {len(data.labels) % batch_size or batch_size} examples, the others {batch_size}."
+        "\nNow the same run, from the same seeds, on one device and on several. A difference is "
+        "the largest of any step's loss, relative to that step on one device. The last batch of an "
+        f"epoch has {len(data.labels) % batch_size or batch_size} examples instead of {batch_size}."
     )
     for dtype, bound in BOUNDS.items():
         largest = compare(counts, dtype, data, batch_size, epochs)
@@ -235,8 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train_data, test_data = load_data()
 
     console.print(
-        f"Training on {len(train_data.labels)} images, over {strategy.num_replicas_in_sync} replicas "
-        f"({jax.devices()[0].device_kind}).\nThe first epoch includes compiling the step."
+        f"Training on {len(train_data.labels)} images, over {strategy.num_replicas_in_sync} "
+        f"replicas ({jax.devices()[0].device_kind}). The first epoch includes compiling the step."
     )
     steps = make_steps(strategy)
     train(strategy, steps, train_data, options.batch_size, options.epochs)
