@@ -1,0 +1,59 @@
+"""The compiled program of a step is the hand-written one, counted rather than timed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks._steps import DEEP, MLP, Workload, run_parts, shard_map_parts
+
+REPLICAS = [1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)]
+
+
+def counted(compiled: Any) -> dict[str, float]:
+    """Gives what can be counted in a compiled program: arithmetic, traffic, collectives, memory."""
+    cost, memory, text = compiled.cost_analysis(), compiled.memory_analysis(), compiled.as_text()
+    return {
+        "flops": cost["flops"],
+        "bytes accessed": cost["bytes accessed"],
+        "all-reduces": len(re.findall(r" all-reduce(?:-start)?\(", text)),
+        "aliased buffers": len(re.findall(r"(?:may|must)-alias\)", text)),
+        "inputs": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "peak memory": memory.peak_memory_in_bytes,
+    }
+
+
+def program_of_run(work: Workload, replicas: int) -> Any:
+    strategy, step, batch = run_parts(work, replicas)
+    strategy.run(step, args=batch)
+    (program,) = strategy._runner._programs.values()
+    return program.compiled
+
+
+def hand_written(work: Workload, replicas: int) -> Any:
+    jitted, state, batch = shard_map_parts(work, replicas)
+    return jitted.lower(*state, *batch).compile()
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("work", [MLP, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["wide", "deep"])
+def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int) -> None:
+    ours, theirs = counted(program_of_run(work, replicas)), counted(hand_written(work, replicas))
+    assert ours == theirs
+    assert ours["aliased buffers"] == work.variables
+    assert ours["all-reduces"] == 1
+
+
+def test_a_step_that_does_more_is_told_apart() -> None:
+    jitted, state, batch = shard_map_parts(MLP, 4)
+    more = jax.jit(lambda *flat: [*jitted(*flat)[:-1], flat[0] * 2])
+    changed = counted(more.lower(*state, *batch).compile())
+    same = counted(hand_written(MLP, 4))
+    differs = {name for name in same if changed[name] != same[name]}
+    assert {"flops", "bytes accessed", "aliased buffers", "outputs"} <= differs
