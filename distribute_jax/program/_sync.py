@@ -22,7 +22,7 @@ from distribute_jax.program._sync_marks import (
     MIRRORED,
     ClosedJaxpr,
     Control,
-    Mark,
+    Mark as Mark,
     line,
     name,
     union,

@@ -226,6 +226,12 @@ COLLECTIVES = [
         "PPP",
     ),
     Case(
+        "pbroadcast, which only GPUs have, copies one replica's value to all",
+        lambda w, x: (lax.pbroadcast(x, ("data",), 0),),
+        "M",
+        False,
+    ),
+    Case(
         "inside vmap with the same axis name the reduction is over the vmapped dim",
         lambda w, x: (
             jax.vmap(psum, axis_name="data")(x),
@@ -651,6 +657,19 @@ TWO_AXES = [
 def test_only_the_axis_of_the_replicas_counts(case: Case) -> None:
     marks = marks_of(case.program, make_mesh((4, 2), ("data", "model")))
     assert "".join("P" if mark else "M" for mark in marks) == case.expected
+
+
+def test_the_collectives_that_jax_writes_when_it_checks_varying_axes_clear_too() -> None:
+    def program(x: Any) -> Any:
+        return psum(x), lax.pmax(x, "data"), psum(x) + x
+
+    specs: Any = (P(), P(), P("data"))
+    mapped = jax.shard_map(program, mesh=make_mesh(), in_specs=P("data"), out_specs=specs)
+    [eqn] = jax.make_jaxpr(mapped)(x_values()).eqns
+    names = {inner.primitive.name for inner in eqn.params["jaxpr"].eqns}
+    assert {"psum_invariant", "pvary"} <= names
+    marks = prove(eqn.params["jaxpr"], [frozenset({"x"})], axis_size=N)
+    assert [bool(mark) for mark in marks] == [False, False, True]
 
 
 def test_an_inner_map_that_binds_the_axis_anew_is_opaque() -> None:
