@@ -40,6 +40,7 @@ from distribute_jax.data import PartialPolicy as PartialPolicy
 from distribute_jax.program import ReplicaContext as ReplicaContext
 from distribute_jax.program import RunOptions as RunOptions
 from distribute_jax.program import per_example as per_example
+from distribute_jax.program import snapshot as snapshot
 from distribute_jax.strategies import MirroredStrategy as MirroredStrategy
 from distribute_jax.strategies import OneDeviceStrategy as OneDeviceStrategy
 from distribute_jax.strategies import Strategy as Strategy
@@ -96,5 +97,6 @@ __all__ = [
     "per_example",
     "scale_regularization_loss",
     "simulate",
+    "snapshot",
     "testing",
 ]

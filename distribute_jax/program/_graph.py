@@ -127,7 +127,7 @@ class Walker:
         self.graph.tables.append(table)
         children = tuple(
             (key, self.visit(child, _attribute(name, key), Item(table, key)))
-            for key, child in list(table.items())
+            for key, child in sorted(table.items())  # Flax reorders the table at will
             if key not in _HIDDEN
         )
         return (type(node), children, self._methods(type(node), name, every=True))

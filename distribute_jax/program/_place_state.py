@@ -17,7 +17,7 @@ from distribute_jax._tree import leaf_text, listed
 from distribute_jax.program._bind import Binding
 
 
-def place_state(binding: Binding, mesh: Mesh) -> None:
+def place_state(binding: Binding, mesh: Mesh, *, warn: bool = True) -> None:
     """Mirrors every variable over the mesh, with one warning where state was made elsewhere."""
     whole = mirrored_sharding(mesh)
     raws = read_raw(binding.variables)
@@ -29,7 +29,7 @@ def place_state(binding: Binding, mesh: Mesh) -> None:
         if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
     ]
     write_raw(binding.variables, placed)
-    if moved and num_replicas(mesh) > 1:
+    if moved and warn and num_replicas(mesh) > 1:
         warnings.warn(_OUTSIDE.format(n=len(moved), lines=listed(moved, 3)), stacklevel=5)
 
 

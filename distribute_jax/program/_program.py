@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -59,6 +59,12 @@ class Program:
     simple: bool
     """Whether every variable holds one array, not a nest of them."""
     mesh: Mesh
+    one_replica: Callable[..., list[Any]]
+    """The step of one replica over the flat inputs in order, before compilation."""
+    ordered_lies: Layouts
+    """How the inputs, in order, and the outputs lie on the mesh."""
+    scanned: dict[int, Callable[..., list[Any]]] = field(default_factory=dict)
+    """Programs of several steps, by their number."""
     padding_checked: bool = False
     """Whether it was seen that padding cannot reach state or results."""
     verified: bool = False
@@ -93,7 +99,7 @@ def build(call: Call, options: RunOptions) -> Program:
     return Program(
         traced, decided, lies, compiled, order, donated, written, kept, arrays,
         simple=all(size == 1 for size in sizes) and set(traced.written_sizes) <= {1},
-        mesh=call.mesh,
+        mesh=call.mesh, one_replica=ordered, ordered_lies=_permuted(lies, order),
     )  # fmt: skip
 
 
@@ -193,6 +199,10 @@ class Entry:
         self._kept: list[Any] = []
         binding.on_release.append(self._release)
 
+    def inputs_now(self) -> list[Any]:
+        """Reads the state that the next call would start from."""
+        return jax.tree.leaves(read_raw(self.inputs))
+
     def flat_inputs(self, values: Sequence[Any], arguments: Arguments) -> list[Any]:
         """Reads state, captured arrays, data and counts in the order of the program."""
         flat = read_raw(self.inputs)
@@ -212,8 +222,11 @@ class Entry:
         self.inputs, self.outputs, self.sources, self._known = [], [], [], []
         self._kept = []
 
-    def execute(self, flat: list[Any]) -> list[Any]:
-        """Runs the compiled program; errors say what became of the state."""
+    def execute(
+        self, flat: list[Any], compiled: Callable[..., list[Any]] | None = None
+    ) -> list[Any]:
+        """Runs the program, or several steps of it; errors say what became of the state."""
+        compiled = compiled or self.program.compiled
         donated = self.program.donated
         state = self._state_inputs
         if len(self._known) != state or not all(map(operator.is_, flat, self._known)):
@@ -223,9 +236,9 @@ class Entry:
         if donated and len(set(map(id, flat))) != len(flat):
             flat = _unshared(flat, donated)
         try:
-            return self.program.compiled(*flat)
+            return compiled(*flat)
         except Exception as error:  # noqa: BLE001 - sorted by what happened, else raised again
-            return self._retry(flat, error)
+            return self._retry(compiled, flat, error)
 
     def _check_readable(self, flat: list[Any], first: int) -> None:
         """Refuses arrays that were given away; JAX 0.10 crashes the process on them.
@@ -266,7 +279,9 @@ class Entry:
             nest = jax.tree.unflatten(treedef, [next(flow) for _ in range(treedef.num_leaves)])
             write_raw([variable], [nest])
 
-    def _retry(self, flat: list[Any], error: Exception) -> list[Any]:
+    def _retry(
+        self, compiled: Callable[..., list[Any]], flat: list[Any], error: Exception
+    ) -> list[Any]:
         """Places inputs that lie on other devices and tries once more, or explains the error."""
         gone = [i for i, x in enumerate(flat) if isinstance(x, jax.Array) and x.is_deleted()]
         if gone:
@@ -278,13 +293,15 @@ class Entry:
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
             raise error
-        return self.program.compiled(*placed)
+        return compiled(*placed)
 
     def placed(self, flat: list[Any]) -> list[Any]:
         """Puts inputs that lie elsewhere onto the mesh."""
         whole, split = mirrored_sharding(self.program.mesh), split_sharding(self.program.mesh)
-        lies = self.program.lies.split
-        wanted = [split if lies[i] else whole for i in self.program.order]
+        lies, size = self.program.ordered_lies.split, self.program.traced.sizes[2]
+        # Several steps take the data of each step one after the other.
+        more = (len(flat) - len(lies)) // size if size else 0
+        wanted = [split if s else whole for s in (*lies, *(lies[len(lies) - size :] * more))]
         return [
             jax.device_put(x, to)
             if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(to, x.ndim)
@@ -310,7 +327,8 @@ class Entry:
         return [*state, *traced.results.names]
 
     def _names(self, indices: Sequence[int]) -> list[str]:
-        return [self.program.traced.input_names[self.program.order[i]] for i in indices]
+        names = [self.program.traced.input_names[i] for i in self.program.order]
+        return [names[i] if i < len(names) else "a later batch" for i in indices]
 
 
 def _unshared(flat: list[Any], donated: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,6 +18,13 @@ from distribute_jax.program._partial import run_checked_for_leaks, wrap_partial
 from distribute_jax.program._place_state import place_state
 from distribute_jax.program._program import Entry, OutdatedError, Program, build
 from distribute_jax.program._recompile import Recompilations
+from distribute_jax.program._steps import (
+    can_scan,
+    run_scanned,
+    scans,
+    stacked_results,
+    take_batches,
+)
 from distribute_jax.program._trace import Call
 from distribute_jax.program._verify import verify
 
@@ -55,13 +63,34 @@ class Runner:
         options = options or _DEFAULT
         fn = without_jit(fn)
         arguments = take_apart(tuple(args), kwargs or {}, self._mesh)
+        return self._run(fn, arguments, options)
+
+    def steps(
+        self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions | None
+    ) -> Any:
+        """Runs up to ``steps`` steps, in one program where the batches are full and alike."""
+        options = options or _DEFAULT
+        fn = without_jit(fn)
+        batches = [take_apart(b, {}, self._mesh) for b in take_batches(iterator, steps)]
+        if can_scan(batches, steps) and not options.verify and options.lowering == "shard_map":
+            entry, values = self.entry(fn, batches[0], options)
+            if scans(entry.program):
+                call = self._call(fn, entry, batches[0])
+                self._wait(entry.inputs_now())
+                outs = run_scanned(call, entry, values, batches)
+                arrays = entry.store(outs)
+                self._dispatched(arrays)
+                return entry.wrap(arrays)
+        return stacked_results([self._run(fn, batch, options) for batch in batches])
+
+    def _run(self, fn: StepFunction, arguments: Arguments, options: RunOptions) -> Any:
         entry, values = self.entry(fn, arguments, options)
         try:
             return self._execute(fn, arguments, options, entry, values)
         except OutdatedError:
             head = (tuple(roots(fn).key), arguments.signature, options)
-            entry = self._enter(head, fn, arguments, options)
-            return self._execute(fn, arguments, options, entry, values)
+        entry = self._enter(head, fn, arguments, options, warn=False)
+        return self._execute(fn, arguments, options, entry, values)
 
     def _execute(
         self,
@@ -107,11 +136,17 @@ class Runner:
         return len(self._programs)
 
     def _enter(
-        self, head: Any, fn: StepFunction, arguments: Arguments, options: RunOptions
+        self,
+        head: Any,
+        fn: StepFunction,
+        arguments: Arguments,
+        options: RunOptions,
+        *,
+        warn: bool = True,
     ) -> Entry:
         self._forget_dead()
         binding = Binding(fn, arguments)
-        place_state(binding, self._mesh)
+        place_state(binding, self._mesh, warn=warn)
         key = (binding.key, arguments.signature, options)
         program = self._programs.get(key)
         if program is None:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
+from distribute_jax._errors import StaleCaptureError
 from distribute_jax._internals import owned_by_current_trace, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._values import Layout, PerReplica
@@ -199,22 +200,43 @@ def _swapped_state(
 ) -> Iterator[None]:
     """Lets the user's own variables hold the tracers, and puts everything back afterwards."""
     before = read_raw(variables)
-    tables = [(vars(node), dict(vars(node))) for node in nodes]
+    tables = [(node, vars(node), dict(vars(node))) for node in nodes]
     with owned_by_current_trace(variables, nodes):
         write_raw(variables, raws)
         try:
             yield
+        except BaseException:
+            for _, table, old in tables:
+                table.clear()
+                table.update(old)
+            raise
         finally:
             write_raw(variables, before)
-    for table, old in tables:
-        if table != old:
-            _restore(table, old)
+    for node, table, old in tables:
+        _restore(node, table, old)
 
 
-def _restore(table: dict[str, Any], old: dict[str, Any]) -> None:
-    """Takes back attributes that the step assigned on a module, since they may hold tracers."""
+def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
+    """Undoes Flax's reordering of attributes; refuses tracers that the step left on a module.
+
+    A plain value that the step assigned stays, as any side effect of Python at trace time.
+    """
+    changed = {key: v for key, v in table.items() if key not in old or old[key] is not v}
     table.clear()
     table.update(old)
+    traced = [key for key, value in changed.items() if _holds_tracers(value)]
+    if traced:
+        raise StaleCaptureError(
+            f"The step assigned {', '.join(traced)} on {type(node).__name__}, an array that exists only "
+            "while the step is traced, so later code could not read it. State that a step changes "
+            "lives in variables made before: self.name = nnx.Variable(value) in __init__, and "
+            "self.name[...] = value in the step; or return the array."
+        )
+    table.update({key: value for key, value in changed.items() if not key.startswith("_pytree__")})
+
+
+def _holds_tracers(value: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, final
@@ -149,6 +149,46 @@ class Strategy:
         """
         self._enter_method("strategy.run")
         return self._runner(fn, args, kwargs, options)
+
+    @final
+    def run_steps(
+        self,
+        fn: StepFunction,
+        iterator: Iterator[PyTree],
+        steps: int,
+        options: RunOptions | None = None,
+    ) -> PyTree:
+        """Runs up to ``steps`` batches in one dispatch: they are scanned in one program.
+
+        The numbers are those of ``steps`` calls of :meth:`run`. Where fewer batches are left, or one
+        is partial, the steps run one by one, so remainders are exact.
+
+        Args:
+            fn: the step of one replica; a tuple from the iterator becomes its positional arguments,
+                anything else its only one.
+            iterator: gives distributed elements; pass the same one to each call.
+            steps: how many batches to take at most.
+            options: as for :meth:`run`.
+
+        Returns:
+            What ``fn`` returned, each array with a leading dim for the steps that ran (within each
+            replica's value where values differ).
+
+        Raises:
+            StopIteration: no batch is left.
+            ValueError: ``steps`` is no positive int, ``iterator`` is no iterator, or as for ``run``.
+
+        Example:
+            >>> import distribute_jax as dj, numpy as np
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> batches = iter(strategy.distribute_dataset([np.ones(2), np.ones(2), np.ones(2)]))
+            >>> strategy.run_steps(lambda x: x.sum(), batches, steps=2).tolist()
+            [2.0, 2.0]
+            >>> strategy.run_steps(lambda x: x.sum(), batches, steps=2).tolist()
+            [2.0]
+        """
+        self._enter_method("strategy.run_steps")
+        return self._runner.steps(fn, iterator, steps, options)
 
     @final
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Any = None) -> PyTree:

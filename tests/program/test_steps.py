@@ -1,0 +1,77 @@
+"""run_steps: many steps in one dispatch give what single steps give."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def trained(strategy: dj.Strategy, sizes: list[int], steps: int | None) -> dict[str, object]:
+    """Trains on batches of these sizes, one by one or ``steps`` at a time."""
+    rng = np.random.default_rng(0)
+    batches = [(rng.normal(size=(n, 3)), rng.normal(size=(n, 1))) for n in sizes]
+    with strategy.scope():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    traces = []
+
+    def step(x: jax.Array, y: jax.Array):
+        traces.append(1)
+
+        def loss_fn(model: nnx.Linear):
+            return dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+        return loss, dj.get_replica_context().all_reduce("sum", loss)
+
+    iterator = iter(strategy.distribute_dataset(batches))
+    losses: list[float] = []
+    while True:
+        try:
+            if steps is None:
+                _, loss = strategy.run(step, args=next(iterator))
+                losses.append(float(loss))
+            else:
+                own, loss = strategy.run_steps(step, iterator, steps=steps)
+                parts = strategy.experimental_local_results(own)
+                np.testing.assert_allclose(sum(np.asarray(p) for p in parts), loss, rtol=1e-5)
+                losses += loss.tolist()
+        except StopIteration:
+            return {"losses": losses, "kernel": np.asarray(model.kernel[...]), "traces": len(traces)}
+
+
+@pytest.mark.parametrize(("sizes", "steps"), [([8] * 6, 3), ([8] * 7, 3), ([8] * 4 + [5], 2), ([8] * 3 + [1], 4)])
+def test_scanned_steps_equal_single_steps_remainders_included(
+    strategy: dj.Strategy, sizes: list[int], steps: int
+):
+    single = trained(strategy, sizes, None)
+    scanned = trained(strategy, sizes, steps)
+    np.testing.assert_allclose(scanned["losses"], single["losses"], rtol=1e-5)
+    np.testing.assert_allclose(scanned["kernel"], single["kernel"], rtol=1e-5)
+
+
+def test_scanned_steps_trace_the_step_once(s2: dj.MirroredStrategy):
+    assert trained(s2, [8] * 9, 3)["traces"] == 1
+
+
+def test_wrong_arguments_are_explained(s2: dj.MirroredStrategy):
+    dataset = s2.distribute_dataset([np.ones(4)])
+    with pytest.raises(ValueError, match=r"iter\(dataset\)"):
+        s2.run_steps(lambda x: x, dataset, steps=2)
+    for steps in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="at least 1"):
+            s2.run_steps(lambda x: x, iter(dataset), steps=steps)
+
+
+def test_a_partial_batch_among_the_steps_keeps_its_rows_apart(s2: dj.MirroredStrategy):
+    iterator = iter(s2.distribute_dataset([np.ones(4, np.float32), np.ones(3, np.float32)]))
+    rows = s2.run_steps(lambda x: x, iterator, steps=2)
+    with pytest.raises(ValueError, match=r"use strategy\.run"):
+        s2.gather(rows, axis=0)
