@@ -1,13 +1,14 @@
 """The same training step, written in the five ways that a JAX user can write it.
 
-Every way starts from the same weights, finds its batch on the devices, and computes the same losses.
-The step is that of a classifier: cross entropy over the global batch, Adam.
+Every way starts from the same weights, finds its batch on the devices, and computes the same
+losses. The step is that of a classifier: cross entropy over the global batch, Adam.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -47,8 +48,7 @@ class Perceptron(nnx.Module):
     """Dense layers with ``relu`` between them."""
 
     def __init__(self, sizes: tuple[int, ...], rngs: nnx.Rngs) -> None:
-        pairs = zip(sizes, sizes[1:], strict=False)
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairs])
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(sizes)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Gives the logits, shape (batch, classes)."""

@@ -42,10 +42,13 @@ def hand_written(work: Workload, replicas: int) -> Any:
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("work", [MLP, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["wide", "deep"])
+@pytest.mark.parametrize(
+    "work", [MLP, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["wide", "deep"]
+)
 def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int) -> None:
     ours, theirs = counted(program_of_run(work, replicas)), counted(hand_written(work, replicas))
-    assert ours == theirs
+    # XLA adds up in float32, so the order of the operations shows in the last digit.
+    assert ours == pytest.approx(theirs, rel=1e-6)
     assert ours["aliased buffers"] == work.variables
     assert ours["all-reduces"] == 1
 

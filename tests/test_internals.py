@@ -1,0 +1,180 @@
+"""Each entry of ``_internals.py`` still does what it says on the installed JAX and Flax."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from distribute_jax import _internals
+
+
+@contextmanager
+def promised(entry: str, owner: str) -> Iterator[None]:
+    """Fails with the versions that moved what an entry stands on."""
+    try:
+        yield
+    except Exception as error:
+        versions = {"JAX": jax.__version__, "Flax": flax.__version__}
+        pytest.fail(
+            f"{owner} {versions[owner]} moved what _internals.{entry} uses (installed: JAX "
+            f"{jax.__version__}, Flax {flax.__version__}): {type(error).__name__}: {error}"
+        )
+
+
+def test_a_moved_name_fails_with_the_version_that_moved_it() -> None:
+    with (
+        pytest.raises(pytest.fail.Exception, match=f"Flax {flax.__version__} moved .*read_raw"),
+        promised("read_raw", "Flax"),
+    ):
+        nnx.Param(jnp.ones(2))._no_such_name  # noqa: B018
+
+
+def test_every_entry_has_a_test_here() -> None:
+    entries = [
+        name
+        for name, value in vars(_internals).items()
+        if inspect.isfunction(value)
+        and value.__module__ == _internals.__name__
+        and not name.startswith("_")
+    ]
+    tested = {name for name in globals() if name.startswith("test_")}
+    assert [e for e in entries if not any(t.startswith(f"test_{e}_") for t in tested)] == []
+
+
+class Doubling(nnx.Variable[jax.Array]):
+    """A variable whose own reading and writing change the value."""
+
+    def get_value(self, **_: object) -> jax.Array:
+        """Reads twice the value."""
+        return super().get_value() * 2
+
+    def set_value(self, value: jax.Array, **_: object) -> None:
+        """Stores twice the value."""
+        super().set_value(value * 2)
+
+
+def test_read_raw_gives_the_very_array_past_hooks() -> None:
+    with promised("read_raw", "Flax"):
+        plain, doubling = nnx.Param(jnp.ones(2)), Doubling(jnp.ones(2))
+        raws = _internals.read_raw([plain, doubling])
+        assert raws[0] is plain.get_raw_value()
+        assert raws[1] is doubling.get_raw_value()
+        np.testing.assert_array_equal(raws[1], [1.0, 1.0])
+
+
+def test_write_raw_stores_the_very_array_past_hooks() -> None:
+    with promised("write_raw", "Flax"):
+        plain, doubling = nnx.Param(jnp.zeros(2)), Doubling(jnp.zeros(2))
+        new = [jnp.ones(2), jnp.full(2, 3.0)]
+        _internals.write_raw([plain, doubling], new)
+        assert plain.get_raw_value() is new[0]
+        assert doubling.get_raw_value() is new[1]
+        np.testing.assert_array_equal(plain[...], [1.0, 1.0])
+
+
+def test_at_top_level_is_false_under_every_transformation() -> None:
+    seen: list[bool] = []
+
+    def note(x: jax.Array) -> jax.Array:
+        seen.append(_internals.at_top_level())
+        return x * 1.0
+
+    with promised("at_top_level", "JAX"):
+        assert _internals.at_top_level()
+        jax.jit(note)(1.0)
+        jax.grad(note)(1.0)
+        jax.vmap(note)(jnp.ones(2))
+        jax.lax.scan(lambda carry, _: (note(carry), None), 1.0, None, length=2)
+        nnx.jit(note)(jnp.ones(()))
+        assert seen
+        assert not any(seen)
+        assert _internals.at_top_level()
+
+
+def test_at_top_level_does_not_mind_a_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with promised("at_top_level", "JAX"), jax.set_mesh(mesh):
+        assert _internals.at_top_level()
+
+
+class Counter(nnx.Module):
+    """A module whose variable and plain attribute a step changes."""
+
+    def __init__(self) -> None:
+        self.count = nnx.Variable(jnp.zeros(()))
+        self.last = 0
+
+    def add(self) -> None:
+        """Changes both."""
+        self.count[...] += 1.0
+        self.last = 1
+
+
+def test_owned_by_current_trace_is_needed() -> None:
+    counter = Counter()
+    with promised("owned_by_current_trace", "Flax"):
+        with pytest.raises(flax.errors.TraceContextError):
+            jax.make_jaxpr(lambda x: counter.add() or x)(1.0)
+        assert counter.last == 0
+
+
+def test_owned_by_current_trace_lets_a_step_write_and_gives_back() -> None:
+    counter = Counter()
+    raw = counter.count.get_raw_value()
+
+    def step(x: jax.Array) -> jax.Array:
+        with _internals.owned_by_current_trace([counter.count], [counter]):
+            _internals.write_raw([counter.count], [x])
+            counter.add()
+            new = counter.count[...]
+            _internals.write_raw([counter.count], [raw])
+        return new
+
+    with promised("owned_by_current_trace", "Flax"):
+        assert float(jax.jit(step)(2.0)) == 3.0
+        assert counter.count.get_raw_value() is raw
+        counter.add()
+        assert float(counter.count[...]) == 1.0
+
+
+def test_owned_by_current_trace_gives_back_after_an_error() -> None:
+    counter = Counter()
+
+    def step(x: jax.Array) -> jax.Array:
+        with _internals.owned_by_current_trace([counter.count], [counter]):
+            raise ZeroDivisionError
+
+    with promised("owned_by_current_trace", "Flax"):
+        with pytest.raises(ZeroDivisionError):
+            jax.make_jaxpr(step)(1.0)
+        counter.add()
+        assert float(counter.count[...]) == 1.0
+
+
+def test_uncommitted_mixes_with_arrays_on_other_devices() -> None:
+    there = jax.device_put(jnp.ones(2), jax.devices()[3])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.P("data")))
+    with promised("uncommitted", "JAX"):
+        with pytest.raises(ValueError, match="devices"):
+            there + spread
+        free = _internals.uncommitted(there)
+        np.testing.assert_array_equal(free + spread, [2.0, 2.0])
+        np.testing.assert_array_equal(free + jax.device_put(jnp.ones(2), jax.devices()[5]), 2.0)
+
+
+def test_uncommitted_moves_no_data() -> None:
+    there = jax.device_put(jnp.ones(2), jax.devices()[3])
+    with promised("uncommitted", "JAX"):
+        free = _internals.uncommitted(there)
+        assert free.devices() == {jax.devices()[3]}
+        assert not free.committed
+        assert free.unsafe_buffer_pointer() == there.unsafe_buffer_pointer()
