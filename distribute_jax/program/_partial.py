@@ -23,9 +23,8 @@ The padding of a partial batch changes what the step computes:
 {lines}
 The batch has {real} real examples of {rows} rows; the rest is padding, which must not be seen. The \
 step was run twice on copies of the state with two different paddings; the state is as before the call.
-Leave the padding out: dj.compute_average_loss(per_example_loss), nnx.BatchNorm(...)(x, \
-mask=mask) with mask = dj.get_replica_context().batch_mask, or jnp.where(mask, value, 0). Or feed no \
-partial batches: InputOptions(partial="drop")."""
+Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(mask, \
+value, 0) with mask = dj.get_replica_context().batch_mask. Or feed no partial batches: InputOptions(partial="drop")."""
 
 
 def run_checked_for_leaks(call: Call, entry: Entry, flat: list[Any]) -> list[Any]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._errors import OutOfSyncError
 from distribute_jax._mesh import num_replicas
-from distribute_jax._tree import listed
+from distribute_jax._tree import is_array, is_number, listed
 from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import Combine, depends_on, rule_for
 from distribute_jax.program._options import RunOptions
@@ -117,7 +118,7 @@ def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> No
     for argument, structure, avals in _mirrored_arguments(call):
         for what, subtree in _subtrees(tree, structure):
             leaves = [leaf.content for leaf in subtree if leaf.kind == "array"]
-            if len(leaves) != len(avals) or [_shape(shapes[k]) for k in leaves] != avals:
+            if len(leaves) != len(avals) or not all(map(_fits, avals, (shapes[k] for k in leaves))):
                 continue
             bad = [
                 f"{traced.results.names[k]} depends on {_sources(marks[k])}"
@@ -138,8 +139,13 @@ class _ResultLeaf:
     content: Any
 
 
-def _shape(aval: Any) -> tuple[Any, ...]:
-    return (tuple(aval.shape), aval.dtype)
+def _shape(leaf: Any) -> tuple[Any, ...]:
+    return (jnp.shape(leaf), getattr(leaf, "dtype", None))
+
+
+def _fits(wanted: tuple[Any, ...], aval: Any) -> bool:
+    """Tells whether an output has the shape and dtype of an argument; a number has no dtype yet."""
+    return bool(wanted[0] == aval.shape and wanted[1] in (None, aval.dtype))
 
 
 def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[tuple[Any, ...]]]]:
@@ -150,7 +156,7 @@ def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[tuple[Any, 
     named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
     for name, value in named:
         leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PerReplica))
-        arrays = all(hasattr(leaf, "dtype") and not isinstance(leaf, PerReplica) for leaf in leaves)
+        arrays = all(is_array(leaf) or is_number(leaf) for leaf in leaves)
         if leaves and arrays and not jax.tree_util.treedef_is_leaf(structure):
             shapes = [_shape(leaf) for leaf in leaves]
             if any(shape for shape, _ in shapes):

@@ -1,0 +1,104 @@
+"""Every code block of the README and the docs runs, and shows what the page says it shows.
+
+In a page, ``python`` blocks are executed and ``pycon`` blocks are doctests, in order and in one
+namespace. In a doctest ``...`` stands for any text, also in an error's message.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+RUNNABLE = {"python", "pycon"}
+SHOWN = {"bash"}
+
+
+class Block(NamedTuple):
+    """One block of a page: its language, its first line in the page, and its text."""
+
+    kind: str
+    line: int
+    code: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """All code blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found["kind"], text.count("\n", 0, found.start("code")), found["code"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
+    """Runs a block; a failure points at its line in the page."""
+    if block.kind == "python":
+        code = "\n" * block.line + block.code
+        exec(compile(code, str(page), "exec"), namespace)
+        return
+    test = doctest.DocTestParser().get_doctest(
+        block.code, namespace, page.name, str(page), block.line
+    )
+    test.globs = namespace  # Not the parser's copy: later blocks see what this one defines.
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    runner.run(test, out=report.append, clear_globs=False)
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_a_page_run_in_order_and_show_what_it_says(page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.kind in RUNNABLE:
+            run_block(page, block, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_escapes_by_a_language_that_is_not_run(page: Path) -> None:
+    kinds = {block.kind for block in blocks(page)}
+    assert kinds <= RUNNABLE | SHOWN
+    fences = page.read_text(encoding="utf-8").count("```")
+    assert fences == 2 * len(blocks(page)), "a fence without a language, or one that is not closed"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_of_the_repository_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def losses_of(program: str, folder: Path, devices: int) -> list[str]:
+    """Runs a program as a user would paste it, on some devices; gives the losses it prints."""
+    file = folder / "my_file.py"
+    file.write_text(program, encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC"}}
+    environment["PYTHONPATH"] = str(ROOT)
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    done = subprocess.run(
+        [sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"on {devices} replicas" in done.stdout
+    return re.findall(r"loss (\S+)", done.stdout)
+
+
+def test_first_program_of_the_readme_gives_one_loss_on_one_device_and_on_eight(
+    tmp_path: Path,
+) -> None:
+    program = next(block.code for block in blocks(PAGES[0]) if block.kind == "python")
+    one, eight = losses_of(program, tmp_path, 1), losses_of(program, tmp_path, 8)
+    assert [float(loss) for loss in eight] == pytest.approx([float(loss) for loss in one], abs=2e-4)
+    assert len(one) == 5
+    assert float(one[-1]) < float(one[0]) / 2, "it does not learn"

@@ -1,0 +1,229 @@
+"""Partial batches: exact, one more program at most, and padding that leaks is refused."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def batches(*sizes: int, width: int = 3) -> list[np.ndarray]:
+    """Random batches of these sizes."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(n, width)).astype(np.float32) for n in sizes]
+
+
+def test_the_average_loss_divides_by_the_real_examples(strategy: dj.Strategy):
+    data = batches(8, 5, 1)
+    losses = [
+        float(strategy.reduce("sum", strategy.run(lambda x: dj.compute_average_loss(x.sum(1)), args=(x,))))
+        for x in strategy.distribute_dataset(data)
+    ]
+    np.testing.assert_allclose(losses, [x.sum(1).mean() for x in data], rtol=1e-5)
+
+
+def test_five_samples_in_batches_of_four_give_the_exact_weight(strategy: dj.Strategy):
+    """TensorFlow's 0.6375 on two replicas and 0.74375 on four are wrong; one device gives 0.425."""
+    with strategy.scope():
+        weight = nnx.Param(jnp.ones(()))
+
+    def step(x: jax.Array):
+        loss, grad = jax.value_and_grad(lambda w: dj.compute_average_loss((w * x) ** 2))(weight[...])
+        weight[...] -= 0.01 * dj.get_replica_context().all_reduce("sum", grad)
+        return loss
+
+    rows = np.arange(1.0, 6.0, dtype=np.float32)
+    losses = [
+        float(strategy.reduce("sum", strategy.run(step, args=(x,))))
+        for x in strategy.distribute_dataset([rows[:4], rows[4:]])
+    ]
+    assert float(weight[...]) == pytest.approx(0.425, abs=1e-6)
+    assert (4 * losses[0] + losses[1]) / 5 == pytest.approx(9.6125, rel=1e-6)
+
+
+def test_all_partial_batches_share_one_more_program(s4: dj.MirroredStrategy):
+    for x in s4.distribute_dataset(batches(8, 8, 7, 5, 3, 1)):
+        s4.run(lambda x: jnp.sum(jnp.where(mask()[:, None], x, 0)), args=(x,))
+    assert s4._runner.programs() == 2
+
+
+def mask() -> jax.Array:
+    """The mask of this replica's rows."""
+    return dj.get_replica_context().batch_mask
+
+
+def test_the_mask_marks_the_real_rows(s4: dj.MirroredStrategy):
+    full, partial = s4.distribute_dataset(batches(8, 5))
+    seen = s4.run(lambda _: (mask(), dj.get_replica_context().real_examples), args=(full,))
+    assert seen[0].tolist() == [True, True]
+    assert seen[1] == 8
+    rows, real = s4.run(lambda _: (dj.per_example(mask()), dj.get_replica_context().real_examples), args=(partial,))
+    assert [v.tolist() for v in s4.experimental_local_results(rows)] == [[True] * 2, [True] * 2, [True], []]
+    assert int(real) == 5
+    assert s4.run(mask) is None
+
+
+@pytest.mark.parametrize("sizes", [(8, 5), (8, 1), (6, 6)])
+def test_unmasked_steps_leak_and_are_refused(s4: dj.MirroredStrategy, sizes: tuple[int, int]):
+    with s4.scope():
+        weight = nnx.Param(jnp.ones(3))
+
+    def step(x: jax.Array):
+        grads = dj.get_replica_context().all_reduce("sum", x.mean(0))
+        weight[...] -= grads
+        return x.mean()
+
+    elements = list(s4.distribute_dataset(batches(*sizes), dj.InputOptions()))
+    if sizes[0] == 8:
+        s4.run(step, args=(elements[0],))
+    before = np.asarray(weight[...])
+    with pytest.raises(dj.PaddingLeakError, match=r"weight.*differs by up to") as caught:
+        s4.run(step, args=(elements[-1],))
+    assert isinstance(caught.value, ValueError)
+    assert "result" in str(caught.value)
+    assert 'InputOptions(partial="drop")' in str(caught.value)
+    assert f"{sizes[1]} real examples" in str(caught.value)
+    np.testing.assert_array_equal(weight[...], before)
+
+
+def test_batch_norm_over_padding_leaks(s4: dj.MirroredStrategy):
+    with s4.scope():
+        norm = nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0))
+    (partial,) = s4.distribute_dataset(batches(5))
+    with pytest.raises(ValueError, match=r"norm\.mean"):
+        s4.run(lambda x: norm(x), args=(partial,))
+
+
+def test_the_check_costs_nothing_after_the_first_partial_batch(s4: dj.MirroredStrategy):
+    calls: deque[int] = deque()
+
+    def step(x: jax.Array):
+        jax.debug.callback(lambda: calls.append(1))
+        return dj.compute_average_loss(x.sum(1))
+
+    elements = list(s4.distribute_dataset(batches(8, 5, 6, 7)))
+    for element, total in zip(elements, (4, 12, 16, 20), strict=True):
+        jax.block_until_ready(s4.run(step, args=(element,)).global_array)
+        jax.effects_barrier()
+        assert len(calls) == total  # one call on each of four replicas; the check runs twice
+
+
+def test_a_step_that_is_not_deterministic_is_not_called_leaking(s4: dj.MirroredStrategy):
+    rng = np.random.default_rng(0)
+
+    def step(x: jax.Array):
+        noise = jax.pure_callback(
+            lambda: np.float32(rng.normal()), jax.ShapeDtypeStruct((), np.float32)
+        )
+        return jnp.sum(jnp.where(mask()[:, None], x, 0)) * 0 + noise
+
+    _, partial = s4.distribute_dataset(batches(8, 5))
+    assert isinstance(s4.run(step, args=(partial,)), dj.PerReplica)
+
+
+def test_per_example_results_are_found_out_and_cut(s4: dj.MirroredStrategy):
+    data = batches(8, 5)
+    _, partial = s4.distribute_dataset(data)
+
+    def step(x: jax.Array):
+        # The second has two rows as well, which is the size of a share by chance.
+        return {"rows": x * 2, "chance": jnp.ones((2, 1)) * replica_float(), "sum": jnp.sum(jnp.where(mask()[:, None], x, 0))}
+
+    result = s4.run(step, args=(partial,))
+    np.testing.assert_allclose(s4.gather(result["rows"], axis=0), data[1] * 2, rtol=1e-6)
+    assert [v.shape for v in s4.experimental_local_results(result["chance"])] == [(2, 1)] * 4
+    np.testing.assert_allclose(s4.reduce("sum", result["sum"]), data[1].sum(), rtol=1e-5)
+
+
+def replica_float() -> jax.Array:
+    """The replica id as a float."""
+    return dj.get_replica_context().replica_id_in_sync_group.astype(float)
+
+
+def test_where_it_cannot_be_found_out_reading_raises_and_declaring_helps(
+    s4: dj.MirroredStrategy,
+):
+    data = batches(8, 5)
+    _, partial = s4.distribute_dataset(data)
+
+    def step(x: jax.Array, declare: bool):
+        if x.shape[0] != 2:
+            raise ValueError("only shares of two")
+        return dj.per_example(x) if declare else x
+
+    unknown = s4.run(step, args=(partial, False))
+    for read in (
+        lambda: unknown.values,
+        lambda: s4.gather(unknown, axis=0),
+        lambda: s4.reduce("sum", unknown, axis=0),
+        lambda: s4.experimental_local_results(unknown),
+    ):
+        with pytest.raises(ValueError, match=r"only shares of two.*dj\.per_example") as caught:
+            read()
+        assert 'partial="drop"' in str(caught.value)
+    declared = s4.run(step, args=(partial, True))
+    np.testing.assert_allclose(s4.gather(declared, axis=0), data[1])
+
+
+def test_one_replica_gives_plain_arrays_cut_to_the_real_rows():
+    one = dj.OneDeviceStrategy(0)
+    data = batches(4, 3)
+    results = [one.run(lambda x: x + 1, args=(x,)) for x in one.distribute_dataset(data)]
+    assert [r.shape for r in results] == [(4, 3), (3, 3)]
+    np.testing.assert_allclose(results[1], data[1] + 1)
+
+
+def test_batches_with_different_real_counts_are_refused(s4: dj.MirroredStrategy):
+    _, five = s4.distribute_dataset(batches(8, 5))
+    full, six = s4.distribute_dataset(batches(8, 6))
+    for pair in ((five, six), (five, full)):
+        with pytest.raises(ValueError, match=r"different numbers of real examples.*\n.*args\[0\]"):
+            s4.run(lambda a, b: a + b, args=pair)
+
+
+def test_dropping_partial_batches_needs_no_mask(s4: dj.MirroredStrategy):
+    options = dj.InputOptions(partial="drop")
+    sums = [
+        float(s4.reduce("sum", s4.run(lambda x: x.sum(), args=(x,))))
+        for x in s4.distribute_dataset(batches(8, 8, 5), options)
+    ]
+    assert len(sums) == 2
+
+
+@pytest.mark.parametrize("policy", ["mask", "shrink"])
+def test_evaluation_to_the_last_example(strategy: dj.Strategy, policy: str):
+    data = batches(8, 8, 3)
+    with strategy.scope():
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    outs = [
+        np.asarray(strategy.gather(strategy.run(model, args=(x,)), axis=0))
+        for x in strategy.distribute_dataset(data, dj.InputOptions(partial=policy))
+    ]
+    np.testing.assert_allclose(np.concatenate(outs), model(np.concatenate(data)), rtol=1e-5, atol=1e-6)
+
+
+def test_adam_over_partial_batches_is_that_of_one_device(strategy: dj.Strategy):
+    def train(strategy: dj.Strategy) -> np.ndarray:
+        with strategy.scope():
+            model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+        def step(x: jax.Array):
+            def loss_fn(model: nnx.Linear):
+                return dj.compute_average_loss(jnp.sum(model(x) ** 2, axis=-1))
+
+            grads = nnx.grad(loss_fn)(model)
+            optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+
+        for x in strategy.distribute_dataset(batches(8, 7, 8, 2, 1)):
+            strategy.run(step, args=(x,))
+        return np.asarray(model.kernel[...])
+
+    np.testing.assert_allclose(train(strategy), train(dj.OneDeviceStrategy(0)), rtol=2e-4, atol=1e-5)

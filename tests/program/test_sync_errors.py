@@ -1,0 +1,242 @@
+"""What would drift is refused, with the variable, what it depends on, and what to type."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import distribute_jax as dj
+
+
+@pytest.fixture
+def batch(s4: dj.MirroredStrategy):
+    """One distributed batch of eight examples."""
+    (batch,) = s4.distribute_dataset([(np.arange(16.0).reshape(8, 2), np.ones((8, 1)))])
+    return batch
+
+
+def model_and_optimizer(strategy: dj.Strategy) -> tuple[nnx.Linear, nnx.Optimizer]:
+    """A linear model with momentum."""
+    with strategy.scope():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9), wrt=nnx.Param)
+
+
+def grads_of(model: nnx.Linear, x: jax.Array, y: jax.Array) -> tuple[jax.Array, nnx.State]:
+    """Loss and local gradients of this replica."""
+
+    def loss_fn(model: nnx.Linear):
+        return dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
+
+    return nnx.value_and_grad(loss_fn)(model)
+
+
+def test_weights_updated_from_unreduced_gradients_are_refused_by_name(
+    s4: dj.MirroredStrategy, batch: tuple[dj.PerReplica, ...]
+):
+    model, optimizer = model_and_optimizer(s4)
+
+    def step(x: jax.Array, y: jax.Array):
+        loss, grads = grads_of(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    before = np.asarray(model.kernel[...])
+    with pytest.raises(ValueError, match="different on each of the 4 replicas") as caught:
+        s4.run(step, args=batch)
+    message = str(caught.value)
+    assert isinstance(caught.value, dj.OutOfSyncError)
+    assert "model.kernel (Param) depends on args[0], args[1]" in message
+    assert "model.bias (Param)" in message
+    assert "optimizer.opt_state" in message
+    assert 'dj.get_replica_context().all_reduce("sum", grads)' in message
+    np.testing.assert_array_equal(model.kernel[...], before)
+    with pytest.raises(ValueError, match="kernel"):
+        s4.run(step, kwargs={"x": batch[0], "y": batch[1]})
+    s4.run(step, args=batch, options=dj.RunOptions(check_sync=False))
+
+
+def test_assume_mirrored_overrides_the_proof(
+    s4: dj.MirroredStrategy, batch: tuple[dj.PerReplica, ...]
+):
+    model, _ = model_and_optimizer(s4)
+
+    def step(x: jax.Array):
+        model.bias[...] = dj.assume_mirrored(jnp.sum(x) * 0 + 1) * jnp.ones(1)
+
+    s4.run(step, args=batch[:1])
+    assert model.bias[...].tolist() == [1.0]
+
+
+def test_a_weight_written_with_the_replica_id_is_refused(s4: dj.MirroredStrategy):
+    model, _ = model_and_optimizer(s4)
+
+    def step():
+        model.bias[...] += dj.get_replica_context().replica_id_in_sync_group
+
+    with pytest.raises(ValueError, match=r"model\.bias \(Param\) depends on axis_index"):
+        s4.run(step)
+
+
+def test_one_replica_has_nothing_to_reduce(batch: object):
+    one = dj.OneDeviceStrategy(0)
+    model, optimizer = model_and_optimizer(one)
+
+    def step(x: jax.Array, y: jax.Array):
+        loss, grads = grads_of(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    (element,) = one.distribute_dataset([(np.ones((8, 2)), np.ones((8, 1)))])
+    assert isinstance(one.run(step, args=element), jax.Array)
+
+
+def test_a_params_shaped_result_that_would_differ_is_refused(
+    s4: dj.MirroredStrategy, batch: tuple[dj.PerReplica, ...]
+):
+    params = {"w": jnp.ones((2, 1)), "b": jnp.zeros(1)}
+
+    def step(params, x, y, reduce):
+        def loss_fn(p):
+            return dj.compute_average_loss(jnp.mean((x @ p["w"] + p["b"] - y) ** 2, axis=-1))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        if reduce:
+            grads = dj.get_replica_context().all_reduce("sum", grads)
+        return loss, {"params": jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)}
+
+    with pytest.raises(ValueError, match="came in equal on every replica") as caught:
+        s4.run(step, args=(params, *batch, False))
+    message = str(caught.value)
+    assert "args[0]" in message
+    assert "result[1]['params']['w'] depends on args[1], args[2]" in message
+    loss, new = s4.run(step, args=(params, *batch, True))
+    assert isinstance(loss, dj.PerReplica)
+    assert isinstance(new["params"]["w"], jax.Array)
+
+
+def test_a_train_state_of_linen_trains_and_is_proved(
+    s4: dj.MirroredStrategy, batch: tuple[dj.PerReplica, ...]
+):
+    module = nn.Dense(1)
+
+    def fresh():
+        params = module.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+        return TrainState.create(apply_fn=module.apply, params=params, tx=optax.adam(0.01))
+
+    def step(state, x, y, reduce=True):
+        def loss_fn(params):
+            out = state.apply_fn({"params": params}, x)
+            return dj.compute_average_loss(jnp.mean((out - y) ** 2, axis=-1))
+
+        grads = jax.grad(loss_fn)(state.params)
+        if reduce:
+            grads = dj.get_replica_context().all_reduce("sum", grads)
+        return state.apply_gradients(grads=grads)
+
+    with pytest.raises(ValueError, match="came in equal"):
+        s4.run(functools.partial(step, reduce=False), args=(fresh(), *batch))
+    state, wanted = fresh(), fresh()
+    x, y = (np.asarray(s4.gather(leaf, axis=0)) for leaf in batch)
+    one = dj.OneDeviceStrategy(0)
+    for _ in range(3):
+        state = s4.run(step, args=(state, *batch))
+        wanted = one.run(step, args=(wanted, x, y))
+    assert isinstance(state, TrainState)
+    assert int(state.step) == 3
+    np.testing.assert_allclose(state.params["kernel"], wanted.params["kernel"], rtol=1e-5)
+    donated = dj.RunOptions(donate_args=True)
+    old = state.params["kernel"]
+    state = s4.run(step, args=(state, *batch), options=donated)
+    assert old.is_deleted()
+    assert not state.params["kernel"].is_deleted()
+
+
+def test_a_collective_that_some_replicas_skip_is_refused(s4: dj.MirroredStrategy):
+    def step():
+        context = dj.get_replica_context()
+        return jax.lax.cond(
+            context.replica_id_in_sync_group == 0,
+            lambda: context.all_reduce("sum", jnp.ones(())),
+            lambda: jnp.zeros(()),
+        )
+
+    with pytest.raises(RuntimeError, match=r"psum.*test_sync_errors\.py") as caught:
+        s4.run(step)
+    assert isinstance(caught.value, dj.DeadlockError)
+
+
+def test_batch_statistics_are_averaged_and_metrics_summed(s4: dj.MirroredStrategy):
+    with s4.scope():
+        norm = nnx.BatchNorm(1, momentum=0.5, rngs=nnx.Rngs(0))
+        metric = nnx.metrics.Average("values")
+    x = np.arange(8.0, dtype=np.float32)[:, None]
+    (batch,) = s4.distribute_dataset([x])
+
+    def step(x: jax.Array):
+        norm(x)
+        metric.update(values=x)
+
+    s4.run(step, args=(batch,))
+    np.testing.assert_allclose(norm.mean[...], [x.mean() / 2], rtol=1e-6)
+    local_variance = np.mean([part.var() for part in x.reshape(4, 2)])
+    np.testing.assert_allclose(norm.var[...], [0.5 + local_variance / 2], rtol=1e-5)
+    assert float(metric.compute()) == pytest.approx(3.5)
+    assert int(metric.count[...]) == 8
+    s4.run(step, args=(batch,))
+    assert int(metric.count[...]) == 16
+    s4.run(lambda: metric.reset())
+    assert int(metric.count[...]) == 0
+
+
+def test_synchronised_batch_norm_is_that_of_one_device(strategy: dj.Strategy):
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    (batch,) = strategy.distribute_dataset([x])
+    with strategy.scope():
+        norm = nnx.BatchNorm(3, momentum=0.5, axis_name="data", rngs=nnx.Rngs(0))
+    out = strategy.gather(strategy.run(norm, args=(batch,)), axis=0)
+    plain = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(out, plain(x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(norm.var[...], plain.var[...], rtol=1e-5)
+
+
+def test_dropout_differs_between_replicas_and_its_state_does_not(s4: dj.MirroredStrategy):
+    with s4.scope():
+        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    masks = s4.experimental_local_results(s4.run(lambda: dropout(jnp.ones(64))))
+    assert len({np.asarray(m).tobytes() for m in masks}) == 4
+    assert isinstance(dropout.rngs.count[...], jax.Array)
+    assert int(dropout.rngs.count[...]) == 1
+    one = dj.OneDeviceStrategy(0)
+    with one.scope():
+        alone = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(one.run(lambda: alone(jnp.ones(64))), masks[0])
+    plain = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(plain(jnp.ones(64)), masks[0])
+
+
+def test_the_params_stream_draws_the_same_on_every_replica(s4: dj.MirroredStrategy):
+    with s4.scope():
+        rngs = nnx.Rngs(params=0, noise=1)
+    weights, noise = s4.run(lambda: (rngs.params.normal((3,)), rngs.noise.normal((3,))))
+    assert isinstance(weights, jax.Array)
+    assert isinstance(noise, dj.PerReplica)
+
+
+def test_an_array_left_on_a_module_is_refused(s4: dj.MirroredStrategy):
+    model, _ = model_and_optimizer(s4)
+
+    def step():
+        model.last = nnx.data(jnp.ones(2) * 2)
+
+    with pytest.raises(ValueError, match=r"assigned last on Linear.*nnx\.Variable"):
+        s4.run(step)
+    assert not hasattr(model, "last")

@@ -1,0 +1,106 @@
+"""The check against one device finds the usual mistakes, and their cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+BATCH = (np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32), np.ones((8, 1), np.float32))
+
+
+def step_with(
+    strategy: dj.Strategy, tx: optax.GradientTransformation, loss: str, op: str
+) -> Callable[..., Any]:
+    """A training step whose loss is divided, and whose gradients are combined, in some way."""
+    with strategy.scope():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(x: jax.Array, y: jax.Array):
+        def loss_fn(model: nnx.Linear):
+            each = jnp.mean((model(x) - y) ** 2, axis=-1)
+            return {"exact": dj.compute_average_loss(each), "mean": each.mean(), "sum": each.sum()}[loss]
+
+        grads = nnx.grad(loss_fn)(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce(op, grads))
+
+    step.model = model
+    return step
+
+
+@pytest.mark.parametrize(("loss", "op"), [("exact", "sum"), ("mean", "mean"), ("sum", "sum")])
+def test_right_steps_pass_and_update_the_state_once(strategy: dj.Strategy, loss: str, op: str):
+    step = step_with(strategy, optax.sgd(0.1), loss, op)
+    twin = step_with(strategy, optax.sgd(0.1), loss, op)
+    dj.testing.check_equals_one_device(strategy, step, BATCH)
+    strategy.run(twin, args=next(iter(strategy.distribute_dataset([BATCH]))))
+    np.testing.assert_array_equal(step.model.kernel[...], twin.model.kernel[...])
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1e-4), optax.adam(1e-3)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("loss", "op", "text"),
+    [
+        ("mean", "sum", "4.000 = number of replicas: gradients of a mean were summed"),
+        ("sum", "mean", "0.250 = 1 / number of replicas: the gradient of a sum was averaged"),
+        ("exact", "mean", "0.250 = 1 / number of replicas"),
+    ],
+)
+def test_wrong_scales_are_named_with_ratio_and_cause(
+    s4: dj.MirroredStrategy, tx: optax.GradientTransformation, loss: str, op: str, text: str
+):
+    step = step_with(s4, tx, loss, op)
+    before = np.asarray(step.model.kernel[...])
+    with pytest.raises(ValueError, match="is not the step on one device") as caught:
+        dj.testing.check_equals_one_device(s4, step, BATCH)
+    assert isinstance(caught.value, dj.NotEqualError)
+    assert text in str(caught.value)
+    assert "model.kernel" in str(caught.value) or "optimizer.opt_state" in str(caught.value)
+    np.testing.assert_array_equal(step.model.kernel[...], before)
+
+
+def test_verify_first_checks_once_and_always_each_time(s4: dj.MirroredStrategy):
+    step = step_with(s4, optax.sgd(0.1), "exact", "sum")
+    (element,) = s4.distribute_dataset([BATCH])
+    first, always = dj.RunOptions(verify="first"), dj.RunOptions(verify="always")
+    for options in (first, first, always, always):
+        s4.run(step, args=element, options=options)
+
+
+def test_a_partial_batch_is_checked_too(s4: dj.MirroredStrategy):
+    short = tuple(leaf[:5] for leaf in BATCH)
+    dj.testing.check_equals_one_device(s4, step_with(s4, optax.adam(0.1), "exact", "sum"), short)
+
+
+def test_a_step_that_draws_random_numbers_is_told_to_be_checked_without(s4: dj.MirroredStrategy):
+    with s4.scope():
+        dropout, total = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(()))
+
+    def step(x: jax.Array):
+        total[...] += dj.get_replica_context().all_reduce("sum", dropout(x).sum())
+
+    with pytest.raises(ValueError, match=r"draws random numbers.*model\.eval\(\)"):
+        dj.testing.check_equals_one_device(s4, step, np.ones((8, 50), np.float32))
+
+
+def test_a_value_of_each_replica_cannot_be_checked(s4: dj.MirroredStrategy):
+    ids = s4.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
+    with pytest.raises(ValueError, match="which one device has no place for"):
+        s4.run(lambda x: x, args=(ids,), options=dj.RunOptions(verify="first"))
+
+
+def test_a_mirrored_result_that_depends_on_the_number_of_replicas_is_named(s4: dj.MirroredStrategy):
+    def step(x: jax.Array):
+        return {"mean of means": dj.get_replica_context().all_reduce("sum", x.mean())}
+
+    with pytest.raises(ValueError, match=r"result\['mean of means'\].*4\.000 = number of replicas"):
+        dj.testing.check_equals_one_device(s4, step, np.ones(8, np.float32))

@@ -1,0 +1,62 @@
+"""simulate: virtual devices before JAX starts, and a clear word afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import distribute_jax as dj
+
+
+def python(code: str, **env: str) -> str:
+    """Runs code in a fresh Python without the devices of this one; gives what it printed."""
+    clean = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC", "JAX_PLATFORMS"}}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_simulate_gives_n_cpu_devices_and_enough_threads():
+    code = "import distribute_jax as dj, os; dj.simulate(5); import jax; print(len(jax.devices()), jax.devices()[0].platform, os.environ['NPROC'])"
+    assert python(code).split() == ["5", "cpu", "10"]
+
+
+def test_simulate_again_with_the_same_number_is_fine():
+    code = "import distribute_jax as dj, jax; dj.simulate(3); dj.simulate(3); print(len(jax.devices()))"
+    assert python(code).split() == ["3"]
+
+
+def test_simulate_after_jax_started_says_what_to_do():
+    code = "import jax; jax.devices(); import distribute_jax as dj; dj.simulate(4)"
+    out = python(code, JAX_PLATFORMS="cpu")
+    assert "RuntimeError" in out or "BackendStartedError" in out
+    assert "JAX has already started with 1 CPU device(s)" in out
+    assert "restart the kernel" in out
+    assert "--xla_force_host_platform_device_count=4" in out
+
+
+def test_the_environment_variable_works_as_well():
+    code = "import distribute_jax as dj; print(dj.MirroredStrategy().num_replicas_in_sync)"
+    out = python(code, XLA_FLAGS="--xla_force_host_platform_device_count=6", JAX_PLATFORMS="cpu")
+    assert out.split() == ["6"]
+
+
+def test_simulate_wins_over_the_environment_variable_or_agrees_with_it():
+    code = "import distribute_jax as dj; dj.simulate(2); print(dj.MirroredStrategy().num_replicas_in_sync)"
+    out = python(code, XLA_FLAGS="--xla_force_host_platform_device_count=6", JAX_PLATFORMS="cpu")
+    assert out.split() == ["2"]
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, "2", True, None])
+def test_a_wrong_number_is_refused(n: object):
+    with pytest.raises(ValueError, match="an int of at least 1"):
+        dj.simulate(n)
