@@ -1,0 +1,94 @@
+"""The main example, made small: the same functions on fewer epochs and replicas."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+from examples import digits
+
+ROOT = Path(__file__).parents[2]
+BATCH_SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def _float32_products() -> Iterator[None]:
+    """Restores the precision, which ``main`` sets for the whole process."""
+    before = jax.config.jax_default_matmul_precision
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+def test_training_reaches_the_promised_accuracy_on_images_it_has_not_seen() -> None:
+    strategy = dj.MirroredStrategy([0, 1, 2, 3])
+    train_data, test_data = digits.load_data()
+    steps = digits.make_steps(strategy)
+    digits.train(strategy, steps, train_data, BATCH_SIZE, epochs=12)
+    assert digits.accuracy_on(strategy, steps, test_data, BATCH_SIZE) >= 0.97
+
+
+def test_accuracy_counts_exactly_the_images_of_the_data() -> None:
+    strategy = dj.MirroredStrategy([0, 1, 2, 3])
+    _, test_data = digits.load_data()
+    few = digits.Digits(test_data.images[:10], test_data.labels[:10])
+    steps = digits.make_steps(strategy)
+    batched = digits.accuracy_on(strategy, steps, few, 8)
+    single = np.mean([digits.accuracy_on(strategy, steps, row, 8) for row in one_by_one(few)])
+    assert batched == pytest.approx(single)
+
+
+def one_by_one(data: digits.Digits) -> Iterator[digits.Digits]:
+    """Data sets of one example each; a batch of one leaves three of four replicas idle."""
+    for i in range(len(data.labels)):
+        with pytest.warns(UserWarning, match="replicas"):
+            yield digits.Digits(data.images[i : i + 1], data.labels[i : i + 1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_four_replicas_train_as_one_device_does_partial_batch_included(
+    dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_data, _ = digits.load_data()
+    assert len(train_data.labels) % BATCH_SIZE
+    largest = digits.compare((1, 4), dtype, train_data, BATCH_SIZE, epochs=1)
+    assert largest < digits.BOUNDS[dtype]
+    assert f"{largest:.1e}" in capsys.readouterr().out
+
+
+def test_a_run_that_differs_is_reported_and_fails_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def losses(replicas: int, *unused: object) -> np.ndarray:
+        return np.full((1, 23), 1.0 if replicas == 1 else 1.001)
+
+    monkeypatch.setattr(digits, "losses_on", losses)
+    train_data, _ = digits.load_data()
+    assert not digits.print_comparison((1, 4), train_data, BATCH_SIZE, epochs=1)
+    assert "1.0e-03, NOT below 1e-05" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_prints_accuracy_and_differences(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC"}}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(ROOT / "examples" / "digits.py")]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"Test accuracy: (\S+),", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.97
+    found = re.findall(r"largest difference from one device (\S+), below", done.stdout)
+    assert len(found) == 2
+    assert float(found[0]) < 1e-5
+    assert float(found[1]) < 1e-10
