@@ -36,6 +36,11 @@ def _in_parameter(value: Any) -> Iterator[Any]:
             yield from _in_parameter(item)
 
 
+def _on_a_mesh(constant: jax.Array) -> bool:
+    """Tells whether an array was placed by a strategy: then it is state, however small."""
+    return len(constant.sharding.device_set) > 1
+
+
 def check_constants(jaxpr: jex_core.ClosedJaxpr, seen: Sequence[Any]) -> None:
     """Raises where a captured array would be frozen into the program unnoticed."""
     replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in seen}
@@ -44,7 +49,7 @@ def check_constants(jaxpr: jex_core.ClosedJaxpr, seen: Sequence[Any]) -> None:
         for constant in constants(jaxpr)
         if isinstance(constant, jax.Array)
         and id(constant) not in replaced
-        and constant.size * constant.dtype.itemsize > _LARGEST
+        and (_on_a_mesh(constant) or constant.size * constant.dtype.itemsize > _LARGEST)
     ]
     if stale:
         raise StaleCaptureError(

@@ -22,7 +22,7 @@ from distribute_jax.program._capture import (
     is_library,
     roots,
 )
-from distribute_jax.program._place import Fixed, Item, Place
+from distribute_jax.program._place import Fixed, Item, Member, Place
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
 _HIDDEN = ("_pytree__state", "_pytree__nodes")
@@ -92,22 +92,25 @@ class Walker:
             return ("again", number)
         self._seen[id(value)] = len(self._seen)
         self._keep.append(value)
-        return self._visit_new(value, name)
+        return self._visit_new(value, name, place)
 
-    def _visit_new(self, value: Any, name: str) -> Any:
+    def _visit_new(self, value: Any, name: str, place: Place) -> Any:
         if isinstance(value, nnx.Variable):
             return self._variable(value, name)
         if isinstance(value, nnx.Pytree):
             return self._node(value, name)
         if isinstance(value, nnx.State):
-            return (nnx.State, self._table(dict(value.raw_mapping), name, watch=False))
+            return (nnx.State, self._table(value.raw_mapping, name))
         if isinstance(value, dict):
-            return (type(value), self._table(value, name, watch=True))
+            return (type(value), self._table(value, name))
         if isinstance(value, list):
             self.graph.lists.append(value)
-            return (list, *self._items(value, name))
+            places = [Item(value, i) for i in range(len(value))]
+            return (list, *map(self.visit, value, _indexed(name, value), places))
         if isinstance(value, (tuple, set, frozenset)):
-            return (type(value), *self._items(tuple(value), name))
+            items = tuple(value)
+            members = [Member(place, i) if items is value else Fixed(items[i]) for i in range(len(items))]
+            return (type(value), *map(self.visit, items, _indexed(name, items), members))
         if callable(value) and not isinstance(value, type):
             return self._callable(value, name)
         return self._object(value, name)
@@ -132,19 +135,12 @@ class Walker:
         )
         return (type(node), children, self._methods(type(node), name, every=True))
 
-    def _table(self, table: dict[Any, Any], name: str, *, watch: bool) -> Any:
-        if watch:
-            self.graph.dicts.append(table)
+    def _table(self, table: Any, name: str) -> Any:
+        self.graph.dicts.append(table)
         return tuple(
             (_hashable(key), self.visit(child, f"{name}[{key!r}]", Item(table, key)))
             for key, child in list(table.items())
         )
-
-    def _items(self, items: Any, name: str) -> list[Any]:
-        return [
-            self.visit(item, f"{name}[{i}]", Fixed(item) if isinstance(items, tuple) else Item(items, i))
-            for i, item in enumerate(items)
-        ]
 
     def _callable(self, value: Any, name: str) -> Any:
         if is_library(getattr(value, "__module__", None)) and not _wraps_user_code(value):
@@ -176,10 +172,11 @@ class Walker:
     def _object(self, value: Any, name: str) -> Any:
         if isinstance(value, (type, types.ModuleType, DistributedValues)):
             return _identity(value)
-        if is_library(type(value).__module__) or not hasattr(value, "__dict__"):
+        whole = not jax.tree_util.all_leaves([value])  # a pytree, such as Flax's TrainState
+        if not hasattr(value, "__dict__") or (is_library(type(value).__module__) and not whole):
             return _identity(value)
         table = vars(value)
-        used = [key for key in table if key in self._mentioned]
+        used = [key for key in table if whole or key in self._mentioned]
         for key in used:
             if not isinstance(table[key], jax.Array):
                 self.graph.picked[id(table), key] = table
@@ -216,6 +213,10 @@ def _wraps_user_code(value: Any) -> bool:
         return True
     inner = getattr(value, "__wrapped__", None)
     return inner is not None and not is_library(getattr(inner, "__module__", None))
+
+
+def _indexed(name: str, items: Any) -> list[str]:
+    return [f"{name}[{i}]" for i in range(len(items))]
 
 
 def _attribute(owner: str, key: str) -> str:

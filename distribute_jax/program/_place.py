@@ -49,8 +49,36 @@ class Item:
         self.container[self.key] = value
 
 
+class Member:
+    """An element of a tuple: assigning it puts a new tuple into the place of the old one."""
+
+    __slots__ = ("index", "owner")
+
+    def __init__(self, owner: Place, index: int) -> None:
+        self.owner = owner
+        self.index = index
+
+    @property
+    def can_set(self) -> bool:
+        """Whether the tuple's own place can be assigned."""
+        return self.owner.can_set
+
+    def get(self) -> Any:
+        """Reads the element; one that is gone gives the unassigned marker."""
+        try:
+            return self.owner.get()[self.index]
+        except (LookupError, TypeError):
+            return UNASSIGNED
+
+    def set(self, value: Any) -> None:
+        """Replaces the tuple by one with another element."""
+        old = self.owner.get()
+        items = (*old[: self.index], value, *old[self.index + 1 :])
+        self.owner.set(type(old)(*items) if hasattr(old, "_fields") else items)
+
+
 class Fixed:
-    """A value that sits where nothing can be assigned: in a tuple, a default, a partial."""
+    """A value that sits where nothing can be assigned: a default, the argument of a partial."""
 
     __slots__ = ("value",)
     can_set = False
@@ -67,7 +95,14 @@ class Fixed:
         raise TypeError(f"a fixed place cannot be assigned {value!r}")
 
 
-Place = Cell | Item | Fixed
+Place = Cell | Item | Member | Fixed
+
+
+def anchor(place: Place) -> Place:
+    """Gives the outermost place that is assigned when this one is."""
+    while isinstance(place, Member):
+        place = place.owner
+    return place
 
 
 def cell_value(cell: types.CellType) -> Any:

@@ -22,6 +22,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._constants import check_constants
+from distribute_jax.program._place import anchor
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica import ReplicaContext
 from distribute_jax.program._results import Results, sort_results
@@ -242,13 +243,13 @@ def _holds_tracers(value: Any) -> bool:
 @contextmanager
 def _swapped_arrays(binding: Binding, tracers: list[Any]) -> Iterator[None]:
     """Lets captured arrays be read as inputs, wherever their place can be assigned."""
-    places = [place for _, place, _ in binding.arrays]
-    before = [place.get() for place in places]
-    pairs = [(p, b, t) for p, b, t in zip(places, before, tracers, strict=True) if p.can_set]
+    pairs = [(p, t) for (_, p, _), t in zip(binding.arrays, tracers, strict=True) if p.can_set]
+    # A tuple is replaced as a whole, so the place that holds it gets its own object back.
+    before = [(place, place.get()) for place in (anchor(p) for p, _ in pairs)]
     try:
-        for place, _, tracer in pairs:
+        for place, tracer in pairs:
             place.set(tracer)
         yield
     finally:
-        for place, value, _ in pairs:
+        for place, value in before:
             place.set(value)

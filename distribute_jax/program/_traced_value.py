@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import flax
 import jax
 
-from distribute_jax._errors import TracedValueError
+from distribute_jax._errors import StaleCaptureError, TracedValueError
 
 _NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -26,15 +27,37 @@ functools.partial(step, size=3): then it is a constant of the program.
 JAX says: {reason}"""
 
 
+_UNSEEN = """\
+{fn} uses a variable, a module or an array of the strategy that it neither got as an argument nor \
+captured in a way that run could see, so it would go stale.
+Pass the object in args: strategy.run(step, args=(model, x)); or let the step reach it through its \
+closure, a global, self, or an attribute, list or dict of one of these.
+Below: {reason}"""
+
+
+# Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
+_OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
+
+
 @contextmanager
 def explained(call: Any) -> Iterator[None]:
     """Turns JAX's errors about missing values into ours; every other error passes untouched."""
+    name = getattr(call.fn, "__qualname__", repr(call.fn))
     try:
         yield
+    except flax.errors.TraceContextError as error:
+        raise _unseen(name, error) from None
+    except ValueError as error:
+        if not any(part in str(error) for part in _OUT_OF_SIGHT):
+            raise
+        raise _unseen(name, error) from None
     except (*_NEEDS_A_VALUE, TypeError) as error:
         if not isinstance(error, _NEEDS_A_VALUE) and "concrete values" not in str(error):
             raise
-        name = getattr(call.fn, "__qualname__", repr(call.fn))
-        reason = str(error).splitlines()[0]
-        message = _MESSAGE.format(fn=name, reason=reason)
+        message = _MESSAGE.format(fn=name, reason=str(error).splitlines()[0])
         raise TracedValueError(message).with_traceback(error.__traceback__) from None
+
+
+def _unseen(name: str, error: Exception) -> Exception:
+    message = _UNSEEN.format(fn=name, reason=str(error).splitlines()[0])
+    return StaleCaptureError(message).with_traceback(error.__traceback__)

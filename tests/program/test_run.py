@@ -622,3 +622,37 @@ def test_an_unread_loop_of_two_hundred_steps_ends(s2: dj.MirroredStrategy):
     for _ in range(200):
         strategy.run(step)
     assert np.isfinite(np.asarray(model.w[...])).all()
+
+
+def test_a_captured_train_state_of_linen_is_read_at_each_call(s2: dj.MirroredStrategy):
+    import flax.linen as nn
+    from flax.training.train_state import TrainState
+
+    module = nn.Dense(1)
+    with s2.scope():
+        params = module.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+        state = TrainState.create(apply_fn=module.apply, params=params, tx=optax.sgd(0.1))
+    traces = []
+
+    def predict(x: jax.Array):
+        traces.append(1)
+        return state.apply_fn({"params": state.params}, x)
+
+    x = jnp.ones((1, 2))
+    np.testing.assert_allclose(s2.run(predict, args=(x,)), module.apply({"params": params}, x))
+    state = state.replace(params={k: jnp.zeros_like(v) for k, v in params.items()})
+    assert float(s2.run(predict, args=(x,)).sum()) == 0.0
+    assert len(traces) == 1
+
+
+def test_arrays_of_the_scope_in_tuples_and_optax_states_are_inputs(s2: dj.MirroredStrategy):
+    with s2.scope():
+        pair = (jnp.ones(3), {"b": jnp.ones(2)})
+        adam = optax.adam(0.1).init({"w": jnp.ones(2)})
+    original = pair
+    total = lambda: pair[0].sum() + pair[1]["b"].sum() + adam[0].mu["w"].sum()  # noqa: E731
+    assert float(s2.run(total)) == 5.0
+    assert pair is original
+    pair = (pair[0] * 2, pair[1])
+    assert float(s2.run(total)) == 8.0
+    assert s2._runner.programs() == 1

@@ -1,0 +1,199 @@
+"""The replica context: collectives on whole trees, their gradients, and merge_call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def context() -> Any:
+    """The context of this replica."""
+    return dj.get_replica_context()
+
+
+def rid() -> jax.Array:
+    """The id of this replica as a float."""
+    return context().replica_id_in_sync_group.astype(jnp.float32)
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("sum", 3.0), ("MEAN", 1.5), (dj.ReduceOp.SUM, 3.0)])
+def test_all_reduce_of_one_and_two(s2: dj.MirroredStrategy, op: object, wanted: float):
+    result = s2.run(lambda: context().all_reduce(op, rid() + 1))
+    assert [float(v) for v in s2.experimental_local_results(result)] == [wanted] * 2
+
+
+def test_all_reduce_of_a_nest_in_one_call(s2: dj.MirroredStrategy):
+    def step(op: str):
+        first = jnp.where(rid() == 0, 1, 3)
+        inner = jnp.where(rid() == 0, jnp.array([39, 2]), jnp.array([3, 41]))
+        return context().all_reduce(op, (first, {"inner": [inner]}))
+
+    total = s2.run(step, args=("sum",))
+    assert (int(total[0]), total[1]["inner"][0].tolist()) == (4, [42, 43])
+    mean = s2.run(step, args=("mean",))
+    assert (float(mean[0]), mean[1]["inner"][0].tolist()) == (2.0, [21.0, 21.5])
+
+
+def test_mixed_dtypes_in_one_call_keep_their_own(s2: dj.MirroredStrategy):
+    def step():
+        leaves = {"f": rid(), "b": rid().astype(jnp.bfloat16), "i": jnp.int32(2), "n": 1.5}
+        return context().all_reduce("sum", leaves), context().all_reduce("mean", leaves)
+
+    total, mean = s2.run(step)
+    assert {k: (float(v), str(v.dtype)) for k, v in total.items()} == {
+        "f": (1.0, "float32"), "b": (1.0, "bfloat16"), "i": (4.0, "int32"), "n": (3.0, "float32"),
+    }  # fmt: skip
+    assert {k: (float(v), str(v.dtype)) for k, v in mean.items()} == {
+        "f": (0.5, "float32"), "b": (0.5, "bfloat16"), "i": (2.0, "float32"), "n": (1.5, "float32"),
+    }  # fmt: skip
+
+
+def test_the_mean_of_integers_is_floating(s2: dj.MirroredStrategy):
+    result = s2.run(lambda: context().all_reduce("mean", context().replica_id_in_sync_group + 1))
+    assert float(result) == 1.5
+
+
+@pytest.mark.parametrize("leaf", [True, "text", jnp.array(True), np.bool_(True)])
+def test_leaves_that_cannot_be_added_are_named(s2: dj.MirroredStrategy, leaf: object):
+    with pytest.raises(ValueError, match=r"cannot be combined.*\n.*\['flag'\]"):
+        s2.run(lambda: context().all_reduce("sum", {"ok": 1.0, "flag": leaf}))
+
+
+def test_all_gather_joins_in_replica_order_for_everyone(s4: dj.MirroredStrategy):
+    rows = s4.run(lambda: context().all_gather(rid() * jnp.ones((1, 2)), axis=0))
+    assert isinstance(rows, jax.Array)
+    assert rows.tolist() == [[i, i] for i in range(4)]
+    columns = s4.run(lambda: context().all_gather({"a": rid() * jnp.ones((2, 1))}, axis=-1))
+    assert columns["a"].tolist() == [[0, 1, 2, 3]] * 2
+    with pytest.raises(ValueError, match="has no dims"):
+        s4.run(lambda: context().all_gather(rid(), axis=0))
+    with pytest.raises(ValueError, match="only 1 dims"):
+        s4.run(lambda: context().all_gather(jnp.ones(2), axis=1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        # Upstream gradients 1 and 2 on two replicas: their sum, their mean, the slice of their sum.
+        (lambda x: (rid() + 1) * context().all_reduce("sum", x), [3.0, 3.0]),
+        (lambda x: (rid() + 1) * context().all_reduce("mean", x), [1.5, 1.5]),
+        (lambda x: (rid() + 1) * jnp.dot(context().all_gather(x[None], 0), jnp.array([10.0, 1.0])), [30.0, 3.0]),
+        (lambda x: (rid() + 1) * x**2, [2.0, 8.0]),
+    ],
+    ids=["sum", "mean", "gather", "local"],
+)
+def test_gradients_are_those_of_tensorflow(
+    s2: dj.MirroredStrategy, loss: Callable[[jax.Array], jax.Array], wanted: list[float]
+):
+    result = s2.run(lambda: jax.grad(loss)(rid() + 1))
+    assert [float(v) for v in s2.experimental_local_results(result)] == wanted
+
+
+def test_merge_call_sums_what_all_replicas_gave(s2: dj.MirroredStrategy):
+    seen = {}
+
+    def merged(strategy: dj.Strategy, value: dj.DistributedValues, text: str, scale: float):
+        seen["where"] = (dj.in_cross_replica_context(), dj.get_replica_context(), strategy is s2)
+        assert text == "static"
+        assert isinstance(value, dj.DistributedValues)
+        parts = strategy.experimental_local_results(value)
+        return scale * sum(parts), strategy.reduce("mean", value), value
+
+    def step():
+        return context().merge_call(merged, args=(rid() + 3, "static"), kwargs={"scale": 1.0})
+
+    total, mean, own = s2.run(step)
+    assert float(total) == 7.0
+    assert isinstance(total, jax.Array)
+    assert float(mean) == 3.5
+    assert [float(v) for v in s2.experimental_local_results(own)] == [3.0, 4.0]
+    assert seen["where"] == (True, None, True)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, nnx.jit, lambda f: lambda: f()])
+def test_merge_call_works_inside_nested_functions(s2: dj.MirroredStrategy, wrap: Any):
+    def inner():
+        return context().merge_call(lambda strategy, v: strategy.reduce("sum", v), args=(rid() + 3,))
+
+    assert float(s2.run(lambda: wrap(inner)())) == 7.0
+
+
+def test_merge_call_in_cross_replica_context_is_explained(s2: dj.MirroredStrategy):
+    def outer(strategy: dj.Strategy, value: object):
+        replica.merge_call(lambda s: None)
+
+    replica = None
+
+    def step():
+        nonlocal replica
+        replica = context()
+        replica.merge_call(outer, args=(1.0,))
+
+    with pytest.raises(RuntimeError, match="merge_call was called in cross-replica context"):
+        s2.run(step)
+
+
+def test_an_error_in_merge_call_leaves_the_contexts_clean(s2: dj.MirroredStrategy):
+    def failing(strategy: dj.Strategy):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        s2.run(lambda: context().merge_call(failing))
+    assert not dj.has_strategy()
+
+
+class Hidden:
+    """Keeps a model where the walk does not look."""
+
+    __slots__ = ("model",)
+
+
+def test_a_model_captured_out_of_sight_is_refused_when_read_or_changed(s2: dj.MirroredStrategy):
+    hidden = Hidden()
+    with s2.scope():
+        hidden.model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+    def change():
+        hidden.model.bias[...] = jnp.ones(1)
+
+    def differentiate():
+        return nnx.grad(lambda m: m(jnp.ones((1, 1))).sum())(hidden.model)
+
+    for step in (change, differentiate, lambda: hidden.model(jnp.ones((1, 1)))):
+        with pytest.raises(ValueError, match=r"args=\(model, x\)") as caught:
+            s2.run(step)
+        assert isinstance(caught.value, dj.StaleCaptureError)
+
+
+def test_losses_and_regularisation_outside_a_replica_are_refused(s2: dj.MirroredStrategy):
+    with s2.scope():
+        for function in (dj.compute_average_loss, dj.scale_regularization_loss):
+            with pytest.raises(RuntimeError, match="in cross replica context"):
+                function(jnp.ones(2))
+    with pytest.raises(ValueError, match="leave the mean out"):
+        s2.run(lambda: dj.compute_average_loss(jnp.ones(())))
+
+
+def test_average_loss_weights_sizes_and_regularisation(s2: dj.MirroredStrategy):
+    (batch,) = s2.distribute_dataset([np.arange(8.0)])
+    weights = jnp.array([1.0, 1.0, 0.0, 0.0])
+
+    def step(x: jax.Array):
+        return (
+            dj.compute_average_loss(x),
+            dj.compute_average_loss(x, sample_weight=weights),
+            dj.compute_average_loss(x, global_batch_size=2),
+            dj.compute_average_loss(jnp.stack([x, x], 1)),
+            dj.scale_regularization_loss(jnp.array([1.0, 2.0])),
+        )
+
+    sums = [float(s2.reduce("sum", v)) for v in s2.run(step, args=(batch,))]
+    assert sums == [3.5, (0 + 1 + 4 + 5) / 8, 14.0, 7.0, 3.0]
