@@ -1,4 +1,4 @@
-"""What the package shows: its public names, the members of its classes, and what is wrong with them."""
+"""The public names of a package, the members of its classes, and what is wrong with them."""
 
 from __future__ import annotations
 

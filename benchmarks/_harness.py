@@ -1,0 +1,149 @@
+"""Timing on a noisy machine: interleaved rounds, ratios of pairs, intervals, a record to keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Timings = dict[str, list[float]]
+"""For each column, the seconds of one step in each round."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median of paired ratios with its interval."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    def __str__(self) -> str:
+        """Reads ``1.02 [0.99, 1.05]``."""
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int, warm_up: int = 3
+) -> Timings:
+    """Times all columns in turn, each round in a new order, so that noise meets them alike.
+
+    Every call is waited for before the next, as in a loop that reads its loss.
+
+    Args:
+        steps: for each column, what dispatches one step.
+        rounds: how many times each column takes its turn.
+        calls: steps in one turn.
+        warm_up: steps of each column before the first round; the first one compiles.
+    """
+    for step in steps.values():
+        for _ in range(warm_up):
+            jax.block_until_ready(step())
+    timings: Timings = {name: [] for name in steps}
+    order, draw = list(steps), random.Random(0)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for name in order:
+            timings[name].append(_turn(steps[name], calls))
+    return timings
+
+
+def _turn(step: Callable[[], Any], calls: int) -> float:
+    jax.block_until_ready(step())  # brings the column's data back into the caches
+    start = time.perf_counter()
+    for _ in range(calls):
+        jax.block_until_ready(step())
+    return (time.perf_counter() - start) / calls
+
+
+def ratio(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
+    """Gives the median over the rounds of time by time, with its 95% interval."""
+    ratios = [a / b for a, b in zip(times, baseline, strict=True)]
+    return Ratio(statistics.median(ratios), *median_interval(ratios), len(ratios))
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Gives an interval for the median from order statistics: no assumption on the noise.
+
+    The k-th smallest and k-th largest of n values hold the median between them unless fewer than k
+    values fall on one side of it, which has a binomial probability. With too few values for the
+    confidence, the interval is their whole range.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, k = 0.0, 0
+    while k < n // 2 and (outside := outside + 2 * comb(n, k) / 2**n) <= 1 - confidence:
+        k += 1
+    k = max(k - 1, 0)
+    return ordered[k], ordered[n - 1 - k]
+
+
+def environment() -> dict[str, Any]:
+    """Says where figures were measured."""
+    return {
+        "kind": "environment",
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": usable_cores(),
+        "devices": jax.device_count(),
+        "platform": jax.devices()[0].platform,
+        **{name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+    }
+
+
+def usable_cores() -> int:
+    """Counts the cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+class Log:
+    """JSON lines: printed as they come, and kept for the report."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, kind: str, **fields: Any) -> None:
+        """Adds one record; ratios become their fields."""
+        plain = {k: asdict(v) if isinstance(v, Ratio) else v for k, v in fields.items()}
+        self.records.append({"kind": kind, **plain})
+        print(json.dumps(self.records[-1]), flush=True)
+
+    def of(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Gives the records of one kind."""
+        return (record for record in self.records if record["kind"] == kind)
+
+
+@contextmanager
+def stopwatch(times: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the seconds of a block to a table."""
+    start = time.perf_counter()
+    yield
+    times[name] = times.get(name, 0.0) + time.perf_counter() - start
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Gives a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def report_path(question: str, record: Mapping[str, Any]) -> Path:
+    """Names a dated report after the question and the versions."""
+    python = "py" + "".join(record["python"].split(".")[:2])
+    name = f"{question}_{record['date']}_{python}_jax{record['jax']}.md"
+    return Path(__file__).parent / "reports" / name

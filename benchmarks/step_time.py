@@ -1,0 +1,285 @@
+"""What a training step costs under ``strategy.run``, beside the other ways to write it.
+
+    python -m benchmarks.step_time             measures, and prints JSON lines
+    python -m benchmarks.step_time --report    also writes a dated report to benchmarks/reports/
+    python -m benchmarks.step_time --quick     a minute's look: few rounds, wide intervals
+
+Three questions: how long a step takes as a ratio to hand-written JAX, what the first step costs
+(tracing, proof, compilation), and what ``run`` adds on the host to the compiled program's own call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import distribute_jax as dj
+from benchmarks._harness import (
+    Log,
+    environment,
+    interleaved,
+    ratio,
+    report_path,
+    stopwatch,
+    table,
+)
+from benchmarks._steps import (
+    COLUMNS,
+    DEEP,
+    MLP,
+    Column,
+    Workload,
+    run_parts,
+    shard_map_parts,
+)
+from distribute_jax.program import RunOptions
+from distribute_jax.program._arguments import take_apart
+from distribute_jax.program._bind import Binding
+from distribute_jax.program._plan import input_marks
+from distribute_jax.program._program import Entry, build
+from distribute_jax.program._sync import prove
+from distribute_jax.program._trace import Call, trace
+
+BASELINE = "hand-written shard_map"
+FIXED_US, PER_VARIABLE_US = 30.0, 0.45
+"""The target for the host time of ``run`` beyond the compiled program's own call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is measured, and how often."""
+
+    cases: tuple[tuple[Workload, int], ...] = ((MLP, 1), (MLP, 4), (MLP, 8), (DEEP, 1))
+    """Workload and number of replicas."""
+    rounds: int = 40
+    """Paired rounds; at least 30 for an interval worth stating."""
+    calls: int = 5
+    """Steps in one turn of a column."""
+    builds: int = 3
+    """Repetitions of tracing and compiling."""
+    host_calls: int = 400
+    """Calls whose host time is taken."""
+    equal_steps: int = 5
+    """First steps whose losses must agree in all columns."""
+
+    def __post_init__(self) -> None:
+        """Refuses counts with which nothing would be measured."""
+        counts = (self.rounds, self.calls, self.builds, self.host_calls, self.equal_steps)
+        if min(counts) < 1 or not self.cases:
+            raise ValueError(f"{self}: every count is at least 1, and there is at least one case.")
+
+
+QUICK = Options(rounds=6, calls=2, builds=1, host_calls=50)
+
+
+def measure(options: Options) -> Log:
+    """Answers the three questions for every case."""
+    log = Log()
+    log.records.append(environment())
+    for work, replicas in options.cases:
+        case = {"workload": work.name, "replicas": replicas, "variables": work.variables}
+        _step_times(log, case, work, replicas, options)
+        log.add("build", **case, **_build_times(work, replicas, options.builds))
+        log.add("host", **case, **_host_times(work, replicas, options.host_calls))
+    return log
+
+
+def _step_times(
+    log: Log, case: dict[str, Any], work: Workload, replicas: int, options: Options
+) -> None:
+    columns = [make(work, replicas) for make in COLUMNS]
+    losses = equal_losses(columns, options.equal_steps)
+    log.add("losses", **case, losses=losses)
+    steps = {column.name: column.step for column in columns}
+    timings = interleaved(steps, rounds=options.rounds, calls=options.calls)
+    for name, times in timings.items():
+        step_ms = 1e3 * statistics.median(times)
+        log.add("step", **case, column=name, ms=step_ms, ratio=ratio(times, timings[BASELINE]))
+
+
+def equal_losses(columns: list[Column], steps: int) -> dict[str, list[float]]:
+    """Runs the first steps of every column and raises unless the losses agree to rounding."""
+    losses = {c.name: [c.loss(c.step()) for _ in range(steps)] for c in columns}
+    for name, values in losses.items():
+        pairs = zip(values, losses[BASELINE], strict=True)
+        if not all(math.isclose(a, b, rel_tol=2e-5) for a, b in pairs):
+            raise ValueError(f"{name} trains differently: {values} instead of {losses[BASELINE]}")
+    return losses
+
+
+def _build_times(work: Workload, replicas: int, builds: int) -> dict[str, float]:
+    """Gives medians in ms of what the first step costs, ours and hand-written."""
+    rows = [_one_build(work, replicas) for _ in range(builds)]
+    return {f"{name}_ms": 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def _one_build(work: Workload, replicas: int) -> dict[str, float]:
+    times: dict[str, float] = {}
+    strategy, step, batch = run_parts(work, replicas)
+    arguments = take_apart(batch, {}, strategy.mesh)
+    with stopwatch(times, "bind"):
+        binding = Binding(step, arguments)
+    call = Call(step, binding, arguments, strategy, strategy.mesh)
+    with stopwatch(times, "trace"):
+        traced = trace(call)
+    with stopwatch(times, "prove"):
+        prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
+    jax.clear_caches()
+    with stopwatch(times, "build"):
+        build(call, RunOptions())
+    jitted, state, inputs = shard_map_parts(work, replicas)
+    jax.clear_caches()
+    with stopwatch(times, "jit_build"):
+        with stopwatch(times, "jit_trace"):
+            by_hand = jitted.trace(*state, *inputs)
+        by_hand.lower().compile()
+    return times
+
+
+def _host_times(work: Workload, replicas: int, calls: int) -> dict[str, float]:
+    """Gives medians in µs of the call of ``run`` and of the program alone, taken in turns."""
+    strategy, step, batch = run_parts(work, replicas)
+    strategy.run(step, args=batch)
+    entry, values = _entry(strategy, step, batch)
+    arguments = take_apart(batch, {}, strategy.mesh)
+    whole, alone = [], []
+    for _ in range(calls):
+        start = time.perf_counter()
+        result = strategy.run(step, args=batch)
+        whole.append(time.perf_counter() - start)
+        jax.block_until_ready(result)
+        flat = entry.flat_inputs(values, arguments)
+        start = time.perf_counter()
+        outs = entry.program.compiled(*flat)
+        alone.append(time.perf_counter() - start)
+        jax.block_until_ready(entry.store(outs))
+    differences = sorted(a - b for a, b in zip(whole, alone, strict=True))
+    return {
+        "run_us": 1e6 * statistics.median(whole),
+        "program_us": 1e6 * statistics.median(alone),
+        "beyond_us": 1e6 * statistics.median(differences),
+        "beyond_quartile_us": 1e6 * differences[len(differences) // 4],
+        "target_us": FIXED_US + PER_VARIABLE_US * work.variables,
+    }
+
+
+def _entry(strategy: dj.Strategy, step: Any, batch: Any) -> tuple[Entry, list[Any]]:
+    """Gives the compiled program that a call of ``run`` would use."""
+    runner = strategy._runner
+    return runner.entry(step, take_apart(batch, {}, strategy.mesh), RunOptions())
+
+
+def report(log: Log) -> str:
+    """Writes the records as a page."""
+    where = log.records[0]
+    parts = [
+        "# Step time",
+        _surroundings(where),
+        "## Ratio to hand-written JAX",
+        "The median over the rounds of the time of a step divided by that of the donated "
+        "`jit(shard_map)` over flat arrays, with its 95% interval. Each step is waited for.",
+        *_step_tables(log),
+        "## The first step",
+        "`build` traces, proves, lowers and compiles; `jit` does the same for the hand-written "
+        "step, without a proof. Times in ms.",
+        _build_table(log),
+        "## Host time of one call",
+        "The call of `run` beyond the compiled program's own call, on the same inputs, taken in "
+        f"turns. Target: {FIXED_US:.0f} µs + {PER_VARIABLE_US} µs per variable.",
+        _host_table(log),
+        "## Command",
+        "    python -m benchmarks.step_time --report",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _surroundings(where: dict[str, Any]) -> str:
+    text = (
+        f"{where['date']}, Python {where['python']}, JAX {where['jax']}, Flax {where['flax']}, "
+        f"{where['system']}: {where['devices']} {where['platform']} devices, "
+        f"{where['cores']} cores."
+    )
+    if where["platform"] == "cpu" and where["devices"] > where["cores"]:
+        text += (
+            f" The devices are simulated and take turns on {where['cores']} cores: with several "
+            "replicas the figures show overhead and contention, not scaling."
+        )
+    return text
+
+
+def _step_tables(log: Log) -> Iterator[str]:
+    cases: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for record in log.of("step"):
+        cases.setdefault((record["workload"], record["replicas"]), []).append(record)
+    for (workload, replicas), records in cases.items():
+        rounds = records[0]["ratio"]["rounds"]
+        yield f"### {workload}, {_counted(replicas)} ({rounds} rounds)"
+        rows = [[r["column"], f"{r['ms']:.3f}", _interval(r["ratio"])] for r in records]
+        yield table(["step", "median ms", "ratio"], rows)
+
+
+def _interval(of: dict[str, Any]) -> str:
+    return f"{of['median']:.2f} [{of['low']:.2f}, {of['high']:.2f}]"
+
+
+def _counted(replicas: int) -> str:
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+
+
+def _build_table(log: Log) -> str:
+    names = ("bind", "trace", "prove", "build", "jit_trace", "jit_build")
+    head = [*("workload", "replicas"), *names, "build / jit", "proof's share"]
+    rows = [
+        [
+            *(record["workload"], record["replicas"]),
+            *(f"{record[f'{name}_ms']:.0f}" for name in names),
+            f"{record['build_ms'] / record['jit_build_ms']:.2f}",
+            f"{100 * record['prove_ms'] / record['build_ms']:.1f}%",
+        ]
+        for record in log.of("build")
+    ]
+    return table(head, rows)
+
+
+def _host_table(log: Log) -> str:
+    head = ["workload", "replicas", "variables", "run µs", "program µs"]
+    head += ["beyond µs", "lower quartile µs", "per variable µs", "target µs"]
+    rows = [
+        [
+            *(record["workload"], record["replicas"], record["variables"]),
+            *(f"{record[name]:.0f}" for name in ("run_us", "program_us", "beyond_us")),
+            f"{record['beyond_quartile_us']:.0f}",
+            f"{record['beyond_us'] / record['variables']:.2f}",
+            f"{record['target_us']:.0f}",
+        ]
+        for record in log.of("host")
+    ]
+    return table(head, rows)
+
+
+def main() -> None:
+    """Measures on eight simulated devices, and writes a report where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
+    parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
+    chosen = parser.parse_args()
+    dj.simulate(8)
+    jax.config.update("jax_enable_compilation_cache", False)
+    log = measure(QUICK if chosen.quick else Options())
+    if chosen.report:
+        path = report_path("step_time", log.records[0])
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(report(log), encoding="utf-8")
+        print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+if __name__ == "__main__":
+    main()
