@@ -63,10 +63,8 @@ def _from_host(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.
 
 
 def _from_device(leaf: jax.Array, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.Array:
-    sharding = split_sharding(mesh)
-    if rows is None and leaf.sharding == sharding and leaf.committed:
-        return leaf
     # Inside scope() the mesh context would refuse any computation on one device.
     with jax.set_mesh(None):
-        placed: jax.Array = jax.device_put(leaf if rows is None else leaf[rows], sharding)
+        whole = leaf if rows is None else leaf[rows]
+        placed: jax.Array = jax.device_put(whole, split_sharding(mesh))
         return placed
