@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.extend.core as jex_core
@@ -70,6 +70,11 @@ def owned_by_current_trace(
             object.__setattr__(node, _NODE_STATE, old)
 
 
+def outside_mesh() -> Any:
+    """Leaves the mesh context for a ``with`` block, where computing on one shard is allowed."""
+    return jax.set_mesh(cast("Any", None))
+
+
 def uncommitted(array: jax.Array) -> jax.Array:
     """Gives a one-device array that mixes with arrays on any devices, without waiting for it.
 
@@ -78,5 +83,5 @@ def uncommitted(array: jax.Array) -> jax.Array:
     try:
         return type(array)(array.aval, array.sharding, [array], committed=False)  # type: ignore[call-arg]
     except TypeError:  # the constructor moved: the host copy is slower and just as right
-        with jax.set_mesh(None):  # type: ignore[arg-type]
+        with outside_mesh():
             return jax.numpy.asarray(jax.device_get(array))

@@ -26,7 +26,8 @@ def num_replicas(mesh: Mesh) -> int:
 def inside_replica(mesh: Mesh) -> AbstractMesh:
     """Gives the mesh as code inside ``run`` sees it: ``"data"`` is bound, other axes are automatic."""
     kinds = tuple(AxisType.Manual if name == DATA else AxisType.Auto for name in mesh.axis_names)
-    return mesh.abstract_mesh.update(axis_types=kinds)
+    inside: AbstractMesh = mesh.abstract_mesh.update(axis_types=kinds)
+    return inside
 
 
 def mirrored_sharding(mesh: Mesh) -> NamedSharding:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._errors import PerReplicaError, PerReplicaTypeError
-from distribute_jax._internals import uncommitted
+from distribute_jax._internals import outside_mesh, uncommitted
 from distribute_jax._mesh import num_replicas
 
 
@@ -62,7 +62,7 @@ class DistributedValues:
         """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``."""
         try:
             parts = ", ".join(f"{i}: {np.asarray(v)!r}" for i, v in enumerate(self.values))
-        except Exception as error:  # noqa: BLE001 - a repr must not raise inside another message
+        except Exception as error:
             parts = f"unreadable, {type(error).__name__}"
         return f"PerReplica:{{{parts}}}"
 
@@ -113,7 +113,7 @@ class PerReplica(DistributedValues):
         self.check_rows_known()
         shards = _local_shards(self.global_array, num_replicas(self.mesh))
         # Inside scope() the mesh context would refuse any computation on one shard.
-        with jax.set_mesh(None):  # type: ignore[arg-type]
+        with outside_mesh():
             return tuple(uncommitted(self._real_part(i, shard)) for i, shard in shards)
 
     @property
@@ -144,7 +144,7 @@ class UnevenPerReplica(PerReplica):
 
     __module__ = "distribute_jax"
 
-    def __init__(self, parts: Sequence[jax.Array], mesh: Mesh) -> None:  # noqa: D107
+    def __init__(self, parts: Sequence[jax.Array], mesh: Mesh) -> None:
         self.parts = tuple(parts)
         self.mesh = mesh
         self.layout = Layout.JOINED

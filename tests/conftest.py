@@ -16,7 +16,9 @@ import distribute_jax as dj
 from distribute_jax import _context
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)])
+@pytest.fixture(
+    params=[1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)]
+)
 def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
     """A mirrored strategy of 1 and 4 replicas; 2 and 8 under the mark ``wide``."""
     return dj.MirroredStrategy(list(range(request.param)))

@@ -40,7 +40,7 @@ def all_gather(tree: PyTree, axis: int, *, bound: bool) -> PyTree:
     def gather(path: Any, leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
         dim = checked_dim(leaf.ndim, axis, path_text(path), "all_gather")
-        return jax.lax.all_gather(leaf, DATA, axis=dim, tiled=True) if bound else leaf
+        return jnp.asarray(jax.lax.all_gather(leaf, DATA, axis=dim, tiled=True)) if bound else leaf
 
     return jax.tree_util.tree_map_with_path(gather, tree)
 
@@ -58,9 +58,9 @@ def checked_dim(ndim: int, axis: int, name: str, method: str) -> int:
 
 
 def _as_mean(leaf: Any) -> jax.Array:
-    leaf = jnp.asarray(leaf)
-    exact = jnp.issubdtype(leaf.dtype, jnp.integer)
-    return leaf.astype(jnp.result_type(float)) if exact else leaf
+    array = jnp.asarray(leaf)
+    exact = jnp.issubdtype(array.dtype, jnp.integer)
+    return array.astype(jnp.result_type(float)) if exact else array
 
 
 def _check_leaves(tree: PyTree, method: str) -> None:

@@ -45,7 +45,7 @@ def spec(batch: PyTree, division: Division) -> PyTree:
     def describe(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
         shape = (division.share, *leaf.shape[1:])
-        return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     return jax.tree.map(describe, batch)
 

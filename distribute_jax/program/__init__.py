@@ -3,9 +3,19 @@
 from distribute_jax.program._aggregation import Combine as Combine
 from distribute_jax.program._options import RunOptions as RunOptions
 from distribute_jax.program._per_example import per_example as per_example
-from distribute_jax.program._replica import MergedValues as MergedValues
-from distribute_jax.program._replica import ReplicaContext as ReplicaContext
+from distribute_jax.program._replica import (
+    MergedValues as MergedValues,
+    ReplicaContext as ReplicaContext,
+)
 from distribute_jax.program._run import Runner as Runner
 from distribute_jax.program._snapshot import snapshot as snapshot
 
-__all__ = ["Combine", "MergedValues", "ReplicaContext", "RunOptions", "Runner", "per_example", "snapshot"]
+__all__ = [
+    "Combine",
+    "MergedValues",
+    "ReplicaContext",
+    "RunOptions",
+    "Runner",
+    "per_example",
+    "snapshot",
+]

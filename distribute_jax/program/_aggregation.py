@@ -40,9 +40,9 @@ def rule_for(variable: nnx.Variable[object]) -> Combine:
 def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
     """Combines the replicas' values of one leaf; runs inside ``shard_map``."""
     if rule is Combine.MEAN:
-        return jax.lax.pmean(new, DATA)
+        return jnp.asarray(jax.lax.pmean(new, DATA))
     if rule is Combine.INCREMENTS:
-        return (old + jax.lax.psum(new - old, DATA)).astype(jnp.result_type(new))
+        return jnp.asarray(old + jax.lax.psum(new - old, DATA), new.dtype)
     return new
 
 

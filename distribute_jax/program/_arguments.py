@@ -92,9 +92,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
             bound.append(leaf)
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
-    return Arguments(
-        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined)
-    )
+    return Arguments(treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined))
 
 
 def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -59,7 +60,7 @@ _JITTED = (type(jax.jit(lambda: None)), type(nnx.jit(lambda: None)))
 def without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Takes a jit off a function: run compiles it anyway, and Flax forbids changes across a jit."""
     while isinstance(fn, _JITTED):
-        fn = fn.__wrapped__  # type: ignore[attr-defined]
+        fn = cast("Any", fn).__wrapped__
     return fn
 
 
@@ -139,7 +140,7 @@ def _collect_function(fn: types.FunctionType, found: Roots) -> None:
 
 def _collect_callable_object(fn: Any, found: Roots) -> None:
     found.add(fn, "the callable")
-    method = getattr(type(fn), "__call__", None)
+    method = inspect.getattr_static(type(fn), "__call__", None)
     if isinstance(method, types.FunctionType) and not is_library(method.__module__):
         _collect(method, found)
     else:

@@ -10,12 +10,13 @@ import jax.extend.core as jex_core
 
 from distribute_jax._errors import StaleCaptureError
 from distribute_jax._tree import leaf_text, listed
+from distribute_jax.program._sync_marks import ClosedJaxpr
 
 _LARGEST = 1024
 """Bytes: smaller constants, such as a scale factor, are common and harmless."""
 
 
-def constants(jaxpr: jex_core.ClosedJaxpr) -> Iterator[Any]:
+def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
     """Gives every array that is built into a program, at any depth."""
     yield from jaxpr.consts
     for eqn in jaxpr.jaxpr.eqns:
@@ -27,10 +28,10 @@ def constants(jaxpr: jex_core.ClosedJaxpr) -> Iterator[Any]:
 
 
 def _in_parameter(value: Any) -> Iterator[Any]:
-    if isinstance(value, jex_core.ClosedJaxpr):
+    if isinstance(value, ClosedJaxpr):
         yield from constants(value)
     elif isinstance(value, jex_core.Jaxpr):
-        yield from constants(jex_core.ClosedJaxpr(value, ()))
+        yield from constants(ClosedJaxpr(value, ()))
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _in_parameter(item)
@@ -41,7 +42,7 @@ def _on_a_mesh(constant: jax.Array) -> bool:
     return len(constant.sharding.device_set) > 1
 
 
-def check_constants(jaxpr: jex_core.ClosedJaxpr, seen: Sequence[Any]) -> None:
+def check_constants(jaxpr: ClosedJaxpr, seen: Sequence[Any]) -> None:
     """Raises where a captured array would be frozen into the program unnoticed."""
     replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in seen}
     stale = [

@@ -8,7 +8,7 @@ import inspect
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -109,7 +109,9 @@ class Walker:
             return (list, *map(self.visit, value, _indexed(name, value), places))
         if isinstance(value, (tuple, set, frozenset)):
             items = tuple(value)
-            members = [Member(place, i) if items is value else Fixed(items[i]) for i in range(len(items))]
+            members = [
+                Member(place, i) if items is value else Fixed(items[i]) for i in range(len(items))
+            ]
             return (type(value), *map(self.visit, items, _indexed(name, items), members))
         if callable(value) and not isinstance(value, type):
             return self._callable(value, name)
@@ -181,8 +183,7 @@ class Walker:
             if not isinstance(table[key], jax.Array):
                 self.graph.picked[id(table), key] = table
         children = tuple(
-            (key, self.visit(table[key], _attribute(name, key), Item(table, key)))
-            for key in used
+            (key, self.visit(table[key], _attribute(name, key), Item(table, key))) for key in used
         )
         return (type(value), children, self._methods(type(value), name, every=False))
 
@@ -250,7 +251,9 @@ def _identity(value: Any) -> Any:
     """Keys an opaque value: by equality where it defines one, else by identity."""
     if isinstance(value, np.ndarray):
         return ("ndarray", value.shape, str(value.dtype), hash(value.tobytes()))
-    if type(value).__hash__ in (None, object.__hash__) or isinstance(value, types.FunctionType):
+    if cast("Any", type(value)).__hash__ in (None, object.__hash__) or isinstance(
+        value, types.FunctionType
+    ):
         return Identity(value)
     try:
         hash(value)

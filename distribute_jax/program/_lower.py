@@ -11,10 +11,12 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from distribute_jax._internals import outside_mesh
 from distribute_jax._mesh import DATA, mirrored_sharding, split_sharding
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine, combined
 from distribute_jax.program._plan import Plan
+from distribute_jax.program._sync_marks import ClosedJaxpr
 from distribute_jax.program._trace import Call, Traced, abstract
 
 _WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
@@ -37,7 +39,9 @@ def layouts(call: Call, traced: Traced, plan: Plan) -> Layouts:
     variables, arrays, _, counts = traced.sizes
     whole = [False] * (variables + arrays)
     batch = [isinstance(value, PerReplica) for value in call.arguments.data]
-    stacked = [b and v.layout is Layout.STACKED for b, v in zip(batch, call.arguments.data, strict=True)]
+    stacked = [
+        b and v.layout is Layout.STACKED for b, v in zip(batch, call.arguments.data, strict=True)
+    ]
     more = [False] * counts
     return Layouts(
         stacked=(*whole, *stacked, *more),
@@ -67,9 +71,11 @@ def replica_function(
     def one_replica(*flat: jax.Array) -> list[jax.Array]:
         inputs = [x[0] if stacked else x for x, stacked in zip(flat, lies.stacked, strict=True)]
         consts = [inputs[at[id(c)]] if id(c) in at else c for c in traced.jaxpr.consts]
-        outs = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
+        outs = jex_core.jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [
-            combined(rule, out, inputs[old[i]]) if rule is Combine.INCREMENTS else combined(rule, out, out)
+            combined(rule, out, inputs[old[i]])
+            if rule is Combine.INCREMENTS
+            else combined(rule, out, out)
             for i, (rule, out) in enumerate(zip(plan.combine, outs[:state], strict=True))
         ]
         return new + [
@@ -114,7 +120,8 @@ def compile_shard_map(
         out_shardings=[whole if m else split for m in lies.mirrored],
         donate_argnums=tuple(donated),
     )
-    return jitted.lower(*avals).compile()  # type: ignore[no-any-return]
+    compiled: Callable[..., list[jax.Array]] = jitted.lower(*avals).compile()
+    return compiled
 
 
 def compile_pmap(
@@ -144,7 +151,7 @@ def compile_pmap(
     whole, split = mirrored_sharding(mesh), split_sharding(mesh)
 
     def compiled(*flat: Any) -> list[jax.Array]:
-        with jax.set_mesh(None):  # type: ignore[arg-type]
+        with outside_mesh():
             inputs = [
                 _with_replica_dim(x, replicas) if s and not stacked else x
                 for x, s, stacked in zip(flat, lies.split, lies.stacked, strict=True)

@@ -23,8 +23,8 @@ The padding of a partial batch changes what the step computes:
 {lines}
 The batch has {real} real examples of {rows} rows; the rest is padding, which must not be seen. The \
 step was run twice on copies of the state with two different paddings; the state is as before the call.
-Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(mask, \
-value, 0) with mask = dj.get_replica_context().batch_mask. Or feed no partial batches: InputOptions(partial="drop")."""
+Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(mask, value, 0) with \
+mask = dj.get_replica_context().batch_mask. Or feed no partial batches: InputOptions(partial="drop")."""
 
 
 def run_checked_for_leaks(call: Call, entry: Entry, flat: list[Any]) -> list[Any]:
@@ -120,7 +120,7 @@ def per_example_results(call: Call, entry: Entry) -> tuple[Any, ...]:
         larger = trace(call, _longer_shares(call))
         others: Any = _result_shapes(larger, sum(larger.written_sizes))
         reason = ""
-    except Exception as error:  # noqa: BLE001 - any failure of the user's code at another size
+    except Exception as error:
         others, reason = [None] * len(shapes), f"{type(error).__name__}: {error}".splitlines()[0]
     return tuple(
         True if k in results.declared else _is_per_example(results.names[k], a, b, share, reason)
@@ -162,7 +162,7 @@ def _longer_shares(call: Call) -> list[Any]:
 def wrap_partial(call: Call, entry: Entry, arrays: Sequence[Any]) -> Any:
     """Turns the result's arrays into the result that the user sees, without the padding."""
     program, counts = entry.program, call.arguments.counts or ()
-    wrapped = []
+    wrapped: list[Any] = []
     for array, mirrored, rows in zip(
         arrays, program.plan.mirrored, program.per_example or (), strict=True
     ):

@@ -68,12 +68,16 @@ def _combine(
         if rule is Combine.INCREMENTS and not depends_on(traced.jaxpr.jaxpr, output, inputs):
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
-            drifting.append(f"{name} ({type(variable).__name__}) depends on {_sources(marks[output])}")
+            drifting.append(
+                f"{name} ({type(variable).__name__}) depends on {_sources(marks[output])}"
+            )
         if rule is Combine.MEAN and not marks[output]:
             rule = Combine.MIRRORED
         yield rule
     if drifting and options.check_sync:
-        raise OutOfSyncError(_DRIFT.format(replicas=num_replicas(call.mesh), lines=listed(drifting)))
+        raise OutOfSyncError(
+            _DRIFT.format(replicas=num_replicas(call.mesh), lines=listed(drifting))
+        )
 
 
 def _written(
@@ -110,7 +114,10 @@ def _sources(mark: Mark) -> str:
 
 def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
     """Refuses a per-replica result that is the next value of a mirrored argument."""
-    shapes = [var.aval for var in traced.jaxpr.jaxpr.outvars[len(traced.jaxpr.jaxpr.outvars) - len(marks) :]]
+    shapes = [
+        var.aval
+        for var in traced.jaxpr.jaxpr.outvars[len(traced.jaxpr.jaxpr.outvars) - len(marks) :]
+    ]
     template = traced.results
     tree = jax.tree.unflatten(
         template.treedef, [_ResultLeaf(kind, content) for kind, content in template.leaves]
@@ -128,7 +135,10 @@ def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> No
             if bad:
                 raise OutOfSyncError(
                     _MODEL_SHAPED.format(
-                        what=what, argument=argument, replicas=num_replicas(call.mesh), lines=listed(bad)
+                        what=what,
+                        argument=argument,
+                        replicas=num_replicas(call.mesh),
+                        lines=listed(bad),
                     )
                 )
 

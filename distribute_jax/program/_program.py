@@ -92,9 +92,7 @@ def build(call: Call, options: RunOptions) -> Program:
     donated = _donatable(traced, order, avals, written, options)
     given = [*range(donated), *_donated_arguments(call, traced, order, lies, options)]
     compiler = compile_pmap if options.lowering == "pmap" else compile_shard_map
-    compiled = compiler(
-        call, ordered, _permuted(lies, order), [avals[i] for i in order], given
-    )
+    compiled = compiler(call, ordered, _permuted(lies, order), [avals[i] for i in order], given)
     sizes = [b - a for a, b in zip(traced.input_starts, traced.input_starts[1:], strict=False)]
     return Program(
         traced, decided, lies, compiled, order, donated, written, kept, arrays,
@@ -143,7 +141,11 @@ def _is_const(traced: Traced, array: int) -> bool:
 
 
 def _donatable(
-    traced: Traced, order: Sequence[int], avals: Sequence[Any], written: Sequence[int], options: RunOptions
+    traced: Traced,
+    order: Sequence[int],
+    avals: Sequence[Any],
+    written: Sequence[int],
+    options: RunOptions,
 ) -> int:
     """Counts the written variables whose memory the new value can take over: all or none."""
     if not options.donate_state or options.lowering == "pmap":
@@ -152,7 +154,7 @@ def _donatable(
     outs = traced.jaxpr.jaxpr.outvars[: sum(traced.written_sizes)]
     fits = inputs == len(outs) and all(
         (aval.shape, aval.dtype) == (out.aval.shape, out.aval.dtype)
-        and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+        and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         for aval, out in zip((avals[i] for i in order), outs, strict=False)
     )
     return inputs if fits else 0
@@ -237,7 +239,7 @@ class Entry:
             flat = _unshared(flat, donated)
         try:
             return compiled(*flat)
-        except Exception as error:  # noqa: BLE001 - sorted by what happened, else raised again
+        except Exception as error:
             return self._retry(compiled, flat, error)
 
     def _check_readable(self, flat: list[Any], first: int) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._internals import outside_mesh
 from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._lower import Layouts, compile_shard_map, input_avals
@@ -105,7 +106,7 @@ def _compile(call: Call, program: Program, steps: int) -> Callable[..., list[Any
 
 def stacked_results(results: Sequence[Any]) -> Any:
     """Stacks the results of single steps as a scanned program would give them."""
-    with jax.set_mesh(None):  # type: ignore[arg-type]
+    with outside_mesh():
         return jax.tree.map(
             lambda *leaves: _stacked(leaves),
             *results,

@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -26,6 +25,7 @@ from distribute_jax.program._place import anchor
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica import ReplicaContext
 from distribute_jax.program._results import Results, sort_results
+from distribute_jax.program._sync_marks import ClosedJaxpr
 from distribute_jax.program._traced_value import explained
 
 
@@ -33,7 +33,7 @@ from distribute_jax.program._traced_value import explained
 class Traced:
     """One step as a jaxpr over flat arrays, and what its inputs and outputs are."""
 
-    jaxpr: jex_core.ClosedJaxpr
+    jaxpr: ClosedJaxpr
     """Inputs: raw values of the variables, captured arrays, data, maybe a count; in this order."""
     written: tuple[int, ...]
     """Indices of the variables that the step changed; their new values are the first outputs."""
@@ -83,7 +83,7 @@ def abstract(value: Any) -> Any:
 
 
 def _dtype(leaf: Any) -> Any:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.dtype
     return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
@@ -151,7 +151,7 @@ class _Recorder:
         args, self._keywords = jax.tree.unflatten(arguments.treedef, leaves)
         return tuple(args)
 
-    def traced(self, jaxpr: jex_core.ClosedJaxpr, inputs: tuple[list[Any], ...]) -> Traced:
+    def traced(self, jaxpr: ClosedJaxpr, inputs: tuple[list[Any], ...]) -> Traced:
         """Puts the outcome together."""
         binding, arguments = self.call.binding, self.call.arguments
         assert self.results is not None
@@ -175,7 +175,7 @@ class _Recorder:
         )
 
 
-def _constant_arrays(jaxpr: jex_core.ClosedJaxpr, binding: Binding) -> frozenset[int]:
+def _constant_arrays(jaxpr: ClosedJaxpr, binding: Binding) -> frozenset[int]:
     constants = {id(constant) for constant in jaxpr.consts}
     found = [i for i, (_, place, _) in enumerate(binding.arrays) if id(place.get()) in constants]
     return frozenset(found)

@@ -58,7 +58,9 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
         if lines:
             random = any(isinstance(v, nnx.RngCount) for v in entry.outputs)
             raise NotEqualError(
-                _UNEQUAL.format(replicas=replicas, lines=listed(lines), hint=_RANDOM if random else "")
+                _UNEQUAL.format(
+                    replicas=replicas, lines=listed(lines), hint=_RANDOM if random else ""
+                )
             )
     entry.program.verified = True
 
@@ -102,7 +104,9 @@ def _differences(
         left, right = np.asarray(_plain(a)), np.asarray(_plain(b))
         if left.shape != right.shape:
             yield f"{names[index]}: shape {left.shape} on the replicas, {right.shape} on one device"
-        elif (line := _compared(left, right, before[index] if is_state else None, call)) is not None:
+        elif (
+            line := _compared(left, right, before[index] if is_state else None, call)
+        ) is not None:
             yield f"{names[index]}: {line}"
 
 
@@ -145,5 +149,7 @@ def _cause(ratio: float, replicas: int) -> str:
     if near(1 / replicas):
         return f" ({ratio:.3f} = 1 / number of replicas: the gradient of a sum was averaged)"
     if near(replicas**2):
-        return f" ({ratio:.3f} = number of replicas squared: a square of summed gradients of a mean)"
+        return (
+            f" ({ratio:.3f} = number of replicas squared: a square of summed gradients of a mean)"
+        )
     return ""

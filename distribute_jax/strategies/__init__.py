@@ -1,15 +1,12 @@
 """One file for each strategy: its mesh and its choices; the base class derives the rest."""
 
 from distribute_jax.strategies import _default as _default
-from distribute_jax.strategies._base import Strategy as Strategy
-from distribute_jax.strategies._base import ValueContext as ValueContext
+from distribute_jax.strategies._base import Strategy as Strategy, ValueContext as ValueContext
 from distribute_jax.strategies._current import (
     experimental_set_strategy as experimental_set_strategy,
-)
-from distribute_jax.strategies._current import get_replica_context as get_replica_context
-from distribute_jax.strategies._current import get_strategy as get_strategy
-from distribute_jax.strategies._current import has_strategy as has_strategy
-from distribute_jax.strategies._current import (
+    get_replica_context as get_replica_context,
+    get_strategy as get_strategy,
+    has_strategy as has_strategy,
     in_cross_replica_context as in_cross_replica_context,
 )
 from distribute_jax.strategies._mirrored import MirroredStrategy as MirroredStrategy

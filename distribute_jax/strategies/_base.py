@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, cast, final
 
 import jax
 from flax import nnx
@@ -148,7 +148,7 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
         self._enter_method("strategy.run")
-        return self._runner(fn, args, kwargs, options)
+        return self._runner(fn, args, cast("Any", kwargs), options)
 
     @final
     def run_steps(
@@ -267,7 +267,9 @@ class Strategy:
 
     @final
     def distribute_dataset(
-        self, dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]], options: InputOptions | None = None
+        self,
+        dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
+        options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Spreads global batches over the replicas.
 

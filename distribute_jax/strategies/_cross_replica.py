@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._internals import uncommitted
+from distribute_jax._internals import outside_mesh, uncommitted
 from distribute_jax._mesh import mirrored_sharding, num_replicas, split_sharding
 from distribute_jax._tree import leaf_text
 from distribute_jax._values import DistributedValues, Layout, Mirrored, PerReplica, UnevenPerReplica
@@ -62,7 +62,7 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
         return [_on_first(part, mesh) for part in value.values]
     if isinstance(value, Mirrored):
         local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
-        return [_local(value)] * local
+        return [_local(cast("Any", value))] * local
     return None
 
 
@@ -103,7 +103,7 @@ def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
             raise _uneven([(count, *value.part_shape[1:]) for count in counts])
     function = _compiled_reduce(op, dims, value.layout, value.mesh, counts is not None)
     rows = () if counts is None else (np.asarray(counts, np.int32),)
-    with jax.set_mesh(None):  # type: ignore[arg-type]
+    with outside_mesh():
         combined = function(value.global_array, *rows)
     if counts is not None and 0 not in dims:
         combined = combined[: counts[0]]
@@ -140,7 +140,8 @@ def _total(op: ReduceOp, parts: jax.Array, dims: tuple[int, ...], number: Any) -
     if op is ReduceOp.SUM:
         return parts.sum(dims, dtype=parts.dtype)
     floating = jnp.issubdtype(parts.dtype, jnp.inexact)
-    return (parts if floating else parts.astype(jnp.result_type(float))).sum(dims) / number
+    total = (parts if floating else parts.astype(jnp.result_type(float))).sum(dims)
+    return jnp.divide(total, number)
 
 
 def _stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
@@ -151,7 +152,9 @@ def _stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
 
 def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.Array:
     dims = [_dims(axes, part.shape) for part in parts]
-    sums = [_total(ReduceOp.SUM, part, d, 1) if d else part for part, d in zip(parts, dims, strict=True)]
+    sums = [
+        _total(ReduceOp.SUM, part, d, 1) if d else part for part, d in zip(parts, dims, strict=True)
+    ]
     if len({part.shape for part in sums}) > 1:
         raise _uneven([part.shape for part in parts])
     total = functools.reduce(jnp.add, sums)
@@ -191,7 +194,7 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     if counts is not None and dim != 0 and len(set(counts)) > 1:
         raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
-    with jax.set_mesh(None):  # type: ignore[arg-type]
+    with outside_mesh():
         return _local(function(value.global_array))
 
 
@@ -246,5 +249,5 @@ def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
         dtype = jax.dtypes.canonicalize_dtype(arrays[0].dtype)
         stacked = np.stack(arrays).astype(dtype)
         return PerReplica(jax.device_put(stacked, split_sharding(mesh)), mesh)
-    with jax.set_mesh(None):  # type: ignore[arg-type]
+    with outside_mesh():
         return UnevenPerReplica([jnp.asarray(array) for array in arrays], mesh)

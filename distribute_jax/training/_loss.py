@@ -57,7 +57,7 @@ def compute_average_loss(
         losses = _real_terms(losses, context.batch_mask)
     if global_batch_size is None:
         global_batch_size = _examples(context, losses.shape[0])
-    return jnp.sum(losses) / global_batch_size
+    return jnp.divide(jnp.sum(losses), global_batch_size)
 
 
 def _real_terms(losses: jax.Array, mask: jax.Array) -> jax.Array:
@@ -96,7 +96,8 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
     context = _replica_context("scale_regularization_loss")
-    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
+    total = jnp.sum(jnp.asarray(regularization_loss))
+    return jnp.divide(total, context.num_replicas_in_sync)
 
 
 def _replica_context(name: str) -> Any:
@@ -107,4 +108,3 @@ def _replica_context(name: str) -> Any:
             "in replica context: call it inside the function given to strategy.run."
         )
     return context
-

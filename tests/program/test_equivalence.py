@@ -32,7 +32,9 @@ class Net(nnx.Module):
         return self.second(nnx.tanh(self.first(x)))
 
 
-def train(strategy: dj.Strategy, optimizer_name: str, dtype: type, options: dj.RunOptions | None = None):
+def train(
+    strategy: dj.Strategy, optimizer_name: str, dtype: type, options: dj.RunOptions | None = None
+):
     """Ten steps over batches of 16 with a partial one of 13 each third; gives all that was computed."""
     rng = np.random.default_rng(3)
     sizes = [16, 16, 13, 16, 16, 13, 16, 16, 1, 16]

@@ -23,7 +23,11 @@ def batches(*sizes: int, width: int = 3) -> list[np.ndarray]:
 def test_the_average_loss_divides_by_the_real_examples(strategy: dj.Strategy):
     data = batches(8, 5, 1)
     losses = [
-        float(strategy.reduce("sum", strategy.run(lambda x: dj.compute_average_loss(x.sum(1)), args=(x,))))
+        float(
+            strategy.reduce(
+                "sum", strategy.run(lambda x: dj.compute_average_loss(x.sum(1)), args=(x,))
+            )
+        )
         for x in strategy.distribute_dataset(data)
     ]
     np.testing.assert_allclose(losses, [x.sum(1).mean() for x in data], rtol=1e-5)
@@ -35,7 +39,9 @@ def test_five_samples_in_batches_of_four_give_the_exact_weight(strategy: dj.Stra
         weight = nnx.Param(jnp.ones(()))
 
     def step(x: jax.Array):
-        loss, grad = jax.value_and_grad(lambda w: dj.compute_average_loss((w * x) ** 2))(weight[...])
+        loss, grad = jax.value_and_grad(lambda w: dj.compute_average_loss((w * x) ** 2))(
+            weight[...]
+        )
         weight[...] -= 0.01 * dj.get_replica_context().all_reduce("sum", grad)
         return loss
 
@@ -64,8 +70,15 @@ def test_the_mask_marks_the_real_rows(s4: dj.MirroredStrategy):
     seen = s4.run(lambda _: (mask(), dj.get_replica_context().real_examples), args=(full,))
     assert seen[0].tolist() == [True, True]
     assert seen[1] == 8
-    rows, real = s4.run(lambda _: (dj.per_example(mask()), dj.get_replica_context().real_examples), args=(partial,))
-    assert [v.tolist() for v in s4.experimental_local_results(rows)] == [[True] * 2, [True] * 2, [True], []]
+    rows, real = s4.run(
+        lambda _: (dj.per_example(mask()), dj.get_replica_context().real_examples), args=(partial,)
+    )
+    assert [v.tolist() for v in s4.experimental_local_results(rows)] == [
+        [True] * 2,
+        [True] * 2,
+        [True],
+        [],
+    ]
     assert int(real) == 5
     assert s4.run(mask) is None
 
@@ -134,7 +147,11 @@ def test_per_example_results_are_found_out_and_cut(s4: dj.MirroredStrategy):
 
     def step(x: jax.Array):
         # The second has two rows as well, which is the size of a share by chance.
-        return {"rows": x * 2, "chance": jnp.ones((2, 1)) * replica_float(), "sum": jnp.sum(jnp.where(mask()[:, None], x, 0))}
+        return {
+            "rows": x * 2,
+            "chance": jnp.ones((2, 1)) * replica_float(),
+            "sum": jnp.sum(jnp.where(mask()[:, None], x, 0)),
+        }
 
     result = s4.run(step, args=(partial,))
     np.testing.assert_allclose(s4.gather(result["rows"], axis=0), data[1] * 2, rtol=1e-6)
@@ -206,7 +223,9 @@ def test_evaluation_to_the_last_example(strategy: dj.Strategy, policy: str):
         np.asarray(strategy.gather(strategy.run(model, args=(x,)), axis=0))
         for x in strategy.distribute_dataset(data, dj.InputOptions(partial=policy))
     ]
-    np.testing.assert_allclose(np.concatenate(outs), model(np.concatenate(data)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate(outs), model(np.concatenate(data)), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_adam_over_partial_batches_is_that_of_one_device(strategy: dj.Strategy):
@@ -226,4 +245,6 @@ def test_adam_over_partial_batches_is_that_of_one_device(strategy: dj.Strategy):
             strategy.run(step, args=(x,))
         return np.asarray(model.kernel[...])
 
-    np.testing.assert_allclose(train(strategy), train(dj.OneDeviceStrategy(0)), rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        train(strategy), train(dj.OneDeviceStrategy(0)), rtol=2e-4, atol=1e-5
+    )

@@ -85,7 +85,12 @@ def test_all_gather_joins_in_replica_order_for_everyone(s4: dj.MirroredStrategy)
         # Upstream gradients 1 and 2 on two replicas: their sum, their mean, the slice of their sum.
         (lambda x: (rid() + 1) * context().all_reduce("sum", x), [3.0, 3.0]),
         (lambda x: (rid() + 1) * context().all_reduce("mean", x), [1.5, 1.5]),
-        (lambda x: (rid() + 1) * jnp.dot(context().all_gather(x[None], 0), jnp.array([10.0, 1.0])), [30.0, 3.0]),
+        (
+            lambda x: (
+                (rid() + 1) * jnp.dot(context().all_gather(x[None], 0), jnp.array([10.0, 1.0]))
+            ),
+            [30.0, 3.0],
+        ),
         (lambda x: (rid() + 1) * x**2, [2.0, 8.0]),
     ],
     ids=["sum", "mean", "gather", "local"],
@@ -121,7 +126,9 @@ def test_merge_call_sums_what_all_replicas_gave(s2: dj.MirroredStrategy):
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, nnx.jit, lambda f: lambda: f()])
 def test_merge_call_works_inside_nested_functions(s2: dj.MirroredStrategy, wrap: Any):
     def inner():
-        return context().merge_call(lambda strategy, v: strategy.reduce("sum", v), args=(rid() + 3,))
+        return context().merge_call(
+            lambda strategy, v: strategy.reduce("sum", v), args=(rid() + 3,)
+        )
 
     assert float(s2.run(lambda: wrap(inner)())) == 7.0
 

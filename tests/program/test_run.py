@@ -124,9 +124,7 @@ def test_numbers_are_data_and_compile_once(s2: dj.MirroredStrategy):
 @pytest.mark.parametrize(
     ("value", "kind"), [(True, bool), ("mean", str), (None, type(None)), (b"x", bytes)]
 )
-def test_values_python_decides_on_are_constants(
-    s2: dj.MirroredStrategy, value: object, kind: type
-):
+def test_values_python_decides_on_are_constants(s2: dj.MirroredStrategy, value: object, kind: type):
     def step(flag: object):
         assert type(flag) is kind
         return 1.0 if flag else 0.0
@@ -297,7 +295,9 @@ def test_an_array_captured_out_of_sight_is_refused(s2: dj.MirroredStrategy):
 
 def test_changes_of_the_model_are_noticed(s2: dj.MirroredStrategy):
     with s2.scope():
-        model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+        model = nnx.Sequential(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        )
     x = jnp.ones((4, 2))
     step = lambda: model(x)  # noqa: E731
     noisy = s2.run(step)
@@ -428,11 +428,11 @@ def test_an_attribute_that_the_step_does_not_use_does_not_recompile(s2: dj.Mirro
 
 
 def test_deleting_the_model_frees_its_buffers_and_drops_its_programs(s2: dj.MirroredStrategy):
-    model = built(s2)
-    s2.run(lambda: model(jnp.ones((1, 2))))
-    array = weakref.ref(model.w[...])
+    holder = [built(s2)]
+    s2.run(lambda model: model(jnp.ones((1, 2))), args=(holder[0],))
+    array = weakref.ref(holder[0].w[...])
     assert s2._runner.programs() == 1
-    del model
+    holder.clear()
     gc.collect()
     assert array() is None
     assert s2._runner.programs() == 0
@@ -511,7 +511,9 @@ def test_run_under_the_users_own_transformations_raises(s2: dj.MirroredStrategy)
         "nnx.jit": lambda: nnx.jit(lambda m, x: s2.run(lambda: m(x)))(model, jnp.ones((1, 2))),
         "grad": lambda: jax.grad(lambda x: s2.run(step, args=(x,)))(jnp.ones((1, 2))),
         "vmap": lambda: jax.vmap(lambda x: s2.run(step, args=(x,)))(jnp.ones((3, 1, 2))),
-        "scan": lambda: jax.lax.scan(lambda c, x: (c, s2.run(step, args=(x,))), 0, jnp.ones((3, 1, 2))),
+        "scan": lambda: jax.lax.scan(
+            lambda c, x: (c, s2.run(step, args=(x,))), 0, jnp.ones((3, 1, 2))
+        ),
         "reduce": lambda: jax.jit(lambda x: s2.reduce("mean", x))(1.0),
         "gather": lambda: jax.jit(lambda x: s2.gather(x, axis=0))(jnp.ones(2)),
     }

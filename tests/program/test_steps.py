@@ -44,10 +44,16 @@ def trained(strategy: dj.Strategy, sizes: list[int], steps: int | None) -> dict[
                 np.testing.assert_allclose(sum(np.asarray(p) for p in parts), loss, rtol=1e-5)
                 losses += loss.tolist()
         except StopIteration:
-            return {"losses": losses, "kernel": np.asarray(model.kernel[...]), "traces": len(traces)}
+            return {
+                "losses": losses,
+                "kernel": np.asarray(model.kernel[...]),
+                "traces": len(traces),
+            }
 
 
-@pytest.mark.parametrize(("sizes", "steps"), [([8] * 6, 3), ([8] * 7, 3), ([8] * 4 + [5], 2), ([8] * 3 + [1], 4)])
+@pytest.mark.parametrize(
+    ("sizes", "steps"), [([8] * 6, 3), ([8] * 7, 3), ([8] * 4 + [5], 2), ([8] * 3 + [1], 4)]
+)
 def test_scanned_steps_equal_single_steps_remainders_included(
     strategy: dj.Strategy, sizes: list[int], steps: int
 ):

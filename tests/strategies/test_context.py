@@ -165,7 +165,8 @@ def test_scope_is_left_after_an_exception(s2: dj.MirroredStrategy):
         with s2.scope():
             raise KeyError("user")
 
-    pytest.raises(KeyError, failing)
+    with pytest.raises(KeyError):
+        failing()
     assert not dj.has_strategy()
 
 

@@ -14,7 +14,10 @@ from flax import nnx
 
 import distribute_jax as dj
 
-BATCH = (np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32), np.ones((8, 1), np.float32))
+BATCH = (
+    np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32),
+    np.ones((8, 1), np.float32),
+)
 
 
 def step_with(
@@ -28,7 +31,9 @@ def step_with(
     def step(x: jax.Array, y: jax.Array):
         def loss_fn(model: nnx.Linear):
             each = jnp.mean((model(x) - y) ** 2, axis=-1)
-            return {"exact": dj.compute_average_loss(each), "mean": each.mean(), "sum": each.sum()}[loss]
+            return {"exact": dj.compute_average_loss(each), "mean": each.mean(), "sum": each.sum()}[
+                loss
+            ]
 
         grads = nnx.grad(loss_fn)(model)
         optimizer.update(model, dj.get_replica_context().all_reduce(op, grads))

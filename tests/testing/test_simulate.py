@@ -13,7 +13,9 @@ import distribute_jax as dj
 
 def python(code: str, **env: str) -> str:
     """Runs code in a fresh Python without the devices of this one; gives what it printed."""
-    clean = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC", "JAX_PLATFORMS"}}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC", "JAX_PLATFORMS"}
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**clean, **env},
@@ -26,7 +28,10 @@ def python(code: str, **env: str) -> str:
 
 
 def test_simulate_gives_n_cpu_devices_and_enough_threads():
-    code = "import distribute_jax as dj, os; dj.simulate(5); import jax; print(len(jax.devices()), jax.devices()[0].platform, os.environ['NPROC'])"
+    code = (
+        "import distribute_jax as dj, os; dj.simulate(5); import jax; d = jax.devices();"
+        "print(len(d), d[0].platform, os.environ['NPROC'])"
+    )
     assert python(code).split() == ["5", "cpu", "10"]
 
 
