@@ -31,9 +31,10 @@ def assemble(batch: PyTree, division: Division, mesh: Mesh) -> PyTree:
     rows = None if division.counts is None else padded_rows(division.counts, division.share)
 
     def place(leaf: Any) -> PerReplica:
-        put = _from_device if isinstance(leaf, jax.Array) else _from_host
-        shape = (replicas * division.share, *leaf.shape[1:])
-        array = put(leaf, shape, rows, mesh)
+        if isinstance(leaf, jax.Array):
+            array = _from_device(leaf, rows, mesh)
+        else:
+            array = _from_host(leaf, (replicas * division.share, *leaf.shape[1:]), rows, mesh)
         return PerReplica(array, mesh, layout=Layout.JOINED, counts=division.counts)
 
     return jax.tree.map(place, batch)
@@ -62,7 +63,7 @@ def _from_host(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.
     return jax.make_array_from_callback(shape, split_sharding(mesh), shard)
 
 
-def _from_device(leaf: jax.Array, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.Array:
+def _from_device(leaf: jax.Array, rows: Any, mesh: Mesh) -> jax.Array:
     # Inside scope() the mesh context would refuse any computation on one device.
     with jax.set_mesh(None):
         whole = leaf if rows is None else leaf[rows]
