@@ -114,26 +114,23 @@ def other_padding(values: Sequence[PerReplica]) -> list[PerReplica]:
     rows.
 
     Args:
-        values: the leaves of one batch (global view), joined, with the same ``counts``.
+        values: the leaves of a batch (global view), joined; leaves with the same ``counts`` and
+            share stay together.
 
     Returns:
         The leaves in the same order with the same shardings; those without padding as they are.
     """
-    padded = [i for i, value in enumerate(values) if value.counts is not None]
-    if not padded:
-        return list(values)
-    first = values[padded[0]]
-    assert first.counts is not None
-    real = is_real(first.counts, first.part_shape[0])
-    rows = _other_rows(first.counts, first.part_shape[0])
-    arrays = _replacer(first.mesh)([values[i].global_array for i in padded], rows, real)
-    changed = dict(zip(padded, arrays, strict=True))
-    return [
-        PerReplica(changed[i], value.mesh, layout=value.layout, counts=value.counts)
-        if i in changed
-        else value
-        for i, value in enumerate(values)
-    ]
+    changed = list(values)
+    alike: dict[Any, list[int]] = {}
+    for i, value in enumerate(values):
+        if value.counts is not None:
+            alike.setdefault((value.mesh, value.counts, value.part_shape[0]), []).append(i)
+    for (mesh, counts, share), places in alike.items():
+        rows, real = _other_rows(counts, share), is_real(counts, share)
+        arrays = _replacer(mesh)([values[i].global_array for i in places], rows, real)
+        for i, array in zip(places, arrays, strict=True):
+            changed[i] = PerReplica(array, mesh, layout=values[i].layout, counts=counts)
+    return changed
 
 
 def _other_rows(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.int32]]:

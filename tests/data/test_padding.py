@@ -172,6 +172,19 @@ def test_other_padding_is_the_same_every_time_and_compiles_once():
     assert _replacer(mesh)._cache_size() == 1
 
 
+def test_leaves_of_other_shares_are_changed_too():
+    """Two batches of one call may be padded to other lengths; a full leaf between them stays."""
+    short = padded_batch(np.array([1, 2, 3]), (2, 1))
+    long = uneven_to_joined([jnp.arange(1), jnp.arange(4)], mesh_of(2))
+    full = PerReplica(jnp.ones(4), mesh_of(2), layout=Layout.JOINED)
+    one, same, other = other_padding([short, full, long])
+    assert same is full
+    for old, new in ((short, one), (long, other)):
+        real = is_real(new.counts, new.part_shape[0])
+        equal = np.asarray(new.global_array) == np.asarray(old.global_array)
+        assert equal.tolist() == real.tolist()
+
+
 def test_leaves_without_padding_are_not_touched():
     """A full batch has no padding to replace: the same objects come back."""
     full = PerReplica(jnp.ones(4), mesh_of(2), layout=Layout.JOINED)
