@@ -43,7 +43,7 @@ def _record_has_every_field(log: step_time.Log) -> None:
     (record,) = log.of("host")
     assert record["variables"] == 14
     assert record["target_us"] == pytest.approx(30 + 0.45 * 14)
-    assert {"run_us", "program_us", "beyond_us", "beyond_quartile_us"} <= record.keys()
+    assert {"run_us", "hand_us", "beyond_us", "beyond_least_us"} <= record.keys()
 
 
 def _report_shows_every_column(log: step_time.Log) -> None:
