@@ -24,8 +24,8 @@ import jax
 import distribute_jax as dj
 from benchmarks._harness import (
     Log,
-    environment,
     dispatches,
+    environment,
     interleaved,
     ratio,
     report_path,
