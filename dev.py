@@ -480,7 +480,7 @@ def demo(options: argparse.Namespace, rest: List[str]) -> int:
         if not simulated:
             say(accelerator_hint(folder))
         environment = job_environment(dict(os.environ), folder, simulated)
-        return run([venv_python(folder), script, *rest], environment)
+        return run([venv_python(folder), script, "--devices", options.devices, *rest], environment)
 
 
 def accelerator_hint(folder: str) -> str:

@@ -29,6 +29,7 @@ from distribute_jax._errors import (
     StepFailedError as StepFailedError,
     TracedValueError as TracedValueError,
 )
+from distribute_jax._public import publish
 from distribute_jax._values import (
     DistributedValues as DistributedValues,
     Mirrored as Mirrored,
@@ -110,3 +111,5 @@ __all__ = [
     "snapshot",
     "testing",
 ]
+
+publish(globals(), __all__, "distribute_jax")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,3 +39,8 @@ def mirrored_sharding(mesh: Mesh) -> NamedSharding:
 def split_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of an array whose dim 0 is divided among the replicas."""
     return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def outside_mesh() -> Any:
+    """Leaves the mesh context for a ``with`` block, where computing on one shard is allowed."""
+    return jax.set_mesh(cast("Any", None))

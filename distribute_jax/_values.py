@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._errors import PerReplicaError, PerReplicaTypeError
-from distribute_jax._internals import outside_mesh, uncommitted
-from distribute_jax._mesh import num_replicas
+from distribute_jax._internals import uncommitted
+from distribute_jax._mesh import num_replicas, outside_mesh
 
 
 class Layout(enum.Enum):

@@ -32,8 +32,8 @@ def assume_mirrored(x: T) -> T:
         The same tree with the same values.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> assume_mirrored({"rate": jnp.float32(0.5)})["rate"]
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> dj.assume_mirrored({"rate": jnp.float32(0.5)})["rate"]
         Array(0.5, dtype=float32)
     """
     same: T = jax.tree.map(mirrored_p.bind, x)

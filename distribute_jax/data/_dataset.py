@@ -40,8 +40,12 @@ class DistributedDataset:
             one-shot iterator is started a second time.
 
     Example:
-        >>> for x, y in strategy.distribute_dataset(lambda: batches(images, labels, 256)):
-        ...     strategy.run(train_step, args=(x, y))
+        >>> import distribute_jax as dj, numpy as np
+        >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> for x in strategy.distribute_dataset([np.arange(4.0), np.arange(4.0)]):
+        ...     print(float(strategy.reduce("sum", x, axis=0)))
+        6.0
+        6.0
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
     """

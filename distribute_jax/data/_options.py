@@ -37,8 +37,8 @@ class InputOptions:
         ArgumentError: a value is none of those allowed.
 
     Example:
-        >>> options = InputOptions(partial="drop")
-        >>> options.partial
+        >>> import distribute_jax as dj
+        >>> dj.InputOptions(partial="drop").partial
         <PartialPolicy.DROP: 'drop'>
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputOptions

@@ -90,6 +90,10 @@ class Binding:
         """Tells whether a module or variable that both reach directly is the same."""
         return bool(self.anchors & other.anchors)
 
+    def owners(self) -> tuple[weakref.ref[Any], ...]:
+        """Gives the modules that the step reaches directly; without them it cannot run again."""
+        return tuple(ref for ref in self._roots if isinstance(ref, weakref.ref) and _is_node(ref()))
+
     def release(self) -> None:
         """Lets go of everything bound, once an object that the step reached is gone."""
         self.variables, self.arrays, self.statics = [], [], {}
@@ -126,6 +130,10 @@ def _array_sources(graph: Graph, values: list[Any]) -> list[tuple[str, Place, in
     """Says of each captured array whether it is read from the roots of the call or from below."""
     at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
     return [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree)
 
 
 def _weakly(value: Any, owner: weakref.ref[Binding]) -> Any:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from distribute_jax._internals import HIDDEN_ATTRIBUTES
 from distribute_jax._values import DistributedValues
 from distribute_jax.program._capture import (
     attribute_names,
@@ -25,7 +26,6 @@ from distribute_jax.program._capture import (
 from distribute_jax.program._place import Fixed, Item, Member, Place
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
-_HIDDEN = ("_pytree__state", "_pytree__nodes")
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class Walker:
         children = tuple(
             (key, self.visit(child, _attribute(name, key), Item(table, key)))
             for key, child in sorted(table.items())  # Flax reorders the table at will
-            if key not in _HIDDEN
+            if key not in HIDDEN_ATTRIBUTES
         )
         return (type(node), children, self._methods(type(node), name, every=True))
 

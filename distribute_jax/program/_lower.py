@@ -11,8 +11,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from distribute_jax._internals import outside_mesh
-from distribute_jax._mesh import DATA, mirrored_sharding, split_sharding
+from distribute_jax._mesh import DATA, mirrored_sharding, outside_mesh, split_sharding
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine, combined
 from distribute_jax.program._plan import Plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,14 @@ class Program:
     """Whether it was seen to equal the step on one device."""
     per_example: tuple[Any, ...] | None = None
     """For each array result: True, False, or why it could not be found out."""
+
+    owners: list[tuple[weakref.ref[Any], ...]] = field(default_factory=list)
+    """The modules of each binding; a binding that has none (plain arrays) is never gone."""
+
+    def is_wanted(self) -> bool:
+        """Tells whether a model that it was compiled for is still there."""
+        self.owners = [o for o in self.owners if all(ref() is not None for ref in o)]
+        return bool(self.owners)
 
     @property
     def results(self) -> Results:

@@ -160,6 +160,7 @@ class Runner:
             if len(self._programs) > _MOST_PROGRAMS:
                 self._drop(self._programs.popitem(last=False)[1])
         self._programs.move_to_end(key)
+        program.owners.append(binding.owners())
         entry = Entry(program, binding)
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
@@ -170,15 +171,11 @@ class Runner:
             self._entries[head] = [e for e in entries if e.program is not program]
 
     def _forget_dead(self) -> None:
-        used: set[int] = set()
         for head, entries in list(self._entries.items()):
-            alive = [e for e in entries if e.binding.alive]
-            used.update(id(e.program) for e in alive)
-            if alive:
-                self._entries[head] = alive
-            else:
+            self._entries[head] = [e for e in entries if e.binding.alive]
+            if not self._entries[head]:
                 del self._entries[head]
-        for key in [k for k, program in self._programs.items() if id(program) not in used]:
+        for key in [k for k, program in self._programs.items() if not program.is_wanted()]:
             del self._programs[key]
 
     def _wait(self, flat: list[Any]) -> None:

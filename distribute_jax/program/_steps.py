@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._internals import outside_mesh
+from distribute_jax._mesh import outside_mesh
 from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._lower import Layouts, compile_shard_map, input_avals

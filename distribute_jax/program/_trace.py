@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import StaleCaptureError
-from distribute_jax._internals import owned_by_current_trace, read_raw, write_raw
+from distribute_jax._internals import HIDDEN_ATTRIBUTES, owned_by_current_trace, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
@@ -233,7 +233,7 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
             "lives in variables made before: self.name = nnx.Variable(value) in __init__, and "
             "self.name[...] = value in the step; or return the array."
         )
-    table.update({key: value for key, value in changed.items() if not key.startswith("_pytree__")})
+    table.update({key: value for key, value in changed.items() if key not in HIDDEN_ATTRIBUTES})
 
 
 def _holds_tracers(value: Any) -> bool:

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._internals import outside_mesh, uncommitted
-from distribute_jax._mesh import mirrored_sharding, num_replicas, split_sharding
+from distribute_jax._internals import uncommitted
+from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, split_sharding
 from distribute_jax._tree import leaf_text
 from distribute_jax._values import DistributedValues, Layout, Mirrored, PerReplica, UnevenPerReplica
 from distribute_jax.collectives._reduce_op import ReduceOp

@@ -10,8 +10,9 @@ import pytest
 from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
-    ("_errors", "_typing"),
-    ("_internals", "_mesh", "_tree"),
+    ("_errors", "_public", "_typing"),
+    ("_mesh", "_tree"),
+    ("_internals",),
     ("_context", "_values"),
     ("_padding",),
     ("cluster", "placement", "collectives"),

@@ -17,7 +17,6 @@ BODY_LINES_P90 = 25
 _UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 ASSERTS: dict[str, str] = {
-    "_padding.py": "for the type checker: the lines above it picked values that have counts",
     "program/_trace.py": "for the type checker: the results exist once the step was traced",
 }
 """Files that may hold an ``assert``, with the reason why it is not about the user's input."""
