@@ -159,6 +159,11 @@ def test_owned_by_current_trace_gives_back_after_an_error() -> None:
         assert float(counter.count[...]) == 1.0
 
 
+def test_hidden_attributes_are_all_that_flax_adds_to_a_module() -> None:
+    with promised("HIDDEN_ATTRIBUTES", "Flax"):
+        assert set(vars(Counter())) - {"count", "last"} == set(_internals.HIDDEN_ATTRIBUTES)
+
+
 def test_uncommitted_mixes_with_arrays_on_other_devices() -> None:
     there = jax.device_put(jnp.ones(2), jax.devices()[3])
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
