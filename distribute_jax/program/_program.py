@@ -208,7 +208,6 @@ class Entry:
         self._state_inputs = 0
         self._known: list[Any] = []
         self._kept: list[Any] = []
-        binding.on_release.append(self._release)
 
     def inputs_now(self) -> list[Any]:
         """Reads the state that the next call would start from."""
@@ -229,7 +228,8 @@ class Entry:
             flat.append(np.asarray(arguments.counts, np.int32))
         return flat
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Lets go of the variables, once an object that the step reached is gone."""
         self.inputs, self.outputs, self.sources, self._known = [], [], [], []
         self._kept = []
 

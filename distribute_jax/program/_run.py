@@ -13,11 +13,12 @@ from distribute_jax._typing import StepFunction
 from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
+from distribute_jax.program._leak import run_checked_for_leaks
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._partial import run_checked_for_leaks, wrap_partial
 from distribute_jax.program._place_state import place_state
 from distribute_jax.program._program import Entry, OutdatedError, Program, build
 from distribute_jax.program._recompile import Recompilations
+from distribute_jax.program._rows import wrap_partial
 from distribute_jax.program._steps import (
     can_scan,
     run_scanned,
@@ -105,13 +106,13 @@ class Runner:
         flat = entry.flat_inputs(values, arguments)
         self._wait(flat)
         if arguments.counts is not None:
-            return self._run_partial(self._call(fn, entry, arguments), entry, flat)
+            return self._run_partial(self._call(fn, entry, arguments), entry, values, flat)
         arrays = entry.store(entry.execute(flat))
         self._dispatched(arrays)
         return entry.wrap(arrays)
 
-    def _run_partial(self, call: Call, entry: Entry, flat: list[Any]) -> Any:
-        arrays = entry.store(run_checked_for_leaks(call, entry, flat))
+    def _run_partial(self, call: Call, entry: Entry, values: list[Any], flat: list[Any]) -> Any:
+        arrays = entry.store(run_checked_for_leaks(call, entry, values, flat))
         self._dispatched(arrays)
         return wrap_partial(call, entry, arrays)
 
@@ -162,6 +163,7 @@ class Runner:
         self._programs.move_to_end(key)
         program.owners.append(binding.owners())
         entry = Entry(program, binding)
+        binding.on_release.append(entry.release)
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
         return entry

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,8 +16,9 @@ from distribute_jax._mesh import num_replicas, replica_mesh, split_sharding
 from distribute_jax._tree import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._compare import Array, equal_to_rounding, largest, on_host
+from distribute_jax.program._leak import copied
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._partial import copied
 from distribute_jax.program._program import Entry, build
 from distribute_jax.program._trace import Call
 
@@ -49,7 +49,7 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
     """Runs the step both ways from copies of the state, and raises where they differ."""
     replicas = num_replicas(call.mesh)
     if replicas > 1:
-        before = [np.asarray(_plain(x)) for x in _state_leaves(entry)]
+        before = [on_host(x) for x in _state_leaves(entry)]
         many = entry.execute(copied(entry.flat_inputs(values, call.arguments)))
         single_call, single = _on_one_device(call)
         flat = single.placed(single.flat_inputs(values, single_call.arguments))
@@ -101,40 +101,25 @@ def _differences(
         is_state = index < entry.state_size
         if not is_state and not entry.program.plan.mirrored[index - entry.state_size]:
             continue  # a value of each replica has no counterpart on one device
-        left, right = np.asarray(_plain(a)), np.asarray(_plain(b))
+        left, right = on_host(a), on_host(b)
         if left.shape != right.shape:
             yield f"{names[index]}: shape {left.shape} on the replicas, {right.shape} on one device"
-        elif (
-            line := _compared(left, right, before[index] if is_state else None, call)
-        ) is not None:
+        elif (line := _compared(left, right, before[index] if is_state else 0.0, call)) is not None:
             yield f"{names[index]}: {line}"
 
 
-def _plain(array: Any) -> Any:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(array)
-    return array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array
-
-
-def _compared(left: Any, right: Any, old: Any, call: Call) -> str | None:
+def _compared(left: Array, right: Array, old: Array | float, call: Call) -> str | None:
     """Compares what the step added (or the values, where nothing was there before)."""
-    if not np.issubdtype(right.dtype, np.inexact):
-        return None if np.array_equal(left, right) else "integers differ"
-    start = 0.0 if old is None else old
-    moved_left, moved_right = left - start, right - start
-    scale = np.max(np.abs(moved_right), initial=0.0)
-    rounding = np.finfo(right.dtype).eps * np.max(np.abs(np.asarray(right)), initial=0.0)
-    allowed = 2e-4 * scale if right.dtype.itemsize <= 4 else 1e-9 * scale
-    worst = np.max(np.abs(moved_left - moved_right), initial=0.0)
-    if worst <= allowed + 16 * rounding:
+    if equal_to_rounding(left, right, old):
         return None
-    return f"differs by up to {worst:.3g}{_ratio(moved_left, moved_right, num_replicas(call.mesh))}"
+    apart = f"differs by up to {largest(left - right):.3g}"
+    return f"{apart}{_ratio(left - old, right - old, num_replicas(call.mesh))}"
 
 
-def _ratio(left: Any, right: Any, replicas: int) -> str:
+def _ratio(left: Array, right: Array, replicas: int) -> str:
     """Names the common ratio, where there is one, and its likely cause."""
-    large = np.abs(right) > 1e-3 * np.max(np.abs(right), initial=0.0)
-    if not large.any():
+    large = np.abs(right) > 1e-3 * largest(right)
+    if not large.any() or not np.issubdtype(right.dtype, np.floating):
         return ""
     ratio = float(np.median(left[large] / right[large]))
     return f"; the change is {ratio:.3f} times that on one device{_cause(ratio, replicas)}"

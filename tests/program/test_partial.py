@@ -122,10 +122,10 @@ def test_the_check_costs_nothing_after_the_first_partial_batch(s4: dj.MirroredSt
         return dj.compute_average_loss(x.sum(1))
 
     elements = list(s4.distribute_dataset(batches(8, 5, 6, 7)))
-    for element, total in zip(elements, (4, 12, 16, 20), strict=True):
+    for element, wanted in zip(elements, (4, 16, 20, 24), strict=True):
         jax.block_until_ready(s4.run(step, args=(element,)).global_array)
         jax.effects_barrier()
-        assert len(calls) == total  # one call on each of four replicas; the check runs twice
+        assert len(calls) == wanted  # one call on each of four replicas; the check runs three times
 
 
 def test_a_step_that_is_not_deterministic_is_not_called_leaking(s4: dj.MirroredStrategy):
@@ -248,3 +248,31 @@ def test_adam_over_partial_batches_is_that_of_one_device(strategy: dj.Strategy):
     np.testing.assert_allclose(
         train(strategy), train(dj.OneDeviceStrategy(0)), rtol=2e-4, atol=1e-5
     )
+
+
+def total(value: jax.Array) -> jax.Array:
+    """Sums over the replicas."""
+    return dj.get_replica_context().all_reduce("sum", value)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: total(jnp.sum(x > -100)),
+        lambda x: total(jnp.float32(x.shape[0])),
+        lambda x: total(jnp.sum(jnp.where(mask()[:, None], x, 0)) / (x.shape[0] * 4)),
+    ],
+    ids=["rows counted", "share counted", "divided by the share"],
+)
+def test_counting_the_padding_is_refused_though_every_padding_counts_alike(
+    s4: dj.MirroredStrategy, step: object
+):
+    _, partial = s4.distribute_dataset(batches(8, 5))
+    with pytest.raises(dj.PaddingLeakError, match=r"more padding.*\n.*\n?.*real_examples"):
+        s4.run(step, args=(partial,))
+
+
+def test_counting_the_real_examples_is_right(s4: dj.MirroredStrategy):
+    _, partial = s4.distribute_dataset(batches(8, 5))
+    real = s4.run(lambda x: total(jnp.sum(mask())), args=(partial,))
+    assert int(real) == 5

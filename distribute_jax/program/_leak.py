@@ -1,0 +1,176 @@
+"""The padding of a partial batch must not be seen: checked the first time a program meets one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax._errors import PaddingLeakError
+from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
+from distribute_jax._padding import other_padding
+from distribute_jax._tree import listed
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._compare import equal_to_rounding, exactly_equal, largest, on_host
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._program import Entry, build
+from distribute_jax.program._rows import per_example_results, shares
+from distribute_jax.program._trace import Call, batch_share
+
+_LEAK = """\
+The padding of a partial batch changes what the step computes:
+{lines}
+The batch has {real} real examples of {rows} rows; the rest is padding, which must not be seen. The \
+step was run on copies of the state with {how}; the state is as before the call.
+Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(mask, value, 0) with \
+mask = dj.get_replica_context().batch_mask, and count examples with \
+dj.get_replica_context().real_examples. Or feed no partial batches: InputOptions(partial="drop")."""
+
+Finding = tuple[str, str]
+
+
+def run_checked_for_leaks(
+    call: Call, entry: Entry, values: Sequence[Any], flat: list[Any]
+) -> list[Any]:
+    """Runs a program on a padded batch; the first time also with other padding, and more of it."""
+    program = entry.program
+    if program.per_example is None:
+        program.per_example = per_example_results(call, entry)
+    if program.padding_checked:
+        return entry.execute(flat)
+    outs = entry.execute(copied(flat))
+    _check_other_padding(call, entry, flat, outs)
+    _check_more_padding(call, entry, values, flat, outs)
+    program.padding_checked = True
+    return outs
+
+
+def copied(flat: Sequence[Any]) -> list[Any]:
+    """Copies the arrays among flat inputs, so that donating them loses nothing."""
+    return [jnp.copy(x) if isinstance(x, jax.Array) else x for x in flat]
+
+
+def _check_other_padding(call: Call, entry: Entry, flat: list[Any], outs: list[Any]) -> None:
+    """Runs the program with other padding rows: no number may change."""
+    batch = [v for v in call.arguments.data if _is_padded(v)]
+    other = iter(other_padding(batch))
+    data = [next(other) if _is_padded(v) else v for v in call.arguments.data]
+    again = entry.with_data(flat, Arguments.with_data(call.arguments, data))
+    found = list(_unequal(call, entry, outs, entry.execute(copied(again))))
+    _refuse(call, _without_noise(call, entry, flat, outs, found), "two different paddings")
+
+
+def _without_noise(
+    call: Call, entry: Entry, flat: list[Any], outs: list[Any], found: list[Finding]
+) -> list[Finding]:
+    """Leaves out what differs from run to run anyway: that is no leak."""
+    if not found:
+        return found
+    repeated = _unequal(call, entry, outs, entry.execute(copied(flat)))
+    noisy = {name for name, _ in repeated}
+    return [finding for finding in found if finding[0] not in noisy]
+
+
+def _check_more_padding(
+    call: Call, entry: Entry, values: Sequence[Any], flat: list[Any], outs: list[Any]
+) -> None:
+    """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
+    if _draws_numbers(entry):  # it would draw others at another size
+        return
+    data = [_doubled_batch(v) if _is_padded(v) else v for v in call.arguments.data]
+    longer = replace(call, arguments=Arguments.with_data(call.arguments, data))
+    options = RunOptions(check_sync=False, donate_state=False)
+    try:
+        program = build(longer, options)
+    except Exception:  # noqa: BLE001 - the user's code may not work at another size
+        return
+    twin = Entry(program, call.binding)
+    others = twin.execute(twin.flat_inputs(values, longer.arguments))
+    before = [on_host(x) for x in flat[: entry.state_size]]
+    found = list(_apart(call, entry, before, outs, others))
+    found = _without_noise(call, entry, flat, outs, found)
+    _refuse(call, found, "more padding, which gave another result")
+
+
+def _draws_numbers(entry: Entry) -> bool:
+    names = {eqn.primitive.name for eqn in entry.program.traced.jaxpr.jaxpr.eqns}
+    drawing = {"random_bits", "threefry2x32", "rng_bit_generator", "random_fold_in"}
+    return bool(names & drawing) or any(isinstance(v, nnx.RngCount) for v in entry.outputs)
+
+
+def _is_padded(value: Any) -> bool:
+    return isinstance(value, PerReplica) and value.counts is not None
+
+
+def _doubled_batch(value: PerReplica) -> PerReplica:
+    with outside_mesh():
+        array = _doubling(value.mesh)(value.global_array)
+    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=value.counts)
+
+
+@functools.lru_cache(maxsize=16)
+def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    replicas = num_replicas(mesh)
+
+    def double(array: jax.Array) -> jax.Array:
+        parts = array.reshape(replicas, array.shape[0] // replicas, *array.shape[1:])
+        longer = jnp.concatenate([parts, parts], axis=1)
+        return longer.reshape(2 * array.shape[0], *array.shape[1:])
+
+    return jax.jit(double, out_shardings=split_sharding(mesh))
+
+
+def _unequal(
+    call: Call, entry: Entry, one: Sequence[Any], other: Sequence[Any]
+) -> Iterator[Finding]:
+    """Names the outputs of which a real number differs."""
+    for index, name in enumerate(entry.output_names()):
+        left, right = (_real(call, entry, index, outs[index]) for outs in (one, other))
+        if left is not None and not exactly_equal(left, right):
+            yield name, f"{name} differs by up to {largest(left - right):.3g}"
+
+
+def _apart(
+    call: Call, entry: Entry, before: Sequence[Any], one: Sequence[Any], other: Sequence[Any]
+) -> Iterator[Finding]:
+    """Names the outputs that differ by more than rounding."""
+    for index, name in enumerate(entry.output_names()):
+        left, right = (_real(call, entry, index, outs[index]) for outs in (one, other))
+        if left is None or left.shape != right.shape:
+            continue
+        old = before[index] if index < min(entry.state_size, len(before)) else 0.0
+        if not equal_to_rounding(right, left, old):
+            yield name, f"{name} differs by up to {largest(left - right):.3g}"
+
+
+def _real(call: Call, entry: Entry, index: int, array: jax.Array) -> Any:
+    """Gives the real part of an output on the host; None where it is not known."""
+    host = on_host(array)
+    result = index - entry.state_size
+    if result < 0:
+        return host
+    rows = (entry.program.per_example or ())[result]
+    if isinstance(rows, str):
+        return None
+    counts = call.arguments.counts or ()
+    if rows is False:
+        return host
+    if entry.program.plan.mirrored[result]:
+        return host[: sum(counts)]
+    return np.concatenate([part[:count] for part, count in zip(host, counts, strict=True)])
+
+
+def _refuse(call: Call, found: Sequence[Finding], how: str) -> None:
+    if found:
+        counts = call.arguments.counts or ()
+        rows = batch_share(call.arguments, shares(call)) * len(counts)
+        lines = listed([line for _, line in found])
+        raise PaddingLeakError(_LEAK.format(lines=lines, real=sum(counts), rows=rows, how=how))
