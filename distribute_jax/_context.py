@@ -79,6 +79,16 @@ def frame(strategy: Any, replica: Any = None, *, merging: bool = False) -> Itera
         pop(new)
 
 
+def require_method(strategy: Any, method: str) -> None:
+    """Raises where a cross-replica method of a strategy must not be called."""
+    top = entered()
+    if top is not None and (top.replica is not None or top.strategy is not strategy):
+        require_cross_replica(method)
+        require_unmixed(strategy)
+    if not at_top_level():
+        require_untraced(method)
+
+
 def require_cross_replica(method: str) -> None:
     """Raises inside ``run``, where cross-replica methods make no sense."""
     top = entered()

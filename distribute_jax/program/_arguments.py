@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,10 @@ from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
 _STATIC = (bool, str, bytes, enum.Enum, np.dtype, type)
 _NUMBERS = (int, float, complex)
+
+
+# Whatever else might be a pytree: only these leaf types skip the flattening.
+_FLAT = (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
 
 
 def _stops(value: Any) -> bool:
@@ -62,7 +67,11 @@ class Arguments:
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
     """Sorts the leaves of the arguments by what ``run`` does with them."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
+    if not kwargs and all(isinstance(value, _FLAT) for value in args):
+        # Nothing to flatten: most steps take batches and arrays only.
+        leaves, treedef = list(args), _flat_treedef(len(args))
+    else:
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
     signature: list[Any] = [treedef]
     data: list[Any] = []
     kinds: list[str] = []
@@ -93,6 +102,11 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     return Arguments(treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined))
+
+
+@functools.lru_cache(maxsize=64)
+def _flat_treedef(count: int) -> Any:
+    return jax.tree.structure(((0,) * count, {}))
 
 
 def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:

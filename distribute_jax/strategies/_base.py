@@ -351,9 +351,7 @@ class Strategy:
         return f"{type(self).__name__}([{names}])"
 
     def _enter_method(self, name: str) -> None:
-        _context.require_cross_replica(name)
-        _context.require_unmixed(self)
-        _context.require_untraced(name)
+        _context.require_method(self, name)
 
     def _guard_iteration(self) -> None:
         _context.require_untraced("Iterating over a distributed dataset")
