@@ -8,6 +8,7 @@ import platform
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -38,16 +39,23 @@ class Ratio:
 
 
 def interleaved(
-    steps: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int, warm_up: int = 3
+    steps: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    calls: int,
+    ahead: int = 0,
+    warm_up: int = 3,
 ) -> Timings:
     """Times all columns in turn, each round in a new order, so that noise meets them alike.
 
-    Every call is waited for before the next, as in a loop that reads its loss.
+    With ``ahead=0`` every call is waited for before the next, as in a loop that reads its loss; with
+    more, that many steps may be unfinished, as in a loop that does not.
 
     Args:
         steps: for each column, what dispatches one step.
         rounds: how many times each column takes its turn.
         calls: steps in one turn.
+        ahead: steps that may be dispatched and not finished; unbounded loops can deadlock on a CPU.
         warm_up: steps of each column before the first round; the first one compiles.
     """
     for step in steps.values():
@@ -58,15 +66,19 @@ def interleaved(
     for _ in range(rounds):
         draw.shuffle(order)
         for name in order:
-            timings[name].append(_turn(steps[name], calls))
+            timings[name].append(_turn(steps[name], calls, ahead))
     return timings
 
 
-def _turn(step: Callable[[], Any], calls: int) -> float:
+def _turn(step: Callable[[], Any], calls: int, ahead: int) -> float:
     jax.block_until_ready(step())  # brings the column's data back into the caches
+    unfinished: deque[Any] = deque()
     start = time.perf_counter()
     for _ in range(calls):
-        jax.block_until_ready(step())
+        unfinished.append(step())
+        if len(unfinished) > ahead:
+            jax.block_until_ready(unfinished.popleft())
+    jax.block_until_ready(list(unfinished))
     return (time.perf_counter() - start) / calls
 
 

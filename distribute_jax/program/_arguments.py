@@ -67,7 +67,7 @@ class Arguments:
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
     """Sorts the leaves of the arguments by what ``run`` does with them."""
-    if not kwargs and all(isinstance(value, _FLAT) for value in args):
+    if not kwargs and all(type(value) is PerReplica or isinstance(value, _FLAT) for value in args):
         # Nothing to flatten: most steps take batches and arrays only.
         leaves, treedef = list(args), _flat_treedef(len(args))
     else:
@@ -78,7 +78,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     bound: list[Any] = []
     batches: list[PerReplica] = []
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, PerReplica):
+        if type(leaf) is PerReplica or isinstance(leaf, PerReplica):
             if isinstance(leaf, UnevenPerReplica):
                 leaf = leaves[index] = uneven_to_joined(leaf.parts, mesh)
             signature.append(_batch_signature(leaf, mesh))

@@ -206,6 +206,7 @@ class Entry:
         starts = program.traced.input_starts
         self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
         self._state_inputs = 0
+        self._loose = 0
         self._known: list[Any] = []
         self._kept: list[Any] = []
 
@@ -222,8 +223,14 @@ class Entry:
         self._state_inputs = len(flat)
         for _, place, root in self.sources:
             flat.append(place.get() if root is None else values[root])
+        loose = len(flat) - self._state_inputs
         for value in arguments.data:
-            flat.append(value.global_array if isinstance(value, PerReplica) else value)
+            if type(value) is PerReplica:
+                flat.append(value.global_array)
+            else:
+                flat.append(value)
+                loose += 1
+        self._loose = loose
         if arguments.counts is not None:
             flat.append(np.asarray(arguments.counts, np.int32))
         return flat
@@ -240,11 +247,10 @@ class Entry:
         compiled = compiled or self.program.compiled
         donated = self.program.donated
         state = self._state_inputs
-        if len(self._known) != state or not all(map(operator.is_, flat, self._known)):
-            self._check_readable(flat, 0)
-        else:
-            self._check_readable(flat, state)
-        if donated and len(set(map(id, flat))) != len(flat):
+        untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
+        self._check_readable(flat, state if untouched else 0)
+        # State that is just what the last call left is distinct; loose arrays may be part of it.
+        if donated and not (untouched and not self._loose) and len(set(map(id, flat))) != len(flat):
             flat = _unshared(flat, donated)
         try:
             return compiled(*flat)

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from distribute_jax._mesh import num_replicas
 from distribute_jax._typing import StepFunction
 from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
 from distribute_jax.program._leak import run_checked_for_leaks
+from distribute_jax.program._notices import Notices
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._place_state import place_state
 from distribute_jax.program._program import Entry, OutdatedError, Program, build
@@ -48,6 +50,7 @@ class Runner:
         self._entries: dict[Any, list[Entry]] = {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._recompilations = Recompilations()
+        self._notices = Notices()
         self.steps_in_flight = steps_in_flight
         self._in_flight: deque[Any] = deque()
 
@@ -154,6 +157,8 @@ class Runner:
             self._recompilations.note(head[0], fn, binding, arguments)
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             program = build(call, options)
+            if num_replicas(self._mesh) > 1:
+                self._notices.give(binding, program)
             # What Python did while it was traced, such as counting calls, is not done again.
             binding = Binding(fn, arguments)
             key = (binding.key, arguments.signature, options)

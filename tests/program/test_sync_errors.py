@@ -240,3 +240,31 @@ def test_an_array_left_on_a_module_is_refused(s4: dj.MirroredStrategy):
     with pytest.raises(ValueError, match=r"assigned last on Linear.*nnx\.Variable"):
         s4.run(step)
     assert not hasattr(model, "last")
+
+
+def test_steps_that_cannot_equal_one_device_say_so_once(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+            self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array):
+            return self.drop(self.norm(x))
+
+    def texts(strategy: dj.Strategy) -> list[str]:
+        with strategy.scope():
+            model = Net()
+        caplog.clear()
+        (batch,) = strategy.distribute_dataset([np.ones((8, 2))])
+        for _ in range(2):
+            strategy.run(model, args=(batch,))
+            strategy.run(lambda x: model(x), args=(batch,))
+        return [record.getMessage() for record in caplog.records]
+
+    said = texts(s4)
+    assert len(said) == 2
+    assert any("norm (BatchNorm)" in text and 'axis_name="data"' in text for text in said)
+    assert any("drop.rngs (RngStream)" in text and "model.eval()" in text for text in said)
+    assert texts(dj.OneDeviceStrategy(0)) == []
