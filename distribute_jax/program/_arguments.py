@@ -72,7 +72,8 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
         leaves, treedef = list(args), _flat_treedef(len(args))
     else:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
-    signature: list[Any] = [treedef]
+    config: Any = jax.config
+    signature: list[Any] = [treedef, config.jax_enable_x64, config.jax_default_matmul_precision]
     data: list[Any] = []
     kinds: list[str] = []
     bound: list[Any] = []

@@ -81,6 +81,13 @@ class Program:
         self.owners = [o for o in self.owners if all(ref() is not None for ref in o)]
         return bool(self.owners)
 
+    def failure(self, error: Exception) -> StepFailedError:
+        """Says which state is lost with a step that failed while it ran."""
+        traced = self.traced
+        starts = [traced.input_starts[i] for i in traced.written]
+        lost = [traced.input_names[start] for start in starts] or ["nothing but its results"]
+        return StepFailedError(_FAILED.format(lines=listed(lost), reason=_short(error)))
+
     @property
     def results(self) -> Results:
         """The structure of what the step returns."""
@@ -302,9 +309,7 @@ class Entry:
         """Places inputs that lie on other devices and tries once more, or explains the error."""
         gone = [i for i, x in enumerate(flat) if isinstance(x, jax.Array) and x.is_deleted()]
         if gone:
-            raise StepFailedError(
-                _FAILED.format(lines=listed(self._names(gone)), reason=error)
-            ) from error
+            raise self.program.failure(error) from error
         if isinstance(error, TypeError) and "differ from the types" in str(error):
             raise OutdatedError from error
         placed = self.placed(flat)
@@ -346,6 +351,12 @@ class Entry:
     def _names(self, indices: Sequence[int]) -> list[str]:
         names = [self.program.traced.input_names[i] for i in self.program.order]
         return [names[i] if i < len(names) else "a later batch" for i in indices]
+
+
+def _short(error: Exception) -> str:
+    """Gives the first and last line of an error's text: JAX puts C++ frames between them."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
 
 def _unshared(flat: list[Any], donated: int) -> list[Any]:

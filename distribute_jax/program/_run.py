@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,9 @@ from distribute_jax.program._verify import verify
 _MOST_PROGRAMS = 64
 _DEFAULT = RunOptions()
 
+# While a step is traced the user's own objects hold tracers, which no other thread may see.
+_one_at_a_time = threading.RLock()
+
 
 class Runner:
     """The programs of one strategy."""
@@ -52,7 +56,7 @@ class Runner:
         self._recompilations = Recompilations()
         self._notices = Notices()
         self.steps_in_flight = steps_in_flight
-        self._in_flight: deque[Any] = deque()
+        self._in_flight: deque[tuple[Any, Program]] = deque()
 
     def __call__(
         self,
@@ -66,8 +70,9 @@ class Runner:
             check_call(args, kwargs)
         options = options or _DEFAULT
         fn = without_jit(fn)
-        arguments = take_apart(tuple(args), kwargs or {}, self._mesh)
-        return self._run(fn, arguments, options)
+        with _one_at_a_time:
+            arguments = take_apart(tuple(args), kwargs or {}, self._mesh)
+            return self._run(fn, arguments, options)
 
     def steps(
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions | None
@@ -75,6 +80,12 @@ class Runner:
         """Runs up to ``steps`` steps, in one program where the batches are full and alike."""
         options = options or _DEFAULT
         fn = without_jit(fn)
+        with _one_at_a_time:
+            return self._steps(fn, iterator, steps, options)
+
+    def _steps(
+        self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions
+    ) -> Any:
         batches = [take_apart(b, {}, self._mesh) for b in take_batches(iterator, steps)]
         if can_scan(batches, steps) and not options.verify and options.lowering == "shard_map":
             entry, values = self.entry(fn, batches[0], options)
@@ -83,7 +94,7 @@ class Runner:
                 self._wait(entry.inputs_now())
                 outs = run_scanned(call, entry, values, batches)
                 arrays = entry.store(outs)
-                self._dispatched(arrays)
+                self._dispatched(entry, arrays)
                 return entry.wrap(arrays)
         return stacked_results([self._run(fn, batch, options) for batch in batches])
 
@@ -111,12 +122,12 @@ class Runner:
         if arguments.counts is not None:
             return self._run_partial(self._call(fn, entry, arguments), entry, values, flat)
         arrays = entry.store(entry.execute(flat))
-        self._dispatched(arrays)
+        self._dispatched(entry, arrays)
         return entry.wrap(arrays)
 
     def _run_partial(self, call: Call, entry: Entry, values: list[Any], flat: list[Any]) -> Any:
         arrays = entry.store(run_checked_for_leaks(call, entry, values, flat))
-        self._dispatched(arrays)
+        self._dispatched(entry, arrays)
         return wrap_partial(call, entry, arrays)
 
     def _call(self, fn: StepFunction, entry: Entry, arguments: Arguments) -> Call:
@@ -193,15 +204,19 @@ class Runner:
         """
         if self.steps_in_flight is None or len(self._in_flight) < self.steps_in_flight:
             return
-        token = self._in_flight.popleft()
+        token, program = self._in_flight.popleft()
         if token is None or token.is_deleted():
             token = next((x for x in flat if isinstance(x, jax.Array)), None)
         if token is not None and not token.is_deleted():
-            token.block_until_ready()
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                self._in_flight.clear()
+                raise program.failure(error) from error
 
-    def _dispatched(self, arrays: list[Any]) -> None:
+    def _dispatched(self, entry: Entry, arrays: list[Any]) -> None:
         if self.steps_in_flight is not None:
-            self._in_flight.append(arrays[-1] if arrays else None)
+            self._in_flight.append((arrays[-1] if arrays else None, entry.program))
 
 
 def _stays(old: Entry, new: Entry) -> bool:

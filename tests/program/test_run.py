@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import threading
 import weakref
 
 import jax
@@ -658,3 +659,31 @@ def test_arrays_of_the_scope_in_tuples_and_optax_states_are_inputs(s2: dj.Mirror
     pair = (pair[0] * 2, pair[1])
     assert float(s2.run(total)) == 8.0
     assert s2._runner.programs() == 1
+
+
+def test_threads_may_run_steps_on_one_model(s2: dj.MirroredStrategy, s4: dj.MirroredStrategy):
+    with s2.scope():
+        count = nnx.Variable(jnp.zeros(()))
+
+    def step(scale: float):
+        count[...] += scale
+        return count[...]
+
+    def work(strategy: dj.Strategy):
+        for k in range(10):
+            strategy.run(step, args=(1.0,), kwargs=None if k % 2 else {})
+
+    threads = [threading.Thread(target=work, args=(s2,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert float(count[...]) == 30.0
+
+
+def test_a_step_is_compiled_anew_for_another_precision(s2: dj.MirroredStrategy):
+    step = lambda x: jnp.zeros(()) + x  # noqa: E731
+    assert s2.run(step, args=(0.5,)).dtype == np.float32
+    with jax.enable_x64(True):
+        assert s2.run(step, args=(0.5,)).dtype == np.float64
+    assert s2.run(step, args=(0.5,)).dtype == np.float32
