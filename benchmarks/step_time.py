@@ -45,8 +45,9 @@ from benchmarks._steps import (
 from distribute_jax.program import RunOptions
 from distribute_jax.program._arguments import take_apart
 from distribute_jax.program._bind import Binding
+from distribute_jax.program._entry import Entry
 from distribute_jax.program._plan import input_marks
-from distribute_jax.program._program import Entry, build
+from distribute_jax.program._program import build
 from distribute_jax.program._sync import prove
 from distribute_jax.program._trace import Call, trace
 

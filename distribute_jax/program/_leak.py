@@ -20,8 +20,9 @@ from distribute_jax._tree import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._compare import equal_to_rounding, exactly_equal, largest, on_host
+from distribute_jax.program._entry import Entry
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._program import Entry, build
+from distribute_jax.program._program import build
 from distribute_jax.program._rows import per_example_results, shares
 from distribute_jax.program._trace import Call, batch_share
 

@@ -1,8 +1,7 @@
-"""One compiled step, and one call of it on bound state: the path that every step takes."""
+"""One compiled step: traced, proved, lowered, and what its flat inputs and outputs are."""
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from distribute_jax._errors import DonatedError, StepFailedError
-from distribute_jax._internals import read_raw, write_raw
-from distribute_jax._mesh import mirrored_sharding, split_sharding
+from distribute_jax._errors import StepFailedError
 from distribute_jax._tree import listed
-from distribute_jax._values import PerReplica, mark_mirrored
-from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._bind import Binding
 from distribute_jax.program._lower import (
     Layouts,
     compile_pmap,
@@ -31,12 +24,15 @@ from distribute_jax.program._lower import (
 )
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._plan import Plan, plan
-from distribute_jax.program._results import Results, rebuild
+from distribute_jax.program._results import Results
 from distribute_jax.program._trace import Call, Traced, trace
 
-
-class OutdatedError(Exception):
-    """The state has got other shapes or dtypes than the program was compiled for."""
+_FAILED = """\
+The compiled step failed after its state had been given to it, so these values are lost:
+{lines}
+The reason: {reason}
+Restore the state from a checkpoint or a dj.snapshot, or find the failure with \
+RunOptions(donate_state=False), which keeps the state."""
 
 
 @dataclass(eq=False)
@@ -199,184 +195,7 @@ def _permuted(lies: Layouts, order: Sequence[int]) -> Layouts:
     )
 
 
-class Entry:
-    """A program together with the objects it runs on."""
-
-    def __init__(self, program: Program, binding: Binding) -> None:
-        """Prepares the lists that each call reads and writes."""
-        self.program, self.binding = program, binding
-        variables = binding.variables
-        self.inputs = [variables[i] for i in (*program.written, *program.kept)]
-        self.outputs = [variables[i] for i in program.written]
-        self.sources = [binding.arrays[i] for i in program.arrays]
-        self.state_size = sum(program.traced.written_sizes)
-        starts = program.traced.input_starts
-        self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
-        self._state_inputs = 0
-        self._loose = 0
-        self._known: list[Any] = []
-        self._kept: list[Any] = []
-
-    def inputs_now(self) -> list[Any]:
-        """Reads the state that the next call would start from."""
-        return jax.tree.leaves(read_raw(self.inputs))
-
-    def flat_inputs(self, values: Sequence[Any], arguments: Arguments) -> list[Any]:
-        """Reads state, captured arrays, data and counts in the order of the program."""
-        flat = read_raw(self.inputs)
-        if not self.program.simple:
-            flat = jax.tree.leaves(flat)
-        self._kept = flat[self._written_inputs :]
-        self._state_inputs = len(flat)
-        for _, place, root in self.sources:
-            flat.append(place.get() if root is None else values[root])
-        loose = len(flat) - self._state_inputs
-        for value in arguments.data:
-            if type(value) is PerReplica:
-                flat.append(value.global_array)
-            else:
-                flat.append(value)
-                loose += 1
-        self._loose = loose
-        if arguments.counts is not None:
-            flat.append(np.asarray(arguments.counts, np.int32))
-        return flat
-
-    def release(self) -> None:
-        """Lets go of the variables, once an object that the step reached is gone."""
-        self.inputs, self.outputs, self.sources, self._known = [], [], [], []
-        self._kept = []
-
-    def execute(
-        self, flat: list[Any], compiled: Callable[..., list[Any]] | None = None
-    ) -> list[Any]:
-        """Runs the program, or several steps of it; errors say what became of the state."""
-        compiled = compiled or self.program.compiled
-        donated = self.program.donated
-        state = self._state_inputs
-        untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
-        self._check_readable(flat, state if untouched else 0)
-        # State that is just what the last call left is distinct; loose arrays may be part of it.
-        if donated and not (untouched and not self._loose) and len(set(map(id, flat))) != len(flat):
-            flat = _unshared(flat, donated)
-        try:
-            return compiled(*flat)
-        except Exception as error:
-            return self._retry(compiled, flat, error)
-
-    def _check_readable(self, flat: list[Any], first: int) -> None:
-        """Refuses arrays that were given away; JAX 0.10 crashes the process on them.
-
-        State that is just what the last call left need not be asked again: that would cost as much
-        as the rest of the call.
-        """
-        gone = [
-            i
-            for i in range(first, len(flat))
-            if isinstance(flat[i], jax.Array) and flat[i].is_deleted()
-        ]
-        if gone:
-            raise DonatedError(_DONATED.format(lines=listed(self._names(gone))))
-
-    def store(self, outs: list[Any]) -> list[Any]:
-        """Writes the new state into the variables and gives the rest: the result's arrays."""
-        state = self.state_size
-        self._known = [*outs[:state], *self._kept]
-        if self.program.simple:
-            write_raw(self.outputs, outs)
-        else:
-            self._store_nests(outs[:state])
-        return outs[state:]
-
-    def wrap(self, arrays: list[Any]) -> Any:
-        """Turns the result's arrays into the result that the user sees."""
-        program = self.program
-        wrapped = [
-            mark_mirrored(array) if mirrored else PerReplica(array, program.mesh)
-            for array, mirrored in zip(arrays, program.plan.mirrored, strict=True)
-        ]
-        return rebuild(program.results, wrapped, self.binding)
-
-    def _store_nests(self, leaves: list[Any]) -> None:
-        flow = iter(leaves)
-        for variable, treedef in zip(self.outputs, self.program.traced.written_trees, strict=True):
-            nest = jax.tree.unflatten(treedef, [next(flow) for _ in range(treedef.num_leaves)])
-            write_raw([variable], [nest])
-
-    def _retry(
-        self, compiled: Callable[..., list[Any]], flat: list[Any], error: Exception
-    ) -> list[Any]:
-        """Places inputs that lie on other devices and tries once more, or explains the error."""
-        gone = [i for i, x in enumerate(flat) if isinstance(x, jax.Array) and x.is_deleted()]
-        if gone:
-            raise self.program.failure(error) from error
-        if isinstance(error, TypeError) and "differ from the types" in str(error):
-            raise OutdatedError from error
-        placed = self.placed(flat)
-        if all(a is b for a, b in zip(placed, flat, strict=True)):
-            raise error
-        return compiled(*placed)
-
-    def placed(self, flat: list[Any]) -> list[Any]:
-        """Puts inputs that lie elsewhere onto the mesh."""
-        whole, split = mirrored_sharding(self.program.mesh), split_sharding(self.program.mesh)
-        lies, size = self.program.ordered_lies.split, self.program.traced.sizes[2]
-        # Several steps take the data of each step one after the other.
-        more = (len(flat) - len(lies)) // size if size else 0
-        wanted = [split if s else whole for s in (*lies, *(lies[len(lies) - size :] * more))]
-        return [
-            jax.device_put(x, to)
-            if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(to, x.ndim)
-            else x
-            for x, to in zip(flat, wanted, strict=True)
-        ]
-
-    def with_data(self, flat: list[Any], arguments: Arguments) -> list[Any]:
-        """Gives the flat inputs with other data."""
-        new = [v.global_array if isinstance(v, PerReplica) else v for v in arguments.data]
-        end = len(flat) - self.program.traced.sizes[3]
-        return [*flat[: end - len(new)], *new, *flat[end:]]
-
-    def output_names(self) -> list[str]:
-        """Names every output: the state in the user's words, then the results."""
-        traced = self.program.traced
-        first = [traced.input_starts[i] for i in traced.written]
-        state = [
-            traced.input_names[start + k] if k < size else "state"
-            for start, size in zip(first, traced.written_sizes, strict=True)
-            for k in range(size)
-        ]
-        return [*state, *traced.results.names]
-
-    def _names(self, indices: Sequence[int]) -> list[str]:
-        names = [self.program.traced.input_names[i] for i in self.program.order]
-        return [names[i] if i < len(names) else "a later batch" for i in indices]
-
-
 def _short(error: Exception) -> str:
     """Gives the first and last line of an error's text: JAX puts C++ frames between them."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
-
-
-def _unshared(flat: list[Any], donated: int) -> list[Any]:
-    """Copies donated arrays that occur twice, so that nothing is given away that is still read."""
-    times: dict[int, int] = {}
-    for x in flat:
-        times[id(x)] = times.get(id(x), 0) + 1
-    copied = [jnp.copy(x) if times[id(x)] > 1 else x for x in flat[:donated]]
-    return copied + flat[donated:]
-
-
-_DONATED = """\
-These arrays were given to an earlier step, which reused their memory, so they can no longer be read:
-{lines}
-run updates state in place: an array taken out of a variable before a step is gone after it. Keep \
-dj.snapshot(model) instead of the arrays, or use RunOptions(donate_state=False)."""
-
-_FAILED = """\
-The compiled step failed after its state had been given to it, so these values are lost:
-{lines}
-The reason: {reason}
-Restore the state from a checkpoint or a dj.snapshot, or find the failure with \
-RunOptions(donate_state=False), which keeps the state."""

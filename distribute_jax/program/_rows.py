@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from distribute_jax._values import Layout, PerReplica, mark_mirrored
-from distribute_jax.program._program import Entry
+from distribute_jax.program._entry import Entry
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._trace import Call, batch_share, trace
 

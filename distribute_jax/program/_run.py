@@ -15,11 +15,12 @@ from distribute_jax._typing import StepFunction
 from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
+from distribute_jax.program._entry import Entry, OutdatedError
 from distribute_jax.program._leak import run_checked_for_leaks
 from distribute_jax.program._notices import Notices
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._place_state import place_state
-from distribute_jax.program._program import Entry, OutdatedError, Program, build
+from distribute_jax.program._program import Program, build
 from distribute_jax.program._recompile import Recompilations
 from distribute_jax.program._rows import wrap_partial
 from distribute_jax.program._steps import (

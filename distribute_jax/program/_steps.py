@@ -13,8 +13,9 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._entry import Entry
 from distribute_jax.program._lower import Layouts, compile_shard_map, input_avals
-from distribute_jax.program._program import Entry, Program
+from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call
 
 

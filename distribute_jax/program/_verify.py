@@ -17,9 +17,10 @@ from distribute_jax._tree import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._compare import Array, equal_to_rounding, largest, on_host
+from distribute_jax.program._entry import Entry
 from distribute_jax.program._leak import copied
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._program import Entry, build
+from distribute_jax.program._program import build
 from distribute_jax.program._trace import Call
 
 _UNEQUAL = """\
