@@ -360,7 +360,7 @@ def test_the_first_run_installs_and_the_second_does_not(
     tools, packages, job = repository.calls()
     assert "constraints/python-3.13.txt hatchling" in tools
     assert "--no-build-isolation -e" in packages
-    assert job.endswith("examples/digits.py --epochs 3")
+    assert job.endswith("examples/digits.py --devices simulated --epochs 3")
     assert "creating .venv with Python 3.13.0" in capsys.readouterr().out
     assert dev.main(["demo"]) == 0
     assert len(repository.calls()) == 1

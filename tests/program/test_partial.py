@@ -33,6 +33,7 @@ def test_the_average_loss_divides_by_the_real_examples(strategy: dj.Strategy):
     np.testing.assert_allclose(losses, [x.sum(1).mean() for x in data], rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The global batch has 4 examples for 8")
 def test_five_samples_in_batches_of_four_give_the_exact_weight(strategy: dj.Strategy):
     """TensorFlow's 0.6375 on two replicas and 0.74375 on four are wrong; one device gives 0.425."""
     with strategy.scope():
