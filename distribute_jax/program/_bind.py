@@ -49,6 +49,7 @@ class Binding:
         self._picked_from = list(graph.picked.values())
         self._picked = [name for _, name in graph.picked]
         self._cells = graph.cells
+        self._constants = [(array, array.tobytes()) for array in graph.constants]
         self._below = self._look()
         self._below_ids: list[int] | None = None
 
@@ -81,6 +82,8 @@ class Binding:
         steady = pick(values) if pick is not None else [values[i] for i in self._steady]
         if list(map(id, steady)) != self._root_ids or not self.alive:
             return False
+        if self._constants and any(a.tobytes() != old for a, old in self._constants):
+            return False
         below = self._look()
         if self._below_ids is not None:
             return list(map(id, below)) == self._below_ids
@@ -98,6 +101,7 @@ class Binding:
         """Lets go of everything bound, once an object that the step reached is gone."""
         self.variables, self.arrays, self.statics = [], [], {}
         self._views, self._picked_from, self._picked = [], [], []
+        self._constants = []
         self._cells, self._below, self._below_ids = [], [], []
         for clear in self.on_release:
             clear()

@@ -25,6 +25,9 @@ from distribute_jax.program._capture import (
 )
 from distribute_jax.program._place import Fixed, Item, Member, Place
 
+_LARGE = 65536
+"""Bytes."""
+
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
 
 
@@ -42,6 +45,8 @@ class Graph:
     """The path of each node."""
     arrays: list[tuple[str, Place]] = field(default_factory=list)
     """Path and place of every captured ``jax.Array`` that is in no variable."""
+    constants: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    """Small NumPy arrays: they are constants of the program, compiled anew when they change."""
     tables: list[dict[Any, Any]] = field(default_factory=list)
     """Attribute tables of nodes, whose values must stay the same objects."""
     dicts: list[dict[Any, Any]] = field(default_factory=list)
@@ -84,7 +89,7 @@ class Walker:
         if isinstance(value, _PLAIN):
             self.graph.statics[name] = value
             return (type(value), value)
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.Array) or _is_large_data(value):
             self.graph.arrays.append((name, place))
             return "array"
         number = self._seen.get(id(value))
@@ -99,6 +104,8 @@ class Walker:
             return self._variable(value, name)
         if isinstance(value, nnx.Pytree):
             return self._node(value, name)
+        if isinstance(value, np.ndarray):
+            self.graph.constants.append(value)
         if isinstance(value, nnx.State):
             return (nnx.State, self._table(value.raw_mapping, name))
         if isinstance(value, dict):
@@ -197,6 +204,11 @@ class Walker:
                 if function and (every or key in self._mentioned or key == "__call__"):
                     found.append(self.visit(function, f"{name}.{key}", Fixed(function)))
         return tuple(found)
+
+
+def _is_large_data(value: Any) -> bool:
+    """Tells whether a NumPy array is too large to be compared at each call, so it is an input."""
+    return isinstance(value, np.ndarray) and value.nbytes > _LARGE and value.dtype.kind in "fiub"
 
 
 def _function_of(member: Any) -> Any:

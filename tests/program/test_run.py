@@ -687,3 +687,14 @@ def test_a_step_is_compiled_anew_for_another_precision(s2: dj.MirroredStrategy):
     with jax.enable_x64(True):
         assert s2.run(step, args=(0.5,)).dtype == np.float64
     assert s2.run(step, args=(0.5,)).dtype == np.float32
+
+
+def test_a_captured_numpy_array_changed_in_place_is_noticed(s2: dj.MirroredStrategy):
+    for size in (3, 20_000):  # a small one is a constant of the program, a large one its input
+        table = np.ones(size, np.float32)
+        step = lambda: jnp.sum(jnp.asarray(table))  # noqa: B023, E731
+        assert float(s2.run(step)) == size
+        table[0] += 1
+        assert float(s2.run(step)) == size + 1
+    chosen = np.array([True, False, True])
+    assert s2.run(lambda x: x[chosen], args=(jnp.arange(3.0),)).tolist() == [0.0, 2.0]
