@@ -64,6 +64,8 @@ class Program:
     """Programs of several steps, by their number."""
     padding_checked: bool = False
     """Whether it was seen that padding cannot reach state or results."""
+    on_one_device: dict[Any, Program] = field(default_factory=dict)
+    """Programs of the same step on one device, by the shapes of their data, for ``verify``."""
     verified: bool = False
     """Whether it was seen to equal the step on one device."""
     per_example: tuple[Any, ...] | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -104,7 +106,7 @@ class Runner:
         try:
             return self._execute(fn, arguments, options, entry, values)
         except OutdatedError:
-            head = (tuple(roots(fn).key), arguments.signature, options)
+            head = (tuple(roots(fn).key), arguments.signature, _compiled_alike(options))
         entry = self._enter(head, fn, arguments, options, warn=False)
         return self._execute(fn, arguments, options, entry, values)
 
@@ -140,7 +142,7 @@ class Runner:
         """Gives the program bound to what this call reaches, compiled if need be."""
         found = roots(fn)
         values = found.values + arguments.bound
-        head = (tuple(found.key), arguments.signature, options)
+        head = (tuple(found.key), arguments.signature, _compiled_alike(options))
         for entry in self._entries.get(head, ()):
             if entry.binding.holds(values):
                 return entry, values
@@ -163,7 +165,7 @@ class Runner:
         self._forget_dead()
         binding = Binding(fn, arguments)
         place_state(binding, self._mesh, warn=warn)
-        key = (binding.key, arguments.signature, options)
+        key = (binding.key, *head[1:])
         program = self._programs.get(key)
         if program is None:
             self._recompilations.note(head[0], fn, binding, arguments)
@@ -173,7 +175,7 @@ class Runner:
                 self._notices.give(binding, program)
             # What Python did while it was traced, such as counting calls, is not done again.
             binding = Binding(fn, arguments)
-            key = (binding.key, arguments.signature, options)
+            key = (binding.key, *head[1:])
             self._programs[key] = program
             if len(self._programs) > _MOST_PROGRAMS:
                 self._drop(self._programs.popitem(last=False)[1])
@@ -218,6 +220,12 @@ class Runner:
     def _dispatched(self, entry: Entry, arrays: list[Any]) -> None:
         if self.steps_in_flight is not None:
             self._in_flight.append((arrays[-1] if arrays else None, entry.program))
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_alike(options: RunOptions) -> RunOptions:
+    """Leaves out what changes nothing about the program."""
+    return replace(options, verify=None)
 
 
 def _stays(old: Entry, new: Entry) -> bool:

@@ -52,7 +52,7 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
     if replicas > 1:
         before = [on_host(x) for x in _state_leaves(entry)]
         many = entry.execute(copied(entry.flat_inputs(values, call.arguments)))
-        single_call, single = _on_one_device(call)
+        single_call, single = _on_one_device(call, entry)
         flat = single.placed(single.flat_inputs(values, single_call.arguments))
         one = single.execute(flat)
         lines = list(_differences(call, entry, before, many, one))
@@ -70,13 +70,16 @@ def _state_leaves(entry: Entry) -> list[Any]:
     return jax.tree.leaves(read_raw(entry.outputs))
 
 
-def _on_one_device(call: Call) -> tuple[Call, Entry]:
+def _on_one_device(call: Call, entry: Entry) -> tuple[Call, Entry]:
     mesh = replica_mesh([call.mesh.devices.flat[0]])
     whole = [_whole(value, mesh) for value in call.arguments.data]
     arguments = Arguments.with_data(call.arguments, whole)
     single = replace(call, arguments=arguments, mesh=mesh, strategy=_OneReplica(call.strategy))
-    options = RunOptions(check_sync=False, donate_state=False)
-    return single, Entry(build(single, options), call.binding)
+    shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in whole)
+    programs = entry.program.on_one_device
+    if shapes not in programs:
+        programs[shapes] = build(single, RunOptions(check_sync=False, donate_state=False))
+    return single, Entry(programs[shapes], call.binding)
 
 
 def _whole(value: Any, mesh: Any) -> Any:

@@ -74,11 +74,21 @@ def test_wrong_scales_are_named_with_ratio_and_cause(
 
 
 def test_verify_first_checks_once_and_always_each_time(s4: dj.MirroredStrategy):
-    step = step_with(s4, optax.sgd(0.1), "exact", "sum")
-    (element,) = s4.distribute_dataset([BATCH])
+    right = jnp.ones(())  # captured: read at each call, so a wrong value needs no new program
+
+    def step(x: jax.Array):
+        count = dj.get_replica_context().num_replicas_in_sync
+        scale = jnp.where(right > 0, 1.0, count)
+        return dj.get_replica_context().all_reduce("sum", jnp.sum(x) * scale)
+
+    (element,) = s4.distribute_dataset([np.ones(8, np.float32)])
     first, always = dj.RunOptions(verify="first"), dj.RunOptions(verify="always")
-    for options in (first, first, always, always):
-        s4.run(step, args=element, options=options)
+    s4.run(step, args=(element,), options=first)
+    right = -jnp.ones(())
+    s4.run(step, args=(element,), options=first)
+    with pytest.raises(ValueError, match=r"4\.000 times that on one device"):
+        s4.run(step, args=(element,), options=always)
+    assert s4._runner.programs() == 1
 
 
 def test_a_partial_batch_is_checked_too(s4: dj.MirroredStrategy):
