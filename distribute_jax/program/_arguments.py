@@ -94,6 +94,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
             signature.append((type(leaf), leaf))
             kinds.append("static")
         elif isinstance(leaf, _NUMBERS):
+            _check_fits(leaf)
             signature.append(type(leaf))
             data.append(leaf)
             kinds.append("data")
@@ -103,6 +104,18 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     return Arguments(treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined))
+
+
+def _check_fits(number: Any) -> None:
+    """Refuses an int that JAX cannot hold at its present precision."""
+    config: Any = jax.config
+    bits = 64 if config.jax_enable_x64 else 32
+    if isinstance(number, int) and not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise ArgumentError(
+            f"strategy.run got the int {number}, which does not fit int{bits}. Pass a float, turn on "
+            'jax.config.update("jax_enable_x64", True), or bind it with functools.partial if Python '
+            "needs it."
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -149,15 +162,19 @@ def argument_name(path: Any) -> str:
     return path_text(path[1:], "args")
 
 
+def _brief(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, PerReplica) else leaf_text(value)
+
+
 def check_call(args: Any, kwargs: Any) -> None:
     """Refuses arguments of the wrong container."""
     if not isinstance(args, (list, tuple)):
         raise ArgumentError(
-            f"strategy.run(fn, args={leaf_text(args)}): args must be a list or tuple of positional "
+            f"strategy.run(fn, args={_brief(args)}): args must be a list or tuple of positional "
             "arguments. For a single one write args=(value,)."
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise ArgumentError(
-            f"strategy.run(fn, kwargs={leaf_text(kwargs)}): kwargs must be a dict of keyword "
+            f"strategy.run(fn, kwargs={_brief(kwargs)}): kwargs must be a dict of keyword "
             "arguments, such as kwargs={'training': True}."
         )

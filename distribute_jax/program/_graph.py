@@ -179,10 +179,11 @@ class Walker:
                 self.graph.picked[id(scope), name] = scope
 
     def _object(self, value: Any, name: str) -> Any:
-        if isinstance(value, (type, types.ModuleType, DistributedValues)):
+        if isinstance(value, (type, DistributedValues)):
             return _identity(value)
+        home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
         whole = not jax.tree_util.all_leaves([value])  # a pytree, such as Flax's TrainState
-        if not hasattr(value, "__dict__") or (is_library(type(value).__module__) and not whole):
+        if not hasattr(value, "__dict__") or (is_library(home) and not whole):
             return _identity(value)
         table = vars(value)
         used = [key for key in table if whole or key in self._mentioned]

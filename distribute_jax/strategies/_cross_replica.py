@@ -138,7 +138,7 @@ def _compiled_reduce(
 
 def _total(op: ReduceOp, parts: jax.Array, dims: tuple[int, ...], number: Any) -> jax.Array:
     if op is ReduceOp.SUM:
-        return parts.sum(dims, dtype=parts.dtype)
+        return parts.sum(dims)  # narrow integers are widened, so that they do not overflow
     floating = jnp.issubdtype(parts.dtype, jnp.inexact)
     total = (parts if floating else parts.astype(jnp.result_type(float))).sum(dims)
     return jnp.divide(total, number)

@@ -7,6 +7,7 @@ import enum
 import functools
 import gc
 import threading
+import types
 import weakref
 
 import jax
@@ -698,3 +699,25 @@ def test_a_captured_numpy_array_changed_in_place_is_noticed(s2: dj.MirroredStrat
         assert float(s2.run(step)) == size + 1
     chosen = np.array([True, False, True])
     assert s2.run(lambda x: x[chosen], args=(jnp.arange(3.0),)).tolist() == [0.0, 2.0]
+
+
+def test_a_model_in_another_module_is_state(s2: dj.MirroredStrategy):
+    settings = types.ModuleType("settings")
+    settings.model = built(s2)
+    settings.unused = object()
+
+    def step():
+        settings.model.w[...] += 1
+
+    before = np.asarray(settings.model.w[...])
+    s2.run(step)
+    s2.run(step)
+    np.testing.assert_allclose(settings.model.w[...], before + 2, rtol=1e-6)
+    assert s2._runner.programs() == 1
+
+
+def test_an_int_that_does_not_fit_is_refused(s2: dj.MirroredStrategy):
+    for number in (2**31, -(2**31) - 1, 2**70):
+        with pytest.raises(ValueError, match="does not fit int32"):
+            s2.run(lambda n: n, args=(number,))
+    assert int(s2.run(lambda n: n, args=(2**31 - 1,))) == 2**31 - 1
