@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -101,10 +102,17 @@ def _check_more_padding(
     _refuse(call, found, "more padding, which gave another result")
 
 
+_DRAWING = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+
+
 def _draws_numbers(entry: Entry) -> bool:
-    names = {eqn.primitive.name for eqn in entry.program.traced.jaxpr.jaxpr.eqns}
-    drawing = {"random_bits", "threefry2x32", "rng_bit_generator", "random_fold_in"}
-    return bool(names & drawing) or any(isinstance(v, nnx.RngCount) for v in entry.outputs)
+    counted = any(isinstance(variable, nnx.RngCount) for variable in entry.outputs)
+    return counted or _draws(entry.program.traced.jaxpr.jaxpr)
+
+
+def _draws(jaxpr: jex_core.Jaxpr) -> bool:
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    return bool(names & _DRAWING) or any(map(_draws, jex_core.subjaxprs(jaxpr)))
 
 
 def _is_padded(value: Any) -> bool:

@@ -277,3 +277,14 @@ def test_counting_the_real_examples_is_right(s4: dj.MirroredStrategy):
     _, partial = s4.distribute_dataset(batches(8, 5))
     real = s4.run(lambda x: total(jnp.sum(mask())), args=(partial,))
     assert int(real) == 5
+
+
+def test_drawing_with_a_key_of_ones_own_is_not_called_leaking(s4: dj.MirroredStrategy):
+    """At another batch size other numbers would be drawn, so only the other padding is tried."""
+    _, partial = s4.distribute_dataset(batches(8, 5))
+
+    def step(x: jax.Array, key: jax.Array):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return total(dj.compute_average_loss(jnp.sum(jnp.where(kept, x, 0), axis=1)))
+
+    assert np.isfinite(float(s4.run(step, args=(partial, jax.random.key(0)))))

@@ -1,0 +1,56 @@
+"""What the second call of a step does not do again, and where its results lie."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import distribute_jax as dj
+
+compilations: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: compilations.append(event) if "backend_compile" in event else None
+)
+
+
+def test_the_second_call_traces_and_compiles_nothing_and_keeps_everything_in_place(
+    strategy: dj.Strategy,
+):
+    with strategy.scope():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    traces = []
+
+    def step(x: jax.Array, y: jax.Array):
+        traces.append(1)
+
+        def loss_fn(model: nnx.Linear):
+            return dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+        return loss
+
+    batches = [(np.ones((8, 3), np.float32), np.ones((8, 1), np.float32))] * 4
+    iterator = iter(strategy.distribute_dataset(batches))
+    for _ in range(2):  # the first reduce and the first batch compile their own small programs
+        strategy.reduce("sum", strategy.run(step, args=next(iterator)))
+    compilations.clear()
+    for batch in iterator:
+        loss = strategy.reduce("sum", strategy.run(step, args=batch))
+    assert np.isfinite(float(loss))
+    assert compilations == []
+    assert len(traces) == 1
+    for variable in jax.tree.leaves(nnx.state((model, optimizer))):
+        assert variable.sharding.is_equivalent_to(
+            jax.sharding.NamedSharding(strategy.mesh, jax.P()), variable.ndim
+        )
+
+
+def test_a_compilation_would_be_seen():
+    compilations.clear()
+    jax.jit(lambda x: x * 3.25)(jnp.ones(17)).block_until_ready()
+    assert compilations
