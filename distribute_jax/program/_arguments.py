@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,6 +165,16 @@ def argument_name(path: Any) -> str:
 
 def _brief(value: Any) -> str:
     return type(value).__name__ if isinstance(value, PerReplica) else leaf_text(value)
+
+
+def check_function(fn: Any) -> None:
+    """Refuses what cannot be a step of one replica."""
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        kind = "an async function" if callable(fn) else leaf_text(fn)
+        raise ArgumentError(
+            f"strategy.run(fn={kind}): fn is a plain function, which is traced once. Pass the function "
+            "itself, and its arguments in args: strategy.run(step, args=(x, y))."
+        )
 
 
 def check_call(args: Any, kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._mesh import num_replicas
 from distribute_jax._typing import StepFunction
-from distribute_jax.program._arguments import Arguments, check_call, take_apart
+from distribute_jax.program._arguments import Arguments, check_call, check_function, take_apart
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
 from distribute_jax.program._entry import Entry, OutdatedError
@@ -162,6 +162,7 @@ class Runner:
         *,
         warn: bool = True,
     ) -> Entry:
+        check_function(fn)
         self._forget_dead()
         binding = Binding(fn, arguments)
         place_state(binding, self._mesh, warn=warn)

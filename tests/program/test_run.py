@@ -721,3 +721,14 @@ def test_an_int_that_does_not_fit_is_refused(s2: dj.MirroredStrategy):
         with pytest.raises(ValueError, match="does not fit int32"):
             s2.run(lambda n: n, args=(number,))
     assert int(s2.run(lambda n: n, args=(2**31 - 1,))) == 2**31 - 1
+
+
+async def coroutine() -> int:
+    """A function that cannot be traced."""
+    return 1
+
+
+@pytest.mark.parametrize("fn", [5, None, "step", coroutine])
+def test_a_step_must_be_a_plain_function(s2: dj.MirroredStrategy, fn: object):
+    with pytest.raises(ValueError, match=r"strategy\.run\(step, args=\(x, y\)\)"):
+        s2.run(fn)
