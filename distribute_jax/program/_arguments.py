@@ -88,6 +88,8 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
             kinds.append("data")
             batches.append(leaf)
         elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            if not isinstance(leaf, jax.Array):
+                _check_array(leaf)
             signature.append((leaf.shape, leaf.dtype))
             data.append(leaf)
             kinds.append("data")
@@ -117,6 +119,24 @@ def _check_fits(number: Any) -> None:
             'jax.config.update("jax_enable_x64", True), or bind it with functools.partial if Python '
             "needs it."
         )
+
+
+def _check_array(array: Any) -> None:
+    """Refuses a NumPy array that a device cannot hold, or only with other numbers."""
+    config: Any = jax.config
+    if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
+        raise ArgumentError(
+            f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers: "
+            "encode other values as integers, or bind them with functools.partial."
+        )
+    wide = array.dtype.kind in "iu" and array.dtype.itemsize == 8 and not config.jax_enable_x64
+    if wide and array.size:
+        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ArgumentError(
+                f"strategy.run got {leaf_text(array)} with numbers that do not fit 32 bits. Pass "
+                'floats, or turn on jax.config.update("jax_enable_x64", True).'
+            )
 
 
 @functools.lru_cache(maxsize=64)

@@ -48,11 +48,28 @@ def run_checked_for_leaks(
         program.per_example = per_example_results(call, entry)
     if program.padding_checked:
         return entry.execute(flat)
+    _check_mirrored_rows(call, entry)
     outs = entry.execute(copied(flat))
     _check_other_padding(call, entry, flat, outs)
     _check_more_padding(call, entry, values, flat, outs)
     program.padding_checked = True
     return outs
+
+
+def _check_mirrored_rows(call: Call, entry: Entry) -> None:
+    """Refuses an array of all replicas' rows, as from all_gather: nobody could cut its padding."""
+    program = entry.program
+    names = program.results.names
+    results = zip(names, program.plan.mirrored, program.per_example or (), strict=True)
+    found = [
+        (
+            name,
+            f"{name} holds rows of all replicas; return them per replica, and use strategy.gather",
+        )
+        for name, mirrored, rows in results
+        if mirrored and isinstance(rows, str) and " becomes " in rows
+    ]
+    _refuse(call, found, "another batch size, where the result has another shape")
 
 
 def copied(flat: Sequence[Any]) -> list[Any]:

@@ -39,12 +39,27 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     replicas = num_replicas(call.mesh)
     if replicas == 1:
         return Plan((Combine.MIRRORED,) * state, (True,) * results)
+    _check_metrics(call, traced)
     marks = prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
     combine = tuple(_combine(call, traced, marks, options))
     mirrored = tuple(not mark for mark in marks[state:])
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
     return Plan(combine, mirrored)
+
+
+def _check_metrics(call: Call, traced: Traced) -> None:
+    """Refuses a metric whose state is not a sum, so that adding what replicas added is wrong."""
+    written = {id(call.binding.variables[i]) for i in traced.written}
+    nodes = [ref() for ref in call.binding.nodes]
+    for name, node in zip(call.binding.node_names, nodes, strict=True):
+        is_welford = isinstance(node, nnx.metrics.Welford)
+        if is_welford and any(id(part) in written for part in vars(node).values()):
+            raise OutOfSyncError(
+                f"The step updates {name} (Welford) on {num_replicas(call.mesh)} replicas, but its state "
+                "is not a sum, so the replicas' updates cannot be added. Update it outside of run with "
+                "strategy.gather(values, axis=0), or use nnx.metrics.Average."
+            )
 
 
 def input_marks(call: Call, traced: Traced) -> list[Mark]:

@@ -250,6 +250,20 @@ def _swapped_arrays(binding: Binding, tracers: list[Any]) -> Iterator[None]:
         for place, tracer in pairs:
             place.set(tracer)
         yield
+        _check_unassigned(binding, pairs)
     finally:
         for place, value in before:
             place.set(value)
+
+
+def _check_unassigned(binding: Binding, pairs: list[tuple[Any, Any]]) -> None:
+    """Refuses a step that assigned a captured array, since the new value would be lost."""
+    names = {id(place): name for name, place, _ in binding.arrays}
+    assigned = [names[id(place)] for place, tracer in pairs if place.get() is not tracer]
+    if assigned:
+        raise StaleCaptureError(
+            f"The step assigned {', '.join(assigned)}, a plain array that it captured; the new value "
+            "exists only while the step is traced and would be lost. Keep state that a step changes in "
+            "a variable, state = nnx.Variable(value) and state[...] = value, or pass the array in args "
+            "and return the new one."
+        )

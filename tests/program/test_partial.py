@@ -288,3 +288,11 @@ def test_drawing_with_a_key_of_ones_own_is_not_called_leaking(s4: dj.MirroredStr
         return total(dj.compute_average_loss(jnp.sum(jnp.where(kept, x, 0), axis=1)))
 
     assert np.isfinite(float(s4.run(step, args=(partial, jax.random.key(0)))))
+
+
+def test_rows_gathered_inside_the_step_are_refused_with_their_padding(s4: dj.MirroredStrategy):
+    full, partial = s4.distribute_dataset(batches(8, 5))
+    step = lambda x: dj.get_replica_context().all_gather(x, axis=0)  # noqa: E731
+    assert s4.run(step, args=(full,)).shape == (8, 3)
+    with pytest.raises(dj.PaddingLeakError, match=r"use strategy\.gather"):
+        s4.run(step, args=(partial,))

@@ -732,3 +732,33 @@ async def coroutine() -> int:
 def test_a_step_must_be_a_plain_function(s2: dj.MirroredStrategy, fn: object):
     with pytest.raises(ValueError, match=r"strategy\.run\(step, args=\(x, y\)\)"):
         s2.run(fn)
+
+
+def test_assigning_a_captured_array_is_refused(s2: dj.MirroredStrategy):
+    total = jnp.zeros(3)
+
+    def step():
+        nonlocal total
+        total = total + 1
+
+    before = total
+    with pytest.raises(ValueError, match=r"assigned total.*nnx\.Variable"):
+        s2.run(step)
+    assert total is before
+
+
+@pytest.mark.parametrize(
+    "value", [np.int64(2**40), np.array([2**33]), np.array(["a"]), np.array([None])]
+)
+def test_numpy_arguments_that_devices_cannot_hold_are_refused(
+    s2: dj.MirroredStrategy, value: object
+):
+    with pytest.raises(ValueError, match=r"strategy\.run got"):
+        s2.run(lambda v: v, args=(value,))
+
+
+def test_a_metric_whose_state_is_no_sum_is_refused_by_name(s2: dj.MirroredStrategy):
+    with s2.scope():
+        metric = nnx.metrics.Welford("values")
+    with pytest.raises(ValueError, match=r"metric \(Welford\)"):
+        s2.run(lambda: metric.update(values=jnp.ones(3)))
