@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._per_example import PerExample
@@ -73,8 +72,3 @@ def rebuild(results: Results, arrays: list[Any], binding: Binding) -> Any:
         else:
             leaves.append(binding.variables[content])
     return jax.tree.unflatten(results.treedef, leaves)
-
-
-def is_nnx(value: Any) -> bool:
-    """Tells whether a value is an NNX object."""
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
