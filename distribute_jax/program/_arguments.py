@@ -74,7 +74,12 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     else:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
     config: Any = jax.config
-    signature: list[Any] = [treedef, config.jax_enable_x64, config.jax_default_matmul_precision]
+    signature: list[Any] = [
+        treedef,
+        config.jax_enable_x64,
+        config.jax_default_matmul_precision,
+        config.jax_numpy_dtype_promotion,
+    ]
     data: list[Any] = []
     kinds: list[str] = []
     bound: list[Any] = []

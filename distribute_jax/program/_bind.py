@@ -5,16 +5,16 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import jax
 from flax import nnx
 
 from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._attributes import Attributes
 from distribute_jax.program._capture import codes, roots
 from distribute_jax.program._graph import Graph, Walker
-from distribute_jax.program._place import Place, cell_value
+from distribute_jax.program._place import Place
 
 
 class Binding:
@@ -38,28 +38,11 @@ class Binding:
         self.node_names = graph.node_names
         self.statics = graph.statics
         self.arrays = _array_sources(graph, values)
-        self._watch(graph)
-        self._hold(values)
-
-    def _watch(self, graph: Graph) -> None:
-        # A view follows its dict, so that reading all attributes again is one pass in C.
-        self._views: list[Any] = [table.values() for table in graph.tables]
-        self._views += [view for d in graph.dicts for view in (d.keys(), d.values())]
-        self._views += graph.lists
-        self._picked_from = list(graph.picked.values())
-        self._picked = [name for _, name in graph.picked]
-        self._cells = graph.cells
-        self._constants = [(array, array.tobytes()) for array in graph.constants]
-        self._below = self._look()
+        self.watch = graph.watch
+        self.watch.seal()
+        self._below = self.watch.look()
         self._below_ids: list[int] | None = None
-
-    def _look(self) -> list[Any]:
-        """Reads every watched attribute, item, global and cell below the roots."""
-        return [
-            *chain.from_iterable(self._views),
-            *map(dict.get, self._picked_from, self._picked),
-            *map(cell_value, self._cells),
-        ]
+        self._hold(values)
 
     def _hold(self, values: list[Any]) -> None:
         steady = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
@@ -82,9 +65,9 @@ class Binding:
         steady = pick(values) if pick is not None else [values[i] for i in self._steady]
         if list(map(id, steady)) != self._root_ids or not self.alive:
             return False
-        if self._constants and any(a.tobytes() != old for a, old in self._constants):
+        if not self.watch.same_bytes():
             return False
-        below = self._look()
+        below = self.watch.look()
         if self._below_ids is not None:
             return list(map(id, below)) == self._below_ids
         return len(below) == len(self._below) and all(map(operator.is_, below, self._below))
@@ -100,9 +83,8 @@ class Binding:
     def release(self) -> None:
         """Lets go of everything bound, once an object that the step reached is gone."""
         self.variables, self.arrays, self.statics = [], [], {}
-        self._views, self._picked_from, self._picked = [], [], []
-        self._constants = []
-        self._cells, self._below, self._below_ids = [], [], []
+        self.watch.release()
+        self._below, self._below_ids = [], []
         for clear in self.on_release:
             clear()
         self.on_release = []
@@ -112,17 +94,16 @@ def _walk(
     fn: Callable[..., Any], names: list[str], values: list[Any], places: list[Place | None]
 ) -> tuple[Graph, tuple[Any, ...]]:
     """Walks until no further attribute name turns up in the code reached."""
-    mentioned: frozenset[str] | None = None
+    used = Attributes()
     while True:
-        walker = Walker(codes(fn))
-        walker.mention(mentioned or ())
+        before = used.extent()
+        walker = Walker(codes(fn), used)
         structure = tuple(
             walker.visit_root(value, name, place)
             for value, name, place in zip(values, names, places, strict=True)
         )
-        if walker.mentioned == mentioned:
+        if used.extent() == before:
             return walker.graph, structure
-        mentioned = walker.mentioned
 
 
 def _bound_names(arguments: Arguments) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,11 +17,12 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from distribute_jax.program._place import Cell, Fixed, Item, Place, cell_value
+from distribute_jax.program._place import Argument, Cell, Default, Fixed, Item, Place, cell_value
 
 _LIBRARIES = frozenset({
     "jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax", "chex", "distribute_jax", "scipy",
-    "sklearn", "tensorflow", "torch", "keras", "rich", "pytest", "hypothesis",
+    "sklearn", "tensorflow", "torch", "keras", "rich", "tqdm", "pytest", "_pytest", "pluggy",
+    "hypothesis",
 })  # fmt: skip
 _LIBRARY_NAMES = _LIBRARIES | frozenset(sys.stdlib_module_names) - {"__main__"}
 
@@ -42,8 +45,52 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def attribute_names(code: types.CodeType) -> frozenset[str]:
-    """Names every attribute and global that a code object and the code nested in it mention."""
-    return frozenset(name for part in nested_code(code) for name in part.co_names)
+    """Names every attribute and global that a code object and the code nested in it mention.
+
+    Words in its constants count too: they are what ``getattr(x, "name")`` and ``match`` read.
+    """
+    found = {name for part in nested_code(code) for name in part.co_names}
+    for part in nested_code(code):
+        for constant in part.co_consts:
+            words = constant if isinstance(constant, tuple) else (constant,)
+            for word in words:
+                if isinstance(word, str):
+                    found.update(name for name in word.split(".") if name.isidentifier())
+    return frozenset(found)
+
+
+_READS_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_any_attribute(code: types.CodeType) -> bool:
+    """Tells whether code of the user's reads attributes whose names are not written in it."""
+    if "site-packages" in code.co_filename:  # a library that looks through its own objects
+        return False
+    names = {name for part in nested_code(code) for name in part.co_names}
+    return bool(names & _READS_ALL) or ("getattr" in names and _computes_names(code))
+
+
+def _computes_names(code: types.CodeType) -> bool:
+    """Tells whether a ``getattr`` gets anything but a written name; unreadable source means yes."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):
+        return True
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "getattr"
+        and not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant))
+        for node in ast.walk(tree)
+    )
+
+
+def function_behind(value: Any) -> types.FunctionType | None:
+    """Gives the function of a callable: a bound method's, or the one that was wrapped."""
+    function = inspect.unwrap(value)
+    function = getattr(function, "__func__", function)
+    return function if isinstance(function, types.FunctionType) else None
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -105,9 +152,9 @@ def _collect(fn: Any, found: Roots) -> None:
     elif isinstance(fn, partial):
         found.key.append(("partial", len(fn.args), tuple(fn.keywords)))
         for i, value in enumerate(fn.args):
-            found.add(value, f"partial argument {i}")
+            found.add(value, f"partial argument {i}", Argument(fn, i))
         for name, value in fn.keywords.items():
-            found.add(value, name)
+            found.add(value, name, Argument(fn, name))
         _collect(fn.func, found)
     elif (inner := getattr(fn, "__wrapped__", None)) is not None:
         found.key.append(type(fn))
@@ -131,9 +178,9 @@ def _collect_function(fn: types.FunctionType, found: Roots) -> None:
         for name in names:
             found.add(scope[name], name, Item(scope, name))
     for i, value in enumerate(fn.__defaults__ or ()):
-        found.add(value, f"default {i}")
+        found.add(value, f"default {i}", Default(fn, i))
     for name, value in (fn.__kwdefaults__ or {}).items():
-        found.add(value, name)
+        found.add(value, name, Item(fn.__kwdefaults__, name))
     if (inner := fn.__dict__.get("__wrapped__")) is not None:
         _collect(inner, found)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import enum
 import functools
-import inspect
 import types
+import weakref
+from collections import deque
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,19 +19,26 @@ from flax import nnx
 
 from distribute_jax._internals import HIDDEN_ATTRIBUTES
 from distribute_jax._values import DistributedValues
+from distribute_jax.program._attributes import Attributes, function_of, is_whole
 from distribute_jax.program._capture import (
     attribute_names,
     codes,
+    function_behind,
     global_names,
     is_library,
+    reads_any_attribute,
     roots,
 )
-from distribute_jax.program._place import Fixed, Item, Member, Place
+from distribute_jax.program._keys import mapping_key, opaque_key, plain_key
+from distribute_jax.program._place import Attribute, Context, Fixed, Item, Member, Place
+from distribute_jax.program._watch import Watch
 
 _LARGE = 65536
 """Bytes."""
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
+_SEQUENCES = (list, set, deque, bytearray, array.array)
+_CONTAINERS = (dict, types.MappingProxyType, tuple, frozenset, *_SEQUENCES)
 
 
 @dataclass(eq=False)
@@ -45,40 +55,22 @@ class Graph:
     """The path of each node."""
     arrays: list[tuple[str, Place]] = field(default_factory=list)
     """Path and place of every captured ``jax.Array`` that is in no variable."""
-    constants: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    """Small NumPy arrays: they are constants of the program, compiled anew when they change."""
-    tables: list[dict[Any, Any]] = field(default_factory=list)
-    """Attribute tables of nodes, whose values must stay the same objects."""
-    dicts: list[dict[Any, Any]] = field(default_factory=list)
-    """Dicts whose keys and values must stay the same objects."""
-    lists: list[list[Any]] = field(default_factory=list)
-    """Lists whose items must stay the same objects."""
-    picked: dict[tuple[int, str], dict[Any, Any]] = field(default_factory=dict)
-    """Single attributes of plain objects, and single globals, that must stay the same objects."""
-    cells: list[types.CellType] = field(default_factory=list)
-    """Cells of helper functions, whose contents must stay the same objects."""
     statics: dict[str, Any] = field(default_factory=dict)
     """Path and value of every static number or text, for the message about recompilation."""
+    watch: Watch = field(default_factory=Watch)
+    """What must stay the same objects for all of this to stay true."""
 
 
 class Walker:
     """Walks from roots to everything reachable, building a hashable key of the structure."""
 
-    def __init__(self, step_codes: Iterable[types.CodeType]) -> None:
-        """Starts from the code of the step, whose attribute names say what of an object is used."""
+    def __init__(self, step_codes: Iterable[types.CodeType], used: Attributes) -> None:
+        """Starts from the code of the step; ``used`` says what of an object counts, and grows."""
         self.graph = Graph()
-        self._mentioned: set[str] = set().union(*map(attribute_names, step_codes), ())
+        self._used = used
         self._seen: dict[int, int] = {}
         self._keep: list[Any] = []
-
-    @property
-    def mentioned(self) -> frozenset[str]:
-        """Every attribute name that the code reached so far mentions."""
-        return frozenset(self._mentioned)
-
-    def mention(self, names: Iterable[str]) -> None:
-        """Adds attribute names that count as used."""
-        self._mentioned.update(names)
+        self._read(step_codes)
 
     def visit_root(self, value: Any, name: str, place: Place | None) -> Any:
         """Walks a value that the step reaches directly."""
@@ -88,8 +80,8 @@ class Walker:
         """Walks one value and returns its key; ``place`` is where it was found."""
         if isinstance(value, _PLAIN):
             self.graph.statics[name] = value
-            return (type(value), value)
-        if isinstance(value, jax.Array) or _is_large_data(value):
+            return plain_key(value)
+        if isinstance(value, jax.Array) or (place.can_set and _is_large_data(value)):
             self.graph.arrays.append((name, place))
             return "array"
         number = self._seen.get(id(value))
@@ -105,21 +97,13 @@ class Walker:
         if isinstance(value, nnx.Pytree):
             return self._node(value, name)
         if isinstance(value, np.ndarray):
-            self.graph.constants.append(value)
+            self.graph.watch.bytes_of(value)
         if isinstance(value, nnx.State):
             return (nnx.State, self._table(value.raw_mapping, name))
-        if isinstance(value, dict):
-            return (type(value), self._table(value, name))
-        if isinstance(value, list):
-            self.graph.lists.append(value)
-            places = [Item(value, i) for i in range(len(value))]
-            return (list, *map(self.visit, value, _indexed(name, value), places))
-        if isinstance(value, (tuple, set, frozenset)):
-            items = tuple(value)
-            members = [
-                Member(place, i) if items is value else Fixed(items[i]) for i in range(len(items))
-            ]
-            return (type(value), *map(self.visit, items, _indexed(name, items), members))
+        if isinstance(value, _CONTAINERS):
+            return self._container(value, name, place)
+        if isinstance(value, (ContextVar, weakref.ref)):
+            return self._reference(value, name)
         if callable(value) and not isinstance(value, type):
             return self._callable(value, name)
         return self._object(value, name)
@@ -136,27 +120,60 @@ class Walker:
         self.graph.nodes.append(node)
         self.graph.node_names.append(name)
         table = vars(node)
-        self.graph.tables.append(table)
+        self.graph.watch.contents(table.values())
         children = tuple(
             (key, self.visit(child, _attribute(name, key), Item(table, key)))
             for key, child in sorted(table.items())  # Flax reorders the table at will
             if key not in HIDDEN_ATTRIBUTES
         )
-        return (type(node), children, self._methods(type(node), name, every=True))
+        return (type(node), children, self._class(type(node), name, every=True))
+
+    def _container(self, value: Any, name: str, place: Place) -> Any:
+        if isinstance(value, (dict, types.MappingProxyType)):
+            return (type(value), self._table(value, name))
+        if isinstance(value, _SEQUENCES):
+            return self._sequence(value, name)
+        items = tuple(value)
+        members = [
+            Member(place, i) if items is value else Fixed(items[i]) for i in range(len(items))
+        ]
+        return (type(value), *map(self.visit, items, _indexed(name, items), members))
+
+    def _reference(self, value: Any, name: str) -> Any:
+        if isinstance(value, weakref.ref):
+            return (weakref.ref, self.visit(value(), f"{name}()", Fixed(value())))
+        self.graph.watch.context_variable(value)
+        held = Context(value)
+        return (opaque_key(value), self.visit(held.get(), f"{name}.get()", held))
 
     def _table(self, table: Any, name: str) -> Any:
-        self.graph.dicts.append(table)
+        self.graph.watch.table(table)
+        settable = isinstance(table, dict)
         return tuple(
-            (_hashable(key), self.visit(child, f"{name}[{key!r}]", Item(table, key)))
+            (
+                mapping_key(key),
+                self.visit(
+                    child, f"{name}[{key!r}]", Item(table, key) if settable else Fixed(child)
+                ),
+            )
             for key, child in list(table.items())
         )
 
+    def _sequence(self, value: Any, name: str) -> Any:
+        self.graph.watch.contents(value)
+        items = list(value)
+        settable = isinstance(value, (list, deque))
+        places = [Item(value, i) if settable else Fixed(item) for i, item in enumerate(items)]
+        return (type(value), *map(self.visit, items, _indexed(name, items), places))
+
     def _callable(self, value: Any, name: str) -> Any:
         if is_library(getattr(value, "__module__", None)) and not _wraps_user_code(value):
-            return _identity(value)
+            return opaque_key(value)
+        if isinstance(value, functools.partial):
+            self.graph.watch.attribute(value, "args")
+            self.graph.watch.table(value.keywords)
         found = roots(value, named=True)
-        self.mention(name for code in codes(value) for name in attribute_names(code))
-        self._watch_globals(value)
+        self._read(codes(value))
         own = self._object(value, name) if found.values and found.values[0] is value else None
         reached = tuple(
             self.visit(child, child_name, place)
@@ -165,61 +182,72 @@ class Walker:
             )
             if child is not value
         )
-        return (tuple(found.key), own, reached)
+        return (tuple(found.key), own, reached, self._function(function_behind(value), name))
 
-    def _watch_globals(self, value: Any) -> None:
-        function = inspect.unwrap(value)
-        function = getattr(function, "__func__", function)
-        if not isinstance(function, types.FunctionType):
-            return
-        self.graph.cells += function.__closure__ or ()
+    def _function(self, function: types.FunctionType | None, name: str) -> Any:
+        """Watches the globals and cells of a function, and walks attributes set on it."""
+        if function is None:
+            return None
+        self.graph.watch.cells(function.__closure__ or ())
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.graph.watch.attribute(function, part)
         scope = function.__globals__
-        for name in global_names(function.__code__):
-            if name in scope and not isinstance(scope[name], jax.Array):
-                self.graph.picked[id(scope), name] = scope
+        for key in global_names(function.__code__):
+            if key in scope and not isinstance(scope[key], jax.Array):
+                self.graph.watch.item(scope, key)
+        table = vars(function)
+        return self._items(table, [key for key in table if key in self._used.names], name)
 
     def _object(self, value: Any, name: str) -> Any:
-        if isinstance(value, (type, DistributedValues)):
-            return _identity(value)
+        if isinstance(value, DistributedValues):
+            return opaque_key(value)
+        if isinstance(value, type):
+            return (value, self._class(value, name, every=False, makes=True))
         home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-        whole = not jax.tree_util.all_leaves([value])  # a pytree, such as Flax's TrainState
-        if not hasattr(value, "__dict__") or (is_library(home) and not whole):
-            return _identity(value)
-        table = vars(value)
-        used = [key for key in table if whole or key in self._mentioned]
-        for key in used:
-            if not isinstance(table[key], jax.Array):
-                self.graph.picked[id(table), key] = table
-        children = tuple(
-            (key, self.visit(table[key], _attribute(name, key), Item(table, key))) for key in used
-        )
-        return (type(value), children, self._methods(type(value), name, every=False))
+        whole = is_whole(value)
+        if is_library(home) and not whole:
+            return opaque_key(value)
+        table = self._used.table_of(value)
+        if not isinstance(value, types.ModuleType):
+            self.graph.watch.containers.append(table)
+        children = self._items(table, self._used.of_table(table, whole=whole), name)
+        slots = []
+        for key in self._used.without_table(value):
+            self.graph.watch.attribute(value, key)
+            held = Attribute(value, key)
+            slots.append((key, self.visit(held.get(), f"{name}.{key}", held)))
+        return (type(value), children, tuple(slots), self._class(type(value), name, every=False))
 
-    def _methods(self, cls: type, name: str, *, every: bool) -> Any:
+    def _items(self, table: dict[str, Any], keys: Iterable[str], name: str) -> Any:
         found = []
-        for owner in cls.__mro__:
-            if is_library(owner.__module__):
-                continue
-            for key, member in list(vars(owner).items()):
-                function = _function_of(member)
-                if function and (every or key in self._mentioned or key == "__call__"):
-                    found.append(self.visit(function, f"{name}.{key}", Fixed(function)))
+        for key in keys:
+            if not isinstance(table[key], jax.Array):
+                self.graph.watch.item(table, key)
+            found.append((key, self.visit(table[key], _attribute(name, key), Item(table, key))))
         return tuple(found)
+
+    def _class(self, cls: type, name: str, *, every: bool, makes: bool = False) -> Any:
+        """Walks the methods and class attributes that a step may use, in the user's classes only."""
+        found = []
+        for owner, key, member in self._used.of_class(cls, every=every, makes=makes):
+            self.graph.watch.class_item(owner, key)
+            function = function_of(member)
+            if function is not None:
+                found.append(self.visit(function, f"{name}.{key}", Fixed(function)))
+            elif self._used.is_data(key, member):
+                found.append(self.visit(member, f"{name}.{key}", Attribute(owner, key)))
+        return tuple(found)
+
+    def _read(self, found: Iterable[types.CodeType]) -> None:
+        """Notes which attribute names a piece of code uses."""
+        for code in found:
+            self._used.names.update(attribute_names(code))
+            self._used.any = self._used.any or reads_any_attribute(code)
 
 
 def _is_large_data(value: Any) -> bool:
     """Tells whether a NumPy array is too large to be compared at each call, so it is an input."""
     return isinstance(value, np.ndarray) and value.nbytes > _LARGE and value.dtype.kind in "fiub"
-
-
-def _function_of(member: Any) -> Any:
-    if isinstance(member, (staticmethod, classmethod)):
-        member = member.__func__
-    if isinstance(member, property):
-        member = member.fget
-    if isinstance(member, functools.cached_property):
-        member = member.func
-    return member if isinstance(member, types.FunctionType) else None
 
 
 def _wraps_user_code(value: Any) -> bool:
@@ -235,41 +263,3 @@ def _indexed(name: str, items: Any) -> list[str]:
 
 def _attribute(owner: str, key: str) -> str:
     return f"{owner}[{key}]" if key.isdigit() else f"{owner}.{key}"
-
-
-def _hashable(key: Any) -> Any:
-    try:
-        hash(key)
-    except TypeError:
-        return id(key)
-    return key
-
-
-@dataclass(frozen=True, eq=False)
-class Identity:
-    """A key part for a value that is only equal to itself; it keeps the value alive."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        """Compares the values held, by identity."""
-        return isinstance(other, Identity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        """Hashes the identity of the value held."""
-        return id(self.value)
-
-
-def _identity(value: Any) -> Any:
-    """Keys an opaque value: by equality where it defines one, else by identity."""
-    if isinstance(value, np.ndarray):
-        return ("ndarray", value.shape, str(value.dtype), hash(value.tobytes()))
-    if cast("Any", type(value)).__hash__ in (None, object.__hash__) or isinstance(
-        value, types.FunctionType
-    ):
-        return Identity(value)
-    try:
-        hash(value)
-    except TypeError:
-        return Identity(value)
-    return (type(value), value)

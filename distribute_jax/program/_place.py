@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import threading
 import types
 from typing import Any
 
@@ -77,8 +80,99 @@ class Member:
         self.owner.set(type(old)(*items) if hasattr(old, "_fields") else items)
 
 
+class Attribute:
+    """An attribute that is in no dict of its object: of a class, in a slot, or local to a thread."""
+
+    __slots__ = ("name", "owner")
+    can_set = True
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def get(self) -> Any:
+        """Reads the attribute; one that is gone gives the unassigned marker."""
+        return getattr(self.owner, self.name, UNASSIGNED)
+
+    def set(self, value: Any) -> None:
+        """Assigns the attribute, of a frozen object too."""
+        if isinstance(self.owner, type):
+            type.__setattr__(self.owner, self.name, value)
+        elif isinstance(self.owner, threading.local):
+            setattr(self.owner, self.name, value)
+        else:
+            object.__setattr__(self.owner, self.name, value)
+
+
+class Argument:
+    """An argument of a ``functools.partial``, by position or by name."""
+
+    __slots__ = ("key", "owner")
+    can_set = True
+
+    def __init__(self, owner: functools.partial[Any], key: int | str) -> None:
+        self.owner = owner
+        self.key = key
+
+    def get(self) -> Any:
+        """Reads the argument."""
+        return (
+            self.owner.args[self.key]
+            if isinstance(self.key, int)
+            else self.owner.keywords[self.key]
+        )
+
+    def set(self, value: Any) -> None:
+        """Replaces the argument in the partial itself."""
+        partial, args, keywords = self.owner, self.owner.args, dict(self.owner.keywords)
+        if isinstance(self.key, int):
+            args = (*args[: self.key], value, *args[self.key + 1 :])
+        else:
+            keywords[self.key] = value
+        state = (partial.func, args, keywords, vars(partial) or None)
+        partial.__setstate__(state)  # type: ignore[attr-defined]
+
+
+class Default:
+    """A default value of a function's argument."""
+
+    __slots__ = ("function", "index")
+    can_set = True
+
+    def __init__(self, function: types.FunctionType, index: int) -> None:
+        self.function = function
+        self.index = index
+
+    def get(self) -> Any:
+        """Reads the default."""
+        return (self.function.__defaults__ or ())[self.index]
+
+    def set(self, value: Any) -> None:
+        """Gives the function another default."""
+        old = self.function.__defaults__ or ()
+        self.function.__defaults__ = (*old[: self.index], value, *old[self.index + 1 :])
+
+
+class Context:
+    """The value of a ``ContextVar``."""
+
+    __slots__ = ("variable",)
+    can_set = True
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def get(self) -> Any:
+        """Reads the variable; one without a value gives the unassigned marker."""
+        return self.variable.get(UNASSIGNED)
+
+    def set(self, value: Any) -> None:
+        """Gives the variable a value in this context."""
+        self.variable.set(value)
+
+
 class Fixed:
-    """A value that sits where nothing can be assigned: a default, the argument of a partial."""
+    """A value that sits where nothing can be assigned: in a frozenset, or behind a read-only view."""
 
     __slots__ = ("value",)
     can_set = False
@@ -95,7 +189,7 @@ class Fixed:
         raise TypeError(f"a fixed place cannot be assigned {value!r}")
 
 
-Place = Cell | Item | Member | Fixed
+Place = Cell | Item | Member | Attribute | Argument | Default | Context | Fixed
 
 
 def anchor(place: Place) -> Place:

@@ -19,6 +19,7 @@ from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
 from distribute_jax.program._entry import Entry, OutdatedError
 from distribute_jax.program._leak import run_checked_for_leaks
+from distribute_jax.program._left_behind import check_left_behind, contents_restored_on_error
 from distribute_jax.program._notices import Notices
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._place_state import place_state
@@ -165,17 +166,20 @@ class Runner:
         check_function(fn)
         self._forget_dead()
         binding = Binding(fn, arguments)
+        check_left_behind(binding)
         place_state(binding, self._mesh, warn=warn)
         key = (binding.key, *head[1:])
         program = self._programs.get(key)
         if program is None:
             self._recompilations.note(head[0], fn, binding, arguments)
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
-            program = build(call, options)
+            with contents_restored_on_error(binding):
+                program = build(call, options)
+                # What Python did while it was traced, such as counting calls, is not done again.
+                binding = Binding(fn, arguments)
+                check_left_behind(binding)
             if num_replicas(self._mesh) > 1:
                 self._notices.give(binding, program)
-            # What Python did while it was traced, such as counting calls, is not done again.
-            binding = Binding(fn, arguments)
             key = (binding.key, *head[1:])
             self._programs[key] = program
             if len(self._programs) > _MOST_PROGRAMS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from queue import SimpleQueue
 
 import jax
 import jax.numpy as jnp
@@ -116,17 +116,19 @@ def test_batch_norm_over_padding_leaks(s4: dj.MirroredStrategy):
 
 
 def test_the_check_costs_nothing_after_the_first_partial_batch(s4: dj.MirroredStrategy):
-    calls: deque[int] = deque()
+    calls: SimpleQueue[int] = SimpleQueue()  # no walk looks into it
 
     def step(x: jax.Array):
-        jax.debug.callback(lambda: calls.append(1))
+        jax.debug.callback(lambda: calls.put(1))
         return dj.compute_average_loss(x.sum(1))
 
     elements = list(s4.distribute_dataset(batches(8, 5, 6, 7)))
     for element, wanted in zip(elements, (4, 16, 20, 24), strict=True):
         jax.block_until_ready(s4.run(step, args=(element,)).global_array)
         jax.effects_barrier()
-        assert len(calls) == wanted  # one call on each of four replicas; the check runs three times
+        assert (
+            calls.qsize() == wanted
+        )  # one call on each of four replicas; the check runs three times
 
 
 def test_a_step_that_is_not_deterministic_is_not_called_leaking(s4: dj.MirroredStrategy):

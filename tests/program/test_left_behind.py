@@ -1,0 +1,121 @@
+"""Arrays that exist only while a step is traced do not stay in the user's objects."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+class Trainer:
+    """A plain object with attributes that a step may assign."""
+
+    best: Any
+
+    def __init__(self) -> None:
+        self.best = 0.0
+        self.history: list[Any] = [1.0]
+        self.logs: dict[str, Any] = {"step": 1}
+
+
+def _into_a_dict(trainer: Trainer, loss: jax.Array) -> None:
+    trainer.logs.update(loss=loss)
+
+
+def _into_a_list(trainer: Trainer, loss: jax.Array) -> None:
+    trainer.history.append(loss)
+
+
+def _into_a_new_attribute(trainer: Trainer, loss: jax.Array) -> None:
+    trainer.loss = loss  # type: ignore[attr-defined]
+
+
+def _into_an_old_attribute(trainer: Trainer, loss: jax.Array) -> None:
+    trainer.best = loss
+
+
+def _in_a_nest(trainer: Trainer, loss: jax.Array) -> None:
+    trainer.logs["all"] = [{"loss": (loss,)}]
+
+
+LEAKS: dict[Callable[[Trainer, jax.Array], None], str] = {
+    _into_a_dict: r"trainer\.logs\['loss'\]",
+    _into_a_list: r"trainer\.history\[1\]",
+    _into_a_new_attribute: r"trainer\.loss",
+    _into_an_old_attribute: r"trainer\.best",
+    _in_a_nest: r"trainer\.logs\['all'\]\[0\]\['loss'\]\[0\]",
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__.strip("_"))
+def test_an_array_left_in_an_object_is_named_and_taken_out(
+    s2: dj.MirroredStrategy, leak: Callable[[Trainer, jax.Array], None]
+):
+    """The error names the place; the object is as before, and a right step then works."""
+    trainer = Trainer()
+
+    def step(x: jax.Array, keep: bool) -> jax.Array:
+        if keep:
+            leak(trainer, x * 2)
+        return x * 2 + trainer.best
+
+    with pytest.raises(dj.StaleCaptureError, match=LEAKS[leak]):
+        s2.run(step, args=(1.0, True))
+    assert vars(trainer) == {"best": 0.0, "history": [1.0], "logs": {"step": 1}}
+    assert float(s2.run(step, args=(1.0, False))) == 2.0
+
+
+def test_a_nonlocal_that_is_assigned_is_named(s2: dj.MirroredStrategy):
+    """``nonlocal loss`` cannot carry a number out of a step."""
+    loss = None
+
+    def step() -> jax.Array:
+        nonlocal loss
+        loss = jnp.float32(1) * dj.get_replica_context().replica_id_in_sync_group
+        return loss
+
+    with pytest.raises(dj.StaleCaptureError, match="loss"):
+        s2.run(step)
+
+
+def test_containers_are_restored_when_the_step_raises(s2: dj.MirroredStrategy):
+    """A step that fails halfway through its trace leaves no tracer in a dict."""
+    logs: dict[str, Any] = {}
+
+    def step(x: jax.Array) -> None:
+        logs["x"] = x * 2
+        raise KeyError("half way")
+
+    with pytest.raises(KeyError, match="half way"):
+        s2.run(step, args=(1.0,))
+    assert logs == {}
+
+
+def test_what_python_counts_while_tracing_stays(s2: dj.MirroredStrategy):
+    """Plain values assigned while tracing are a side effect that users count with, and stay."""
+    trainer = Trainer()
+
+    def step(x: jax.Array) -> jax.Array:
+        trainer.history.append(len(trainer.history))
+        return x
+
+    s2.run(step, args=(1.0,))
+    s2.run(step, args=(2.0,))
+    assert trainer.history == [1.0, 1]
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_small_weight_out_of_sight_is_refused(replicas: int):
+    """Three numbers of a variable are no harmless constant: they would never train."""
+    weight = nnx.Param(jnp.ones(3))
+    hidden = itertools.cycle([weight])
+    strategy = dj.MirroredStrategy(list(range(replicas)))
+    with pytest.raises(dj.StaleCaptureError, match=r"float32\[3\]"):
+        strategy.run(lambda: next(hidden)[...].sum())
