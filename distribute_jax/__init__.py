@@ -61,8 +61,14 @@ from distribute_jax.strategies import (
 )
 from distribute_jax.testing import simulate as simulate
 from distribute_jax.training import (
+    Optimizer as Optimizer,
     compute_average_loss as compute_average_loss,
     scale_regularization_loss as scale_regularization_loss,
+)
+from distribute_jax.variables import (
+    Variable as Variable,
+    VariableAggregation as VariableAggregation,
+    VariableSynchronization as VariableSynchronization,
 )
 
 __version__ = "0.1.0"
@@ -83,6 +89,7 @@ __all__ = [
     "MixedStrategiesError",
     "NotEqualError",
     "OneDeviceStrategy",
+    "Optimizer",
     "OutOfSyncError",
     "PaddingLeakError",
     "PartialPolicy",
@@ -97,6 +104,9 @@ __all__ = [
     "Strategy",
     "TracedValueError",
     "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "assume_mirrored",
     "compute_average_loss",
     "data",

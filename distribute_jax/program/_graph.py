@@ -112,9 +112,12 @@ class Walker:
         self.graph.variables.append(variable)
         self.graph.names.append(name)
         raw = variable.get_raw_value()
+        metadata = tuple(
+            (key, mapping_key(value)) for key, value in sorted(variable.get_metadata().items())
+        )
         if isinstance(raw, (jax.Array, np.ndarray, np.generic)):
-            return (type(variable), raw.shape, raw.dtype)
-        return (type(variable), jax.tree.structure(raw))
+            return (type(variable), metadata, raw.shape, raw.dtype)
+        return (type(variable), metadata, jax.tree.structure(raw))
 
     def _node(self, node: Any, name: str) -> Any:
         self.graph.nodes.append(node)

@@ -16,8 +16,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
-from distribute_jax._errors import DeadlockError
+from distribute_jax._errors import DeadlockError, OutOfSyncError
 from distribute_jax.collectives._mirrored import mirrored_p
+from distribute_jax.collectives._unreduced import unreduced_p
 from distribute_jax.program._sync_marks import (
     MIRRORED,
     ClosedJaxpr,
@@ -40,6 +41,12 @@ Reduce the predicate first, so that all replicas decide alike:
     dj.get_replica_context().all_reduce('max', pred)
 or move the collective out of the branch or loop."""
 
+REDUCED = """\
+dj.Optimizer.update at {where} got gradients that are equal on every replica already, and would sum \
+them: {replicas} times too large.
+If they were combined before, pass update(model, grads, skip_gradients_aggregation=True). Otherwise \
+they do not depend on the batch: pass the batch in args, from strategy.distribute_dataset."""
+
 
 def prove(
     jaxpr: Any, in_marks: Sequence[Mark], *, axis: str = "data", axis_size: int
@@ -59,8 +66,11 @@ def prove(
     Raises:
         DeadlockError: A collective over ``axis`` stands under a condition or in a loop that may
             go differently on different replicas.
+        OutOfSyncError: ``dj.Optimizer`` would sum gradients that are equal on all replicas already.
     """
-    outs, _ = _Walk(axis, axis_size).run(jaxpr, in_marks, Control())
+    walk = _Walk(axis, axis_size)
+    outs, _ = walk.run(jaxpr, in_marks, Control())
+    walk.check_unreduced()
     return outs
 
 
@@ -72,6 +82,8 @@ class _Walk:
         self.axis_size = axis_size
         # Holds the bodies too, so that no id is used twice.
         self._done: dict[Any, tuple[Any, list[Mark], list[Mark]]] = {}
+        # Marks grow while loops are walked again, so what was seen is judged at the end.
+        self._unreduced: dict[int, tuple[Any, Mark]] = {}
 
     def run(
         self, body: Any, marks: Sequence[Mark], control: Control
@@ -104,6 +116,10 @@ class _Walk:
     def _apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
         if eqn.primitive is mirrored_p:
             return Outcome([MIRRORED])
+        if eqn.primitive is unreduced_p:
+            _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
+            self._unreduced[id(eqn)] = eqn, union([before, *marks])
+            return Outcome(marks)
         rule = RULES.get(eqn.primitive.name)
         if rule is None:
             outcome = Outcome([union(marks)] * len(eqn.outvars)) if _is_plain(eqn) else None
@@ -125,6 +141,12 @@ class _Walk:
         mark = union([*marks, control.mark]) | {f"{kind} at {line(eqn)}"}
         refs = {i: mark for i, var in enumerate(eqn.invars) if _is_ref(var)}
         return Outcome([mark] * len(eqn.outvars), refs)
+
+    def check_unreduced(self) -> None:
+        """Raises where all of the values that are about to be summed are mirrored already."""
+        for eqn, mark in self._unreduced.values():
+            if not mark:
+                raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
 
     def meet(self, eqn: Any, control: Control) -> None:
         """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""

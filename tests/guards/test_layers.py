@@ -15,7 +15,7 @@ LAYERS = (
     ("_internals",),
     ("_context", "_values"),
     ("_padding",),
-    ("cluster", "placement", "collectives"),
+    ("cluster", "placement", "collectives", "variables"),
     ("program",),
     ("data",),
     ("strategies",),

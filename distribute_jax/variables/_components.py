@@ -1,0 +1,71 @@
+"""The replicas' own values of an ON_READ variable, stacked on a leading dim: made, and made one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import num_replicas, split_sharding
+from distribute_jax.variables._kinds import VariableAggregation
+
+
+def initial(value: jax.Array, replicas: int, aggregation: VariableAggregation) -> jax.Array:
+    """Stacks the first components: under SUM replica 0 holds it all, so that it reads back."""
+    if aggregation is VariableAggregation.SUM:
+        nothing = jnp.zeros((replicas - 1, *value.shape), value.dtype)
+        return jnp.concatenate([value[None], nothing])
+    return jnp.broadcast_to(value, (replicas, *value.shape))
+
+
+def divided(value: jax.Array, replicas: int, aggregation: VariableAggregation) -> jax.Array:
+    """Stacks the components of a value assigned from outside.
+
+    Under SUM each replica gets an equal share, and replica 0 what is left over, so that integers
+    and rounded numbers read back as they were given.
+    """
+    if aggregation is not VariableAggregation.SUM:
+        return jnp.broadcast_to(value, (replicas, *value.shape))
+    whole = jnp.issubdtype(value.dtype, jnp.integer)
+    share = value // replicas if whole else value / replicas
+    first = value - share * (replicas - 1)
+    others = jnp.broadcast_to(share, (replicas - 1, *value.shape))
+    return jnp.concatenate([first[None], others]).astype(value.dtype)
+
+
+def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
+    """Makes one value of the components."""
+    if aggregation is VariableAggregation.SUM:
+        return jnp.sum(stacked, 0, dtype=stacked.dtype)
+    if aggregation is VariableAggregation.MEAN:
+        return jnp.mean(stacked, 0)
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return stacked[0]
+    raise ArgumentError(
+        f"The ON_READ variable {name!r} was read in cross-replica context, and has aggregation=NONE: "
+        "nothing says how its replicas' values become one. Could not convert from "
+        "`VariableAggregation.NONE`; make it with aggregation=dj.VariableAggregation.SUM, MEAN or "
+        "ONLY_FIRST_REPLICA, or read its .values."
+    )
+
+
+def placed(stacked: Any, mesh: Mesh) -> Any:
+    """Lays one component on each replica."""
+    if isinstance(stacked, jax.core.Tracer):
+        return stacked
+    return jax.device_put(stacked, split_sharding(mesh))
+
+
+def relaid(stacked: jax.Array, mesh: Mesh, aggregation: VariableAggregation) -> jax.Array:
+    """Lays the components on another number of replicas, so that the variable reads the same."""
+    replicas = num_replicas(mesh)
+    if stacked.shape[0] != replicas:
+        kept = VariableAggregation.ONLY_FIRST_REPLICA
+        none = aggregation is VariableAggregation.NONE
+        value = combined(stacked, kept if none else aggregation, "")
+        stacked = initial(value, replicas, aggregation)
+    on_mesh: jax.Array = placed(stacked, mesh)
+    return on_mesh

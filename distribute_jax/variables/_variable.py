@@ -1,0 +1,338 @@
+"""``Variable``: an ``nnx.Variable`` with TensorFlow's rules for many replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from distribute_jax import _context
+from distribute_jax._errors import ArgumentError, PerReplicaError
+from distribute_jax._internals import at_top_level, uncommitted
+from distribute_jax._mesh import DATA, num_replicas, outside_mesh
+from distribute_jax._values import DistributedValues, PerReplica
+from distribute_jax.variables import _components
+from distribute_jax.variables._kinds import (
+    VariableAggregation,
+    VariableSynchronization,
+    checked_kinds,
+)
+from distribute_jax.variables._scatter import SCATTERS, scattered
+
+_NONE = VariableAggregation.NONE
+_SUM = VariableAggregation.SUM
+_ON_READ = VariableSynchronization.ON_READ
+
+
+class Variable(nnx.Variable[Any]):
+    """State with a rule for what it means that several replicas write it.
+
+    It is an ``nnx.Variable``: put it on a module, or capture it in the step. ``v[...] = x`` is
+    ``assign``. Which rule applies depends on where the code stands:
+
+    - ``ON_WRITE`` (the default): mirrored. Inside ``run`` a write combines what the replicas write,
+      by the aggregation, at once: SUM, MEAN, or replica 0's. With aggregation NONE the replicas must
+      write the same, which is proved. Outside of ``run`` a write sets the value everywhere.
+    - ``ON_READ``: each replica keeps its own value inside ``run``; nothing is communicated. Outside of
+      ``run`` it reads as the aggregate; ``assign(x)`` makes it read as x, and under SUM divides x
+      among the replicas. It starts as given: under SUM replica 0 holds the initial value.
+
+    Args:
+        value: the initial value, a number or an array (global view).
+        trainable: whether optimizers should train it; None means True for ON_WRITE, False for
+            ON_READ. Kept as metadata, for filters.
+        synchronization: when replicas are combined.
+        aggregation: how they are combined.
+        name: a name for messages; the components of the other replicas are ``name/replica_1``, ….
+        **metadata: further metadata of the ``nnx.Variable``.
+
+    Raises:
+        ValueError: a MEAN of integers, ``synchronization=NONE``, or no such kind.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> total = dj.Variable(10.0, aggregation=dj.VariableAggregation.SUM)
+        >>> def step(x):
+        ...     return total.assign_add(x)
+        >>> float(dj.OneDeviceStrategy("cpu:0").run(step, args=(3.0,)))
+        13.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/Variable
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(
+        self,
+        value: Any,
+        trainable: bool | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        name: str = "Variable",
+        **metadata: Any,
+    ) -> None:
+        """Makes the variable for the strategy that is current; see the class for the arguments."""
+        if isinstance(value, DistributedValues):
+            raise _different_values(name)
+        array = jnp.asarray(value)
+        synchronization, aggregation = checked_kinds(synchronization, aggregation, array.dtype)
+        if trainable is None:
+            trainable = synchronization is not _ON_READ
+        super().__init__(
+            array,
+            trainable=trainable,
+            synchronization=synchronization,
+            aggregation=aggregation,
+            name=name,
+            **metadata,
+        )
+
+    def create_value(self, value: Any) -> Any:
+        """Gives the first raw value: for ON_READ one component for each replica."""
+        if not self.is_on_read:
+            return value
+        if _inside_run():
+            others = jnp.zeros_like(value) if self.aggregation is _SUM else value
+            return jnp.where(jax.lax.axis_index(DATA) == 0, value, others)
+        mesh = _context.current().strategy.mesh
+        stacked = _components.initial(value, num_replicas(mesh), self.aggregation)
+        return _components.placed(stacked, mesh)
+
+    @property
+    def is_on_read(self) -> bool:
+        """Whether each replica keeps its own value."""
+        return bool(self.get_metadata("synchronization") is _ON_READ)
+
+    # Reading
+
+    def get_value(self, *, index: Any = ...) -> Any:
+        """Gives the value: inside ``run`` this replica's, outside of it the aggregated one."""
+        raw = self.get_raw_value()
+        if self.is_on_read and not _inside_replica():
+            raw = self._aggregated(raw)
+        return raw if index is Ellipsis or not hasattr(raw, "shape") else raw[index]
+
+    def read_value(self) -> Any:
+        """Gives the value, as ``v[...]`` does."""
+        return self.get_value()
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Gives the value as a NumPy array; outside of ``run`` only."""
+        return np.asarray(self.get_value())
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """This process's components in replica order, outside of ``run``."""
+        raw = self.get_raw_value()
+        if self.is_on_read:
+            return PerReplica(raw, raw.sharding.mesh).values
+        with outside_mesh():
+            return tuple(uncommitted(shard.data) for shard in raw.addressable_shards)
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """The names of all replicas' components: ``v``, ``v/replica_1``, …."""
+        replicas = len(self.get_raw_value().sharding.device_set)
+        return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
+
+    def _aggregated(self, raw: Any) -> Any:
+        if _inside_run():  # in merge_call: the raw value is this replica's component
+            raw = jax.lax.all_gather(raw, DATA)
+        return _components.combined(raw, self.aggregation, self.name)
+
+    # Writing
+
+    def set_value(self, value: Any, *, index: Any = ...) -> None:
+        """Assigns the value, or a part of it, by the rules of the class."""
+        if index is Ellipsis:
+            self.assign(value)
+        elif self.is_on_read and not _inside_replica():
+            self.assign(self.get_value().at[index].set(value))
+        elif self.aggregation in (_SUM, VariableAggregation.MEAN) and _inside_replica():
+            raise NotImplementedError(
+                f"Assigning a part of {self.name!r} inside run is not defined for aggregation "
+                f"{self.aggregation.name}: the replicas' parts cannot be combined. Use "
+                "scatter_add, or assign the whole value."
+            )
+        else:
+            self.assign(self.get_raw_value().at[index].set(value))
+
+    def assign(self, value: Any) -> Any:
+        """Sets the value.
+
+        Args:
+            value: a number or an array of the variable's shape: this replica's inside ``run``.
+
+        Returns:
+            Inside ``run`` this replica's new value; outside of it the variable.
+
+        Raises:
+            ValueError: the shape differs, or a per-replica value outside of ``run``.
+        """
+        value = self._as_own(value)
+        if _inside_replica():
+            return self._store(value if self.is_on_read else self._over_replicas(value))
+        if self.is_on_read:
+            self._check_assignable("assign")
+            return self._store_components(_components.divided, value)
+        return self._store(value)
+
+    def assign_add(self, delta: Any) -> Any:
+        """Adds to the value; see ``assign``."""
+        return self._assign_change("assign_add", self._as_own(delta))
+
+    def assign_sub(self, delta: Any) -> Any:
+        """Subtracts from the value; see ``assign``."""
+        return self._assign_change("assign_sub", -self._as_own(delta))
+
+    def scatter(self, op: str, indices: Any, updates: Any) -> Any:
+        """Changes rows of the value: ``v[indices] op= updates``, duplicates one after another.
+
+        Inside ``run`` each replica's change is combined by the aggregation, as one dense change.
+
+        Args:
+            op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
+            indices: int array of shape (k,), along dim 0 of the variable (this replica's).
+            updates: array of shape (k, …) or one that broadcasts to it (this replica's).
+
+        Returns:
+            As ``assign``.
+
+        Raises:
+            NotImplementedError: an ON_READ variable; min, max or update under SUM or MEAN.
+            ValueError: no such ``op``.
+        """
+        if op not in SCATTERS:
+            raise ArgumentError(f"scatter got op={op!r}. Use one of {', '.join(SCATTERS)}.")
+        if self.is_on_read:
+            raise NotImplementedError(
+                f"{self.name!r} is an ON_READ variable, and scatter_{op} is not defined for it. Use "
+                "assign_add inside run, or an ON_WRITE variable."
+            )
+        combines = self.aggregation in (_SUM, VariableAggregation.MEAN) and _inside_replica()
+        if combines and op in ("min", "max", "update"):
+            raise NotImplementedError(
+                f"scatter_{op} inside run is not defined for aggregation {self.aggregation.name} "
+                f"({self.name!r}). Use ONLY_FIRST_REPLICA, or NONE with equal updates."
+            )
+        over = self._over_replicas if combines else None
+        new = scattered(self.get_raw_value(), op, jnp.asarray(indices), jnp.asarray(updates), over)
+        return self._store(new if combines or not _inside_replica() else self._over_replicas(new))
+
+    def scatter_add(self, indices: Any, updates: Any) -> Any:
+        """Adds to rows; see ``scatter``."""
+        return self.scatter("add", indices, updates)
+
+    def scatter_sub(self, indices: Any, updates: Any) -> Any:
+        """Subtracts from rows; see ``scatter``."""
+        return self.scatter("sub", indices, updates)
+
+    def scatter_mul(self, indices: Any, updates: Any) -> Any:
+        """Multiplies rows; see ``scatter``."""
+        return self.scatter("mul", indices, updates)
+
+    def scatter_div(self, indices: Any, updates: Any) -> Any:
+        """Divides rows; see ``scatter``."""
+        return self.scatter("div", indices, updates)
+
+    def scatter_min(self, indices: Any, updates: Any) -> Any:
+        """Lowers rows to the updates; see ``scatter``."""
+        return self.scatter("min", indices, updates)
+
+    def scatter_max(self, indices: Any, updates: Any) -> Any:
+        """Raises rows to the updates; see ``scatter``."""
+        return self.scatter("max", indices, updates)
+
+    def scatter_update(self, indices: Any, updates: Any) -> Any:
+        """Replaces rows; see ``scatter``."""
+        return self.scatter("update", indices, updates)
+
+    def _assign_change(self, method: str, delta: jax.Array) -> Any:
+        if _inside_replica():
+            change = delta if self.is_on_read else self._over_replicas(delta)
+            return self._store(self.get_raw_value() + change)
+        if not self.is_on_read:
+            return self._store(self.get_raw_value() + delta)
+        self._check_assignable(method)
+        if self.aggregation is _SUM:
+            raise ArgumentError(
+                f"SyncOnReadVariable {self.name!r} does not support `{method}` in cross-replica context "
+                "when aggregation is set to `VariableAggregation.SUM`. Use assign, or call it inside run."
+            )
+        return self._store(self.get_raw_value() + delta)
+
+    def _as_own(self, value: Any) -> jax.Array:
+        """Turns a value into an array of the variable's dtype, and checks its shape."""
+        if isinstance(value, DistributedValues):
+            raise _different_values(self.name)
+        if isinstance(value, nnx.Variable):
+            value = value.get_value()
+        array = jnp.asarray(value).astype(self.get_raw_value().dtype)
+        raw = self.get_raw_value()
+        shape = raw.shape[1:] if self.is_on_read and not _inside_run() else raw.shape
+        if array.shape != shape:
+            raise ArgumentError(
+                f"Variable {self.name!r} has shape {shape} and was assigned shape {array.shape}. The "
+                "shapes must be equal; use jnp.broadcast_to, or make another variable."
+            )
+        return array
+
+    def _over_replicas(self, value: jax.Array) -> jax.Array:
+        """Combines what the replicas write, by the aggregation."""
+        if self.aggregation is _NONE:
+            return value
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            first = jnp.where(jax.lax.axis_index(DATA) == 0, value, jnp.zeros_like(value))
+            return jnp.asarray(jax.lax.psum(first, DATA), value.dtype)
+        op = "sum" if self.aggregation is _SUM else "mean"
+        total: jax.Array = _context.current().replica.all_reduce(op, value)
+        return total.astype(value.dtype)
+
+    def _store(self, raw: Any) -> Any:
+        old = self.get_raw_value()
+        if at_top_level() and isinstance(old, jax.Array):
+            # Stays where it was: on the mesh, with its components on their replicas.
+            raw = jax.device_put(raw, old.sharding)
+        self.set_raw_value(raw)
+        return raw if _inside_replica() else self
+
+    def _store_components(self, make: Any, value: jax.Array) -> Any:
+        if _inside_run():  # in merge_call: one component is stored
+            raw = make(value, int(jax.lax.psum(1, DATA)), self.aggregation)
+            return self._store(raw[jax.lax.axis_index(DATA)])
+        return self._store(make(value, self.get_raw_value().shape[0], self.aggregation))
+
+    def _check_assignable(self, method: str) -> None:
+        if self.aggregation is _NONE:
+            raise ArgumentError(
+                f"The ON_READ variable {self.name!r} has aggregation=NONE, so {method} in cross-replica "
+                "context is not defined. Assign it inside run, or give it another aggregation."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives metadata, or an attribute of the value, as it reads here."""
+        if not name.startswith("_") and self.is_on_read and not self.has_metadata(name):
+            return getattr(self.get_value(), name)
+        return super().__getattr__(name)
+
+
+def _inside_replica() -> bool:
+    """Tells whether the code runs as one replica."""
+    top = _context.entered()
+    return top is not None and top.replica is not None
+
+
+def _inside_run() -> bool:
+    """Tells whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
+    top = _context.entered()
+    return top is not None and (top.replica is not None or (top.merging and not at_top_level()))
+
+
+def _different_values(name: str) -> PerReplicaError:
+    return PerReplicaError(
+        f"Variable {name!r} was given a per-replica value in cross-replica context; its replicas would "
+        "drift apart. Reduce it first: v.assign(strategy.reduce('mean', value)), or assign inside run."
+    )
