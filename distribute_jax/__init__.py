@@ -8,10 +8,11 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 - ``data``: global batches spread over the replicas, exact to the last example;
 - ``strategies``: one file each: a mesh and a few choices;
 - ``training``: losses over the global batch;
+- ``experimental``: names that TensorFlow has in ``tf.distribute.experimental``;
 - ``testing``: equivalence checks and simulated devices for your own tests.
 """
 
-from distribute_jax import data as data, testing as testing
+from distribute_jax import data as data, experimental as experimental, testing as testing
 from distribute_jax._errors import (
     ArgumentError as ArgumentError,
     BackendStartedError as BackendStartedError,
@@ -35,7 +36,15 @@ from distribute_jax._values import (
     Mirrored as Mirrored,
     PerReplica as PerReplica,
 )
-from distribute_jax.collectives import ReduceOp as ReduceOp, assume_mirrored as assume_mirrored
+from distribute_jax.collectives import (
+    CrossDeviceOps as CrossDeviceOps,
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    NcclAllReduce as NcclAllReduce,
+    ReduceOp as ReduceOp,
+    ReductionToOneDevice as ReductionToOneDevice,
+    RingAllReduce as RingAllReduce,
+    assume_mirrored as assume_mirrored,
+)
 from distribute_jax.data import (
     DistributedDataset as DistributedDataset,
     DistributedIterator as DistributedIterator,
@@ -77,16 +86,19 @@ __all__ = [
     "ArgumentError",
     "BackendStartedError",
     "ContextError",
+    "CrossDeviceOps",
     "DeadlockError",
     "DistributeError",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
     "DonatedError",
+    "HierarchicalCopyAllReduce",
     "InputOptions",
     "Mirrored",
     "MirroredStrategy",
     "MixedStrategiesError",
+    "NcclAllReduce",
     "NotEqualError",
     "OneDeviceStrategy",
     "Optimizer",
@@ -97,7 +109,9 @@ __all__ = [
     "PerReplicaError",
     "PerReplicaTypeError",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
+    "RingAllReduce",
     "RunOptions",
     "StaleCaptureError",
     "StepFailedError",
@@ -110,6 +124,7 @@ __all__ = [
     "assume_mirrored",
     "compute_average_loss",
     "data",
+    "experimental",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

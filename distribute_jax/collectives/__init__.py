@@ -1,6 +1,27 @@
 """Collectives over the replicas: the reduce operations, on trees, inside ``run``."""
 
+from distribute_jax.collectives._cross_device import CrossDeviceOps as CrossDeviceOps
+from distribute_jax.collectives._hierarchical import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
 from distribute_jax.collectives._mirrored import assume_mirrored as assume_mirrored
+from distribute_jax.collectives._native import NcclAllReduce as NcclAllReduce
+from distribute_jax.collectives._options import (
+    CommunicationImplementation as CommunicationImplementation,
+    CommunicationOptions as CommunicationOptions,
+)
 from distribute_jax.collectives._reduce_op import ReduceOp as ReduceOp
+from distribute_jax.collectives._ring import RingAllReduce as RingAllReduce
+from distribute_jax.collectives._to_one import ReductionToOneDevice as ReductionToOneDevice
 
-__all__ = ["ReduceOp", "assume_mirrored"]
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "NcclAllReduce",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "RingAllReduce",
+    "assume_mirrored",
+]

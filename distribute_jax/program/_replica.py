@@ -13,6 +13,7 @@ from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA
 from distribute_jax._typing import PyTree
 from distribute_jax._values import DistributedValues
+from distribute_jax.collectives._options import CommunicationOptions, checked_options
 from distribute_jax.collectives._reduce_op import ReduceOp, reduce_op
 from distribute_jax.collectives._tree import all_gather, all_reduce
 
@@ -94,22 +95,31 @@ class ReplicaContext:
             return self._counts.sum()
         return None if self._share is None else self._share * self.num_replicas_in_sync
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree, options: Any = None) -> PyTree:
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
         """Combines a nest over the replicas and gives every replica the same result.
 
-        One collective serves all leaves. The gradient is the same reduction of the upstream
-        gradients, as in TensorFlow.
+        One collective serves all leaves of a dtype; the strategy's ``cross_device_ops`` say which. The
+        gradient is the same reduction of the upstream gradients, as in TensorFlow.
 
         Args:
-            reduce_op: ``"sum"`` or ``"mean"``; the mean of integers is floating.
-            value: a nest of arrays of any numeric dtypes; shapes equal on all replicas.
-            options: accepted for TensorFlow's signature.
+            reduce_op: ``"sum"`` or ``"mean"``. A sum has the dtype of ``jnp.sum``: integers are added
+                exactly, narrow ones in the default integer. The mean of integers is floating, and
+                that of float16 is taken in float32, so that the sum before it does not overflow.
+            value: a nest of arrays of any numeric dtypes; shapes equal on all replicas. The entries of
+                a ``jax.experimental.sparse.BCOO`` are joined, and add up when it is made dense.
+            options: how to do it this time: packing, or another algorithm.
 
         Returns:
             The nest with every leaf combined, mirrored.
 
         Raises:
-            ValueError: a leaf is not numeric, or ``reduce_op`` is not SUM or MEAN.
+            ValueError: a leaf is not numeric (a bool is none), ``reduce_op`` is not SUM or MEAN, or
+                ``options`` are no options.
 
         Example:
             >>> import distribute_jax as dj
@@ -121,29 +131,36 @@ class ReplicaContext:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_reduce
         """
-        del options
-        op = _reduce_op(reduce_op)
-        return all_reduce(op, value, self.num_replicas_in_sync, bound=self._bound)
+        return all_reduce(
+            _reduce_op(reduce_op),
+            value,
+            self.num_replicas_in_sync,
+            bound=self._bound,
+            ops=getattr(self._strategy, "_cross_device_ops", None),
+            options=checked_options(options, "all_reduce"),
+        )
 
-    def all_gather(self, value: PyTree, axis: int, options: Any = None) -> PyTree:
+    def all_gather(
+        self, value: PyTree, axis: int, options: CommunicationOptions | None = None
+    ) -> PyTree:
         """Joins the replicas' arrays along a dim, in replica order, for every replica.
 
         The gradient at a replica is its slice of the summed upstream gradients.
 
         Args:
-            value: a nest of arrays with at least one dim (each replica's view).
+            value: a nest of arrays of numbers or bools with at least one dim (each replica's view).
             axis: the dim to join along; may be negative.
-            options: accepted for TensorFlow's signature.
+            options: accepted for TensorFlow's signature; XLA gathers the same way whatever they say.
 
         Returns:
             The nest with dim ``axis`` N times as long, mirrored.
 
         Raises:
-            ValueError: a leaf is a scalar or does not have the dim.
+            ValueError: a leaf is a scalar, does not have the dim, or holds no numbers or bools.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_gather
         """
-        del options
+        checked_options(options, "all_gather")
         return all_gather(value, axis, bound=self._bound)
 
     def merge_call(

@@ -261,7 +261,10 @@ _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "pbroadcast")
 _GATHERS = ("all_gather", "all_gather_invariant")
 _EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psend", "precv")
 _CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
-_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call")
+_CUSTOM_CALLS = (
+    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"),
+    "cross_device_sum",  # ours: the trace of a CrossDeviceOps
+)
 _TAGGED_CALLS = ("composite", "compute_on", "xla_metadata_call")
 _COMBINES = ("reduce", "reduce_window", "select_and_scatter")
 _SCATTERS = tuple("scatter" + kind for kind in ("", "-add", "-sub", "-mul", "-min", "-max"))

@@ -202,11 +202,15 @@ class Strategy:
                 reduce those dims of each replica's array: SUM adds everything, MEAN divides by the
                 total number of elements, so shares of different length count right.
 
+        Dtypes are those of ``ReplicaContext.all_reduce``: integers are added exactly, in the dtype of
+        ``jnp.sum``, and their mean is floating.
+
         Returns:
             The nest of combined arrays, on this process's first device, free to mix with any other.
 
         Raises:
-            ValueError: another ``reduce_op``, shapes that do not fit, or a host value under SUM.
+            ValueError: another ``reduce_op``, shapes that do not fit, a host value under SUM, or a
+                value that is no number, such as a bool.
             RuntimeError: called inside ``run``.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce

@@ -18,6 +18,13 @@ from distribute_jax._internals import uncommitted
 from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, split_sharding
 from distribute_jax._tree import leaf_text
 from distribute_jax._values import DistributedValues, Layout, Mirrored, PerReplica, UnevenPerReplica
+from distribute_jax.collectives._dtypes import (
+    as_dtype,
+    check_summable,
+    mean_dtype,
+    sum_dtype,
+    wide,
+)
 from distribute_jax.collectives._reduce_op import ReduceOp
 from distribute_jax.collectives._tree import checked_dim
 
@@ -32,6 +39,7 @@ def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
         value = mirrored_copies = value.get_raw_value()
     else:
         mirrored_copies = value if isinstance(value, Mirrored) else None
+    check_summable((("the value", array) for array in _arrays(value)), "strategy.reduce")
     if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
         return _reduce_global(op, value, axes)
     if isinstance(value, DistributedValues):
@@ -39,6 +47,12 @@ def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
     if mirrored_copies is not None or replicas == 1:
         return _reduce_equal(op, value, axes, replicas)
     return _reduce_host(op, value, axes)
+
+
+def _arrays(value: Any) -> Sequence[Any]:
+    if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
+        return [value.global_array]
+    return value.values if isinstance(value, DistributedValues) else [value]
 
 
 def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
@@ -137,11 +151,18 @@ def _compiled_reduce(
 
 
 def _total(op: ReduceOp, parts: jax.Array, dims: tuple[int, ...], number: Any) -> jax.Array:
-    if op is ReduceOp.SUM:
-        return parts.sum(dims)  # narrow integers are widened, so that they do not overflow
-    floating = jnp.issubdtype(parts.dtype, jnp.inexact)
-    total = (parts if floating else parts.astype(jnp.result_type(float))).sum(dims)
-    return jnp.divide(total, number)
+    total = as_dtype(parts, _accumulator(op, parts.dtype)).sum(dims)
+    total = total if op is ReduceOp.SUM else jnp.divide(total, number)
+    return as_dtype(total, _result_dtype(op, parts.dtype))
+
+
+def _result_dtype(op: ReduceOp, dtype: Any) -> Any:
+    return sum_dtype(dtype) if op is ReduceOp.SUM else mean_dtype(dtype)
+
+
+def _accumulator(op: ReduceOp, dtype: Any) -> Any:
+    """Gives the dtype to add up in: the sum of float16 values may overflow where their mean does not."""
+    return wide(_result_dtype(op, dtype))
 
 
 def _stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
@@ -152,26 +173,22 @@ def _stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
 
 def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.Array:
     dims = [_dims(axes, part.shape) for part in parts]
-    sums = [
-        _total(ReduceOp.SUM, part, d, 1) if d else part for part, d in zip(parts, dims, strict=True)
-    ]
+    dtype = jnp.result_type(*parts)
+    wider = [as_dtype(part, _accumulator(op, dtype)) for part in parts]
+    sums = [part.sum(d) if d else part for part, d in zip(wider, dims, strict=True)]
     if len({part.shape for part in sums}) > 1:
         raise _uneven([part.shape for part in parts])
     total = functools.reduce(jnp.add, sums)
-    if op is ReduceOp.SUM:
-        return total
-    number = sum(math.prod(p.shape[i] for i in d) for p, d in zip(parts, dims, strict=True))
-    return total / number
+    if op is ReduceOp.MEAN:
+        total /= sum(math.prod(p.shape[i] for i in d) for p, d in zip(parts, dims, strict=True))
+    return as_dtype(total, _result_dtype(op, dtype))
 
 
 def _reduce_equal(op: ReduceOp, value: Any, axes: Axes, replicas: int) -> jax.Array:
     """Reduces a value that every replica has: SUM counts it once for each."""
     array = jnp.asarray(value)
     dims = _dims(axes, array.shape)
-    if dims:
-        array = _total(op, array, dims, math.prod(array.shape[d] for d in dims))
-    elif op is ReduceOp.MEAN and replicas > 1 and not jnp.issubdtype(array.dtype, jnp.inexact):
-        array = array.astype(jnp.result_type(float))
+    array = _reduce_dims(op, array, dims)
     return _local(array * replicas if op is ReduceOp.SUM and replicas > 1 else array)
 
 
@@ -183,8 +200,13 @@ def _reduce_host(op: ReduceOp, value: Any, axes: Axes) -> jax.Array:
             "reduce op ReduceOp.SUM: no replica produced it, so it is not known how often it counts. "
             "Reduce what strategy.run returned, or use 'mean'."
         )
-    dims = _dims(axes, array.shape)
-    return _total(op, array, dims, math.prod(array.shape[d] for d in dims)) if dims else array
+    return _reduce_dims(op, array, _dims(axes, array.shape))
+
+
+def _reduce_dims(op: ReduceOp, array: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    if not dims:
+        return as_dtype(array, _result_dtype(op, array.dtype))
+    return _total(op, array, dims, math.prod(array.shape[d] for d in dims))
 
 
 def _gather_global(value: PerReplica, axis: int) -> jax.Array:

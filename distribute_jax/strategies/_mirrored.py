@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import replica_mesh
+from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import find_devices
+from distribute_jax.strategies._devices import find_device, find_devices
 
 
 class MirroredStrategy(Strategy):
@@ -20,12 +23,15 @@ class MirroredStrategy(Strategy):
     Args:
         devices: ``jax.Device``s, indices, or strings such as ``"gpu:0"``; None or an empty list means
             all local devices of the default backend.
-        cross_device_ops: how replicas are combined; None means XLA's own collectives.
+        cross_device_ops: how ``ReplicaContext.all_reduce`` combines the replicas: one of
+            ``NcclAllReduce``, ``HierarchicalCopyAllReduce``, ``ReductionToOneDevice``,
+            ``RingAllReduce`` or your own; None means XLA's own collectives, as ``NcclAllReduce``.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
 
     Raises:
-        ValueError: a device is unknown, named twice, or of another process.
+        ValueError: a device is unknown, named twice, or of another process; ``cross_device_ops`` is
+            none, or reduces to a device that is not among them.
 
     Example:
         >>> import distribute_jax as dj
@@ -40,13 +46,28 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[Any] | None = None,
-        cross_device_ops: None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         *,
         steps_in_flight: int | None = None,
     ) -> None:
-        if cross_device_ops is not None:
-            raise ArgumentError(
-                f"MirroredStrategy(cross_device_ops={cross_device_ops!r}): only None is known, which "
-                "uses XLA's own collectives. Leave the argument out."
-            )
-        super().__init__(replica_mesh(find_devices(devices)), steps_in_flight=steps_in_flight)
+        found = find_devices(devices)
+        self._cross_device_ops = _placed(cross_device_ops, found)
+        super().__init__(replica_mesh(found), steps_in_flight=steps_in_flight)
+
+
+def _placed(ops: Any, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:
+    """Checks the operation, and finds the replica on the device that it names."""
+    if ops is not None and not isinstance(ops, CrossDeviceOps):
+        raise ArgumentError(
+            f"MirroredStrategy(cross_device_ops={ops!r:.80}): this is no dj.CrossDeviceOps. Pass None, "
+            "or an instance such as dj.RingAllReduce()."
+        )
+    if not isinstance(ops, ReductionToOneDevice) or ops.reduce_to_device is None:
+        return ops
+    device = find_device(ops.reduce_to_device)
+    if device not in devices:
+        raise ArgumentError(
+            f"MirroredStrategy(cross_device_ops={ops!r}): {device} is none of the strategy's devices "
+            f"{list(map(str, devices))}. Reduce to one of these, or leave reduce_to_device out."
+        )
+    return ops.on_replica(list(devices).index(device))

@@ -21,7 +21,7 @@ LAYERS = (
     ("strategies",),
     ("training", "checkpoint", "coordinator"),
     ("resilience",),
-    ("testing", "cli"),
+    ("experimental", "testing", "cli"),
     ("__init__",),
 )
 """Each line imports only from lines above it; siblings on a line do not know each other."""

@@ -1,0 +1,51 @@
+"""Every cross-device operation, and how the tests run one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import distribute_jax as dj
+
+ALGORITHMS: dict[str, Callable[[], dj.CrossDeviceOps | None]] = {
+    "default": lambda: None,
+    **{
+        f"nccl, {packs} packs": lambda packs=packs: dj.NcclAllReduce(num_packs=packs)
+        for packs in (0, 1, 2)
+    },
+    **{
+        f"hierarchical, {packs} packs": lambda packs=packs: dj.HierarchicalCopyAllReduce(packs)
+        for packs in (0, 1, 2)
+    },
+    **{f"ring, {packs} packs": lambda packs=packs: dj.RingAllReduce(packs) for packs in (0, 1, 2)},
+    "to one": dj.ReductionToOneDevice,
+}
+"""Makes each operation anew."""
+
+OWN = ("hierarchical, 1 packs", "ring, 1 packs", "ring, 2 packs", "to one")
+"""Those that the library writes out itself."""
+
+
+def context() -> Any:
+    """The context of this replica."""
+    return dj.get_replica_context()
+
+
+def strategy_with(ops: dj.CrossDeviceOps | None, replicas: int) -> dj.MirroredStrategy:
+    """A strategy that combines its replicas by an operation."""
+    return dj.MirroredStrategy(list(range(replicas)), cross_device_ops=ops)
+
+
+def on_replicas(strategy: dj.Strategy, values: Sequence[Any]) -> Any:
+    """Gives each replica its own nest of host values."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
+
+
+def locals_of(strategy: dj.Strategy, nest: Any) -> list[Any]:
+    """Gives each replica's nest as NumPy arrays."""
+    return [jax.tree.map(np.asarray, part) for part in strategy.experimental_local_results(nest)]
