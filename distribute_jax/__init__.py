@@ -19,6 +19,7 @@ from distribute_jax._errors import (
     DeadlockError as DeadlockError,
     DistributeError as DistributeError,
     DonatedError as DonatedError,
+    LoweringError as LoweringError,
     MixedStrategiesError as MixedStrategiesError,
     NotEqualError as NotEqualError,
     OutOfSyncError as OutOfSyncError,
@@ -49,6 +50,7 @@ from distribute_jax.program import (
     snapshot as snapshot,
 )
 from distribute_jax.strategies import (
+    CentralStorageStrategy as CentralStorageStrategy,
     MirroredStrategy as MirroredStrategy,
     OneDeviceStrategy as OneDeviceStrategy,
     Strategy as Strategy,
@@ -70,6 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "BackendStartedError",
+    "CentralStorageStrategy",
     "ContextError",
     "DeadlockError",
     "DistributeError",
@@ -78,6 +81,7 @@ __all__ = [
     "DistributedValues",
     "DonatedError",
     "InputOptions",
+    "LoweringError",
     "Mirrored",
     "MirroredStrategy",
     "MixedStrategiesError",
