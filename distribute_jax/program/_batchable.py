@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,11 @@ import jax.extend.core as jex_core
 from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._mesh import DATA
 from distribute_jax.program._sync_marks import ClosedJaxpr, line, name
+
+Stack = tuple[Any, ...]
+"""An equation, after the equations that hold it."""
+
+_LINE = re.compile(r":\d+$")
 
 _REFUSED = """\
 RunOptions(lowering="vmap") cannot run {what}: {reason}
@@ -25,9 +31,9 @@ _ONCE = "under vmap it may run once for all replicas, rather than once on each"
 @contextmanager
 def refusing_unbatchable(jaxpr: ClosedJaxpr, replicas: int) -> Iterator[None]:
     """Refuses a jaxpr that gives other numbers under ``vmap``, or one that JAX fails to compile so."""
-    for eqn in _equations(jaxpr.jaxpr):
-        if reason := _other_numbers(eqn):
-            raise _refusal(eqn, reason)
+    for stack in _equations(jaxpr.jaxpr):
+        if reason := _other_numbers(stack[-1]):
+            raise _refusal(stack, reason)
     try:
         yield
     except (DistributeError, jax.errors.JaxRuntimeError):
@@ -36,17 +42,20 @@ def refusing_unbatchable(jaxpr: ClosedJaxpr, replicas: int) -> Iterator[None]:
         raise _refusal(_culprit(jaxpr.jaxpr, replicas), str(error).partition("\n")[0]) from error
 
 
-def _refusal(eqn: Any, reason: str) -> LoweringError:
-    what = "this step" if eqn is None else f"{name(eqn)} at {line(eqn)}"
+def _refusal(stack: Stack, reason: str) -> LoweringError:
+    # What JAX's own functions are made of has no line of the user's, but the call around it has.
+    lines = [found for eqn in reversed(stack) if _LINE.search(found := line(eqn))]
+    what = " at ".join([name(stack[-1]), *lines[:1]]) if stack else "this step"
     return LoweringError(_REFUSED.format(what=what, reason=reason.rstrip(".") + "."))
 
 
-def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[Any]:
-    """Gives every equation, those inside others first."""
+def _equations(jaxpr: jex_core.Jaxpr, around: Stack = ()) -> Iterator[Stack]:
+    """Gives every equation, after those it holds, as the last of the equations that hold it."""
     for eqn in jaxpr.eqns:
+        stack = (*around, eqn)
         for inner in jex_core.subjaxprs(jaxpr.replace(eqns=[eqn])):
-            yield from _equations(inner)
-        yield eqn
+            yield from _equations(inner, stack)
+        yield stack
 
 
 def _other_numbers(eqn: Any) -> str | None:
@@ -58,10 +67,10 @@ def _other_numbers(eqn: Any) -> str | None:
     return _ONCE if primitive == "io_callback" else None
 
 
-def _culprit(jaxpr: jex_core.Jaxpr, replicas: int) -> Any:
+def _culprit(jaxpr: jex_core.Jaxpr, replicas: int) -> Stack:
     """Finds the first equation that does not work under ``vmap`` by itself."""
-    equations = _equations(jaxpr)
-    return next((eqn for eqn in equations if not _works_alone(jaxpr, eqn, replicas)), None)
+    stacks = _equations(jaxpr)
+    return next((stack for stack in stacks if not _works_alone(jaxpr, stack[-1], replicas)), ())
 
 
 def _works_alone(jaxpr: jex_core.Jaxpr, eqn: Any, replicas: int) -> bool:
