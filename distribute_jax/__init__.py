@@ -20,6 +20,7 @@ from distribute_jax._errors import (
     DeadlockError as DeadlockError,
     DistributeError as DistributeError,
     DonatedError as DonatedError,
+    LoweringError as LoweringError,
     MixedStrategiesError as MixedStrategiesError,
     NotEqualError as NotEqualError,
     OutOfSyncError as OutOfSyncError,
@@ -58,6 +59,7 @@ from distribute_jax.program import (
     snapshot as snapshot,
 )
 from distribute_jax.strategies import (
+    CentralStorageStrategy as CentralStorageStrategy,
     MirroredStrategy as MirroredStrategy,
     OneDeviceStrategy as OneDeviceStrategy,
     Strategy as Strategy,
@@ -85,6 +87,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "BackendStartedError",
+    "CentralStorageStrategy",
     "ContextError",
     "CrossDeviceOps",
     "DeadlockError",
@@ -95,6 +98,7 @@ __all__ = [
     "DonatedError",
     "HierarchicalCopyAllReduce",
     "InputOptions",
+    "LoweringError",
     "Mirrored",
     "MirroredStrategy",
     "MixedStrategiesError",

@@ -16,7 +16,8 @@ Each is also the builtin that a TensorFlow user would catch::
     ├── StaleCaptureError(ValueError)       an array was captured in a way that would go stale
     ├── PerReplicaError(ValueError)         a per-replica value was used as if it were one array
     ├── PerReplicaTypeError(TypeError)      arithmetic on a per-replica value outside run
-    └── TracedValueError(TypeError)         Python needed the value of a traced number
+    ├── TracedValueError(TypeError)         Python needed the value of a traced number
+    └── LoweringError(NotImplementedError)  the chosen lowering cannot run an operation of the step
 
 A message has five parts: what failed, where in the tree, what was received, the rule, and the next
 thing to type.
@@ -83,6 +84,10 @@ class PerReplicaTypeError(DistributeError, TypeError):
 
 class TracedValueError(DistributeError, TypeError):
     """Python code needed the value of a number that is traced inside ``run``."""
+
+
+class LoweringError(DistributeError, NotImplementedError):
+    """The chosen lowering cannot run an operation of the step, or only with other numbers."""
 
 
 for _cls in [c for c in list(globals().values()) if isinstance(c, type)]:

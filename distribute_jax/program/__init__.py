@@ -1,6 +1,7 @@
 """A per-replica function becomes one program: bind, trace, prove, lower, call."""
 
 from distribute_jax.program._aggregation import Combine as Combine
+from distribute_jax.program._home import Home as Home
 from distribute_jax.program._options import RunOptions as RunOptions
 from distribute_jax.program._per_example import per_example as per_example
 from distribute_jax.program._replica import (
@@ -12,6 +13,7 @@ from distribute_jax.program._snapshot import snapshot as snapshot
 
 __all__ = [
     "Combine",
+    "Home",
     "MergedValues",
     "ReplicaContext",
     "RunOptions",

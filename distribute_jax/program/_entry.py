@@ -12,7 +12,6 @@ import numpy as np
 
 from distribute_jax._errors import DonatedError
 from distribute_jax._internals import read_raw, write_raw
-from distribute_jax._mesh import mirrored_sharding, split_sharding
 from distribute_jax._tree import listed
 from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._arguments import Arguments
@@ -151,11 +150,13 @@ class Entry:
 
     def placed(self, flat: list[Any]) -> list[Any]:
         """Puts inputs that lie elsewhere onto the mesh."""
-        whole, split = mirrored_sharding(self.program.mesh), split_sharding(self.program.mesh)
-        lies, size = self.program.ordered_lies.split, self.program.traced.sizes[2]
+        if self.program.home is not None:
+            return flat  # the program sends them itself
+        lies = self.program.ordered_lies.in_shardings(self.program.mesh)
+        size = self.program.traced.sizes[2]
         # Several steps take the data of each step one after the other.
         more = (len(flat) - len(lies)) // size if size else 0
-        wanted = [split if s else whole for s in (*lies, *(lies[len(lies) - size :] * more))]
+        wanted = (*lies, *(lies[len(lies) - size :] * more))
         return [
             jax.device_put(x, to)
             if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(to, x.ndim)

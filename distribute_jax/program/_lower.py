@@ -1,24 +1,22 @@
-"""Lowering: the traced step becomes a compiled program over flat, placed arrays."""
+"""Lowering: the traced step as a function of one replica, and how its arrays lie on the mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from distribute_jax._mesh import DATA, mirrored_sharding, outside_mesh, split_sharding
+from distribute_jax._mesh import DATA, mirrored_sharding, split_sharding
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine, combined
 from distribute_jax.program._plan import Plan
 from distribute_jax.program._sync_marks import ClosedJaxpr
 from distribute_jax.program._trace import Call, Traced, abstract
-
-_WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +28,46 @@ class Layouts:
     split: tuple[bool, ...]
     """For each input: it is divided along dim 0."""
     mirrored: tuple[bool, ...]
-    """For each output: it is whole on every replica."""
+    """For each output: every replica has the same value."""
+    state: int
+    """How many of the first outputs are state."""
+    sharded_in: Mapping[int, NamedSharding] = field(default_factory=dict)
+    """The inputs, by position, that lie sharded over the replicas although each replica sees all."""
+    sharded_out: Mapping[int, NamedSharding] = field(default_factory=dict)
+    """The outputs, by position, that are left so."""
+
+    def in_shardings(self, mesh: Mesh) -> tuple[NamedSharding, ...]:
+        """Gives the sharding of each input between steps."""
+        usual = {True: split_sharding(mesh), False: mirrored_sharding(mesh)}
+        return tuple(self.sharded_in.get(i, usual[split]) for i, split in enumerate(self.split))
+
+    def out_shardings(self, mesh: Mesh) -> list[NamedSharding]:
+        """Gives the sharding of each output."""
+        usual = {True: mirrored_sharding(mesh), False: split_sharding(mesh)}
+        return [self.sharded_out.get(i, usual[whole]) for i, whole in enumerate(self.mirrored)]
+
+    def in_order(self, order: Sequence[int]) -> Layouts:
+        """Gives the layouts of a program that takes only these inputs, in this order."""
+        at = {i: position for position, i in enumerate(order)}
+        return replace(
+            self,
+            stacked=tuple(self.stacked[i] for i in order),
+            split=tuple(self.split[i] for i in order),
+            sharded_in={at[i]: sharding for i, sharding in self.sharded_in.items() if i in at},
+        )
 
 
-def layouts(call: Call, traced: Traced, plan: Plan) -> Layouts:
-    """Says how inputs and outputs lie on the mesh."""
+def layouts(
+    call: Call, traced: Traced, plan: Plan, kept: Sequence[NamedSharding | None] = ()
+) -> Layouts:
+    """Says how inputs and outputs lie on the mesh.
+
+    Args:
+        call: what was traced.
+        traced: the step.
+        plan: what becomes of its outputs.
+        kept: for each flat input that is state, the sharding over the replicas that it keeps.
+    """
     variables, arrays, _, counts = traced.sizes
     whole = [False] * (variables + arrays)
     batch = [isinstance(value, PerReplica) for value in call.arguments.data]
@@ -42,10 +75,19 @@ def layouts(call: Call, traced: Traced, plan: Plan) -> Layouts:
         b and v.layout is Layout.STACKED for b, v in zip(batch, call.arguments.data, strict=True)
     ]
     more = [False] * counts
+    sharded = {i: sharding for i, sharding in enumerate(kept) if sharding is not None}
+    ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
     return Layouts(
         stacked=(*whole, *stacked, *more),
         split=(*whole, *batch, *more),
         mirrored=(*(True for _ in plan.combine), *plan.mirrored),
+        state=len(plan.combine),
+        sharded_in=sharded,
+        sharded_out={
+            out: sharded[old]
+            for out, old in enumerate(_old_inputs(traced))
+            if old in sharded and ins[old].aval.shape == outs[out].aval.shape
+        },
     )
 
 
@@ -60,7 +102,7 @@ def used_inputs(traced: Traced) -> list[bool]:
 def replica_function(
     traced: Traced, plan: Plan, lies: Layouts, arrays: Sequence[Any]
 ) -> Callable[..., list[jax.Array]]:
-    """Gives the program of one replica over all flat inputs, as ``shard_map`` will call it."""
+    """Gives the program of one replica over all flat inputs, as a lowering will call it."""
     state = len(plan.combine)
     old = _old_inputs(traced)
     first_array = traced.sizes[0]
@@ -93,79 +135,6 @@ def _old_inputs(traced: Traced) -> list[int]:
         for index, size in zip(traced.written, traced.written_sizes, strict=True)
         for k in range(size)
     ]
-
-
-def compile_shard_map(
-    call: Call,
-    one_replica: Callable[..., list[jax.Array]],
-    lies: Layouts,
-    avals: Sequence[Any],
-    donated: Sequence[int],
-) -> Callable[..., list[jax.Array]]:
-    """Compiles for the mesh; the result takes and gives flat global arrays."""
-    mesh = call.mesh
-    mapped = jax.shard_map(
-        one_replica,
-        mesh=mesh,
-        in_specs=tuple(_SPLIT if split else _WHOLE for split in lies.split),
-        out_specs=[_WHOLE if mirrored else _SPLIT for mirrored in lies.mirrored],
-        axis_names={DATA},
-        check_vma=False,
-    )
-    whole, split = mirrored_sharding(mesh), split_sharding(mesh)
-    jitted = jax.jit(
-        mapped,
-        in_shardings=tuple(split if s else whole for s in lies.split),
-        out_shardings=[whole if m else split for m in lies.mirrored],
-        donate_argnums=tuple(donated),
-    )
-    compiled: Callable[..., list[jax.Array]] = jitted.lower(*avals).compile()
-    return compiled
-
-
-def compile_pmap(
-    call: Call,
-    one_replica: Callable[..., list[jax.Array]],
-    lies: Layouts,
-    avals: Sequence[Any],
-    donated: Sequence[int],
-) -> Callable[..., list[jax.Array]]:
-    """Compiles through ``jax.pmap``, which splits a leading dim; for comparison only."""
-    del avals, donated
-    mesh = call.mesh
-    replicas = mesh.shape[DATA]
-
-    def unstacked(*flat: jax.Array) -> list[jax.Array]:
-        again = [x[None] if stacked else x for x, stacked in zip(flat, lies.stacked, strict=True)]
-        outs = one_replica(*again)
-        return [x if whole else x[0] for x, whole in zip(outs, lies.mirrored, strict=True)]
-
-    mapped = jax.pmap(
-        unstacked,
-        axis_name=DATA,
-        in_axes=tuple(0 if split else None for split in lies.split),
-        out_axes=[None if whole else 0 for whole in lies.mirrored],
-        devices=list(mesh.devices.flat),
-    )
-    whole, split = mirrored_sharding(mesh), split_sharding(mesh)
-
-    def compiled(*flat: Any) -> list[jax.Array]:
-        with outside_mesh():
-            inputs = [
-                _with_replica_dim(x, replicas) if s and not stacked else x
-                for x, s, stacked in zip(flat, lies.split, lies.stacked, strict=True)
-            ]
-            outs = mapped(*inputs)
-            return [
-                jax.device_put(x, whole if m else split)
-                for x, m in zip(outs, lies.mirrored, strict=True)
-            ]
-
-    return compiled
-
-
-def _with_replica_dim(array: Any, replicas: int) -> jax.Array:
-    return jnp.reshape(array, (replicas, array.shape[0] // replicas, *array.shape[1:]))
 
 
 def input_avals(call: Call, traced: Traced) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from distribute_jax._errors import ArgumentError
 
-Lowering = Literal["shard_map", "pmap"]
+Lowering = Literal["shard_map", "vmap", "pmap"]
 Verify = Literal["first", "always"]
 
 
@@ -29,7 +29,9 @@ class RunOptions:
     __module__ = "distribute_jax"
 
     lowering: Lowering = "shard_map"
-    """``"pmap"`` compiles the same traced program through ``jax.pmap``, for comparison."""
+    """What the traced step is compiled through. ``"vmap"`` runs it as a ``vmap`` over the replicas in
+    one program that XLA partitions, and keeps state sharded where it lies sharded over ``"data"``; it
+    refuses by name the few operations that JAX cannot batch. ``"pmap"`` is for comparison."""
     check_sync: bool = True
     """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
     verify: Verify | None = None
@@ -44,7 +46,7 @@ class RunOptions:
         """Refuses values that no lowering or check has."""
         if self.lowering not in get_args(Lowering):
             raise ArgumentError(
-                f"RunOptions(lowering={self.lowering!r}) is not one of 'shard_map', 'pmap'."
+                f"RunOptions(lowering={self.lowering!r}) is not one of 'shard_map', 'vmap', 'pmap'."
             )
         if self.verify is not None and self.verify not in get_args(Verify):
             raise ArgumentError(

@@ -1,44 +1,94 @@
-"""State on the mesh before the first step: mirrored where it is not, shared buffers told apart."""
+"""State in its place before the first step: mirrored over the mesh, or wherever a strategy keeps it."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._internals import read_raw, write_raw
 from distribute_jax._mesh import mirrored_sharding, num_replicas
 from distribute_jax._tree import leaf_text, listed
 from distribute_jax.program._bind import Binding
+from distribute_jax.program._home import Home
 
 
-def place_state(binding: Binding, mesh: Mesh, *, warn: bool = True) -> None:
-    """Mirrors every variable over the mesh, with one warning where state was made elsewhere."""
-    whole = mirrored_sharding(mesh)
+def place_state(
+    binding: Binding, mesh: Mesh, home: Home | None, *, keep_sharding: bool, warn: bool
+) -> None:
+    """Puts every variable where state lies, with one warning where it was made elsewhere.
+
+    Args:
+        binding: whose variables.
+        mesh: where the replicas lie.
+        home: where state lies between steps; None for mirrored over the mesh.
+        keep_sharding: whether state that is sharded over the mesh stays so.
+        warn: whether to warn.
+    """
+    wanted = home.state if home else mirrored_sharding(mesh)
     raws = read_raw(binding.variables)
     _check_arrays(binding, raws)
-    placed = [jax.tree.map(lambda leaf: _placed(leaf, whole), raw) for raw in raws]
+
+    def place(leaf: Any) -> Any:
+        kept = keep_sharding and _over_mesh(leaf, mesh) is not None
+        return leaf if kept else _placed(leaf, wanted)
+
+    placed = [jax.tree.map(place, raw) for raw in raws]
     moved = [
-        name
+        (name, old)
         for name, old, new in zip(binding.names, raws, placed, strict=True)
         if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
     ]
     write_raw(binding.variables, placed)
     if moved and warn and num_replicas(mesh) > 1:
-        warnings.warn(_OUTSIDE.format(n=len(moved), lines=listed(moved, 3)), stacklevel=5)
+        _warn(moved, mesh, home)
 
 
-def _placed(leaf: Any, whole: NamedSharding) -> Any:
+def kept_shardings(binding: Binding, mesh: Mesh) -> tuple[NamedSharding | None, ...]:
+    """Gives, for each leaf of each variable, how it is sharded over the mesh; None where it is whole."""
+    leaves = jax.tree.leaves(read_raw(binding.variables))
+    return tuple(_over_mesh(leaf, mesh) for leaf in leaves)
+
+
+def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
+    """Gives the sharding of an array that is divided over just this mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return None
+    theirs = sharding.mesh
+    same = theirs.axis_names == mesh.axis_names and theirs.devices.tolist() == mesh.devices.tolist()
+    return NamedSharding(mesh, sharding.spec) if same else None
+
+
+def _placed(leaf: Any, wanted: Sharding) -> Any:
     if isinstance(leaf, jax.Array):
-        if leaf.sharding.is_equivalent_to(whole, leaf.ndim):
+        if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
             return leaf
-        return jax.device_put(leaf, whole)
-    return jax.device_put(jnp.asarray(leaf), whole)
+        return jax.device_put(leaf, wanted)
+    return jax.device_put(jnp.asarray(leaf), wanted)
+
+
+def _warn(moved: Sequence[tuple[str, Any]], mesh: Mesh, home: Home | None) -> None:
+    """Tells of state that was elsewhere; other memory of the right device is no other place."""
+    sharded, outside = [], []
+    for name, raw in moved:
+        leaves = [leaf for leaf in jax.tree.leaves(raw) if isinstance(leaf, jax.Array)]
+        if any(_over_mesh(leaf, mesh) for leaf in leaves):
+            sharded.append(name)
+        elif home is None or any(leaf.devices() != {home.device} for leaf in leaves):
+            outside.append(name)
+    if sharded:
+        warnings.warn(_SHARDED.format(n=len(sharded), lines=listed(sharded, 3)), stacklevel=6)
+    if outside:
+        where = f"lie on {home.device}" if home else "are mirrored over its devices"
+        text = _OUTSIDE.format(n=len(outside), lines=listed(outside, 3), where=where)
+        warnings.warn(text, stacklevel=6)
 
 
 def _check_arrays(binding: Binding, raws: list[Any]) -> None:
@@ -56,6 +106,11 @@ def _check_arrays(binding: Binding, raws: list[Any]) -> None:
 
 
 _OUTSIDE = """\
-{n} variables were made outside of strategy.scope() and are now mirrored over its devices:
+{n} variables were made outside of strategy.scope() and now {where}:
 {lines}
 Build the model and the optimizer inside `with strategy.scope():`, so that they are placed at once."""
+
+_SHARDED = """\
+{n} variables were sharded over the replicas, and are now whole on each:
+{lines}
+This lowering needs them whole. RunOptions(lowering="vmap") keeps them sharded."""

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._errors import StepFailedError
+from distribute_jax._mesh import num_replicas
 from distribute_jax._tree import listed
+from distribute_jax.program._home import Home, at_home
 from distribute_jax.program._lower import (
     Layouts,
-    compile_pmap,
-    compile_shard_map,
     input_avals,
     layouts,
     replica_function,
     used_inputs,
 )
+from distribute_jax.program._lowerings import COMPILERS, Compile
 from distribute_jax.program._options import RunOptions
+from distribute_jax.program._place_state import kept_shardings
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
 from distribute_jax.program._trace import Call, Traced, trace
@@ -41,7 +43,6 @@ class Program:
 
     traced: Traced
     plan: Plan
-    lies: Layouts
     compiled: Callable[..., list[Any]]
     order: tuple[int, ...]
     """The flat inputs in the order in which the compiled program takes them."""
@@ -60,6 +61,10 @@ class Program:
     """The step of one replica over the flat inputs in order, before compilation."""
     ordered_lies: Layouts
     """How the inputs, in order, and the outputs lie on the mesh."""
+    compile: Compile
+    """What compiled it, and compiles several steps of it."""
+    home: Home | None
+    """Where state lies between steps, if not on the mesh; the program sends all of its inputs itself."""
     scanned: dict[int, Callable[..., list[Any]]] = field(default_factory=dict)
     """Programs of several steps, by their number."""
     padding_checked: bool = False
@@ -92,11 +97,13 @@ class Program:
         return self.traced.results
 
 
-def build(call: Call, options: RunOptions) -> Program:
+def build(call: Call, options: RunOptions, home: Home | None = None) -> Program:
     """Traces, proves, lowers and compiles a step."""
+    compiler = COMPILERS[options.lowering]
     traced = trace(call)
     decided = plan(call, traced, options)
-    lies = layouts(call, traced, decided)
+    sharded = kept_shardings(call.binding, call.mesh) if compiler.keeps_sharding else ()
+    lies = layouts(call, traced, decided, sharded)
     order, written, kept, arrays = _input_order(traced)
     avals = input_avals(call, traced)
     one_replica = replica_function(
@@ -105,13 +112,16 @@ def build(call: Call, options: RunOptions) -> Program:
     ordered = _Reordered(one_replica, order, avals)
     donated = _donatable(traced, order, avals, written, options)
     given = [*range(donated), *_donated_arguments(call, traced, order, lies, options)]
-    compiler = compile_pmap if options.lowering == "pmap" else compile_shard_map
-    compiled = compiler(call, ordered, _permuted(lies, order), [avals[i] for i in order], given)
+    ordered_lies = lies.in_order(order)
+    compile_ = at_home(compiler.compile, home) if home else compiler.compile
+    with compiler.refusing(traced.jaxpr, num_replicas(call.mesh)):
+        compiled = compile_(call, ordered, ordered_lies, [avals[i] for i in order], given)
     sizes = [b - a for a, b in zip(traced.input_starts, traced.input_starts[1:], strict=False)]
     return Program(
-        traced, decided, lies, compiled, order, donated, written, kept, arrays,
+        traced, decided, compiled, order, donated, written, kept, arrays,
         simple=all(size == 1 for size in sizes) and set(traced.written_sizes) <= {1},
-        mesh=call.mesh, one_replica=ordered, ordered_lies=_permuted(lies, order),
+        mesh=call.mesh, one_replica=ordered, ordered_lies=ordered_lies,
+        compile=compile_, home=home,
     )  # fmt: skip
 
 
@@ -162,7 +172,7 @@ def _donatable(
     options: RunOptions,
 ) -> int:
     """Counts the written variables whose memory the new value can take over: all or none."""
-    if not options.donate_state or options.lowering == "pmap":
+    if not options.donate_state or not COMPILERS[options.lowering].donates:
         return 0
     inputs = sum(traced.input_starts[i + 1] - traced.input_starts[i] for i in written)
     outs = traced.jaxpr.jaxpr.outvars[: sum(traced.written_sizes)]
@@ -177,7 +187,7 @@ def _donatable(
 def _donated_arguments(
     call: Call, traced: Traced, order: Sequence[int], lies: Layouts, options: RunOptions
 ) -> list[int]:
-    if not options.donate_args or options.lowering == "pmap":
+    if not options.donate_args or not COMPILERS[options.lowering].donates:
         return []
     first = traced.sizes[0] + traced.sizes[1]
     last = first + traced.sizes[2]
@@ -187,14 +197,6 @@ def _donated_arguments(
         for at, i in enumerate(order)
         if first <= i < last and not lies.split[i] and isinstance(data[i - first], jax.Array)
     ]
-
-
-def _permuted(lies: Layouts, order: Sequence[int]) -> Layouts:
-    return Layouts(
-        stacked=tuple(lies.stacked[i] for i in order),
-        split=tuple(lies.split[i] for i in order),
-        mirrored=lies.mirrored,
-    )
 
 
 def _short(error: Exception) -> str:

@@ -18,11 +18,13 @@ from distribute_jax.program._arguments import Arguments, check_call, check_funct
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
 from distribute_jax.program._entry import Entry, OutdatedError
+from distribute_jax.program._home import Home
 from distribute_jax.program._leak import run_checked_for_leaks
 from distribute_jax.program._left_behind import check_left_behind, contents_restored_on_error
+from distribute_jax.program._lowerings import COMPILERS
 from distribute_jax.program._notices import Notices
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._place_state import place_state
+from distribute_jax.program._place_state import kept_shardings, place_state
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._recompile import Recompilations
 from distribute_jax.program._rows import wrap_partial
@@ -46,15 +48,18 @@ _one_at_a_time = threading.RLock()
 class Runner:
     """The programs of one strategy."""
 
-    def __init__(self, strategy: Any, mesh: Mesh, steps_in_flight: int | None) -> None:
+    def __init__(
+        self, strategy: Any, mesh: Mesh, steps_in_flight: int | None, home: Home | None = None
+    ) -> None:
         """Starts with no program.
 
         Args:
             strategy: what code inside a step sees as its strategy.
             mesh: where the replicas lie.
             steps_in_flight: how many steps may be dispatched and not finished; None for no limit.
+            home: where state lies between steps; None for mirrored over the mesh.
         """
-        self._strategy, self._mesh = strategy, mesh
+        self._strategy, self._mesh, self._home = strategy, mesh, home
         self._entries: dict[Any, list[Entry]] = {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._recompilations = Recompilations()
@@ -91,7 +96,7 @@ class Runner:
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions
     ) -> Any:
         batches = [take_apart(b, {}, self._mesh) for b in take_batches(iterator, steps)]
-        if can_scan(batches, steps) and not options.verify and options.lowering == "shard_map":
+        if can_scan(batches, steps) and not options.verify and COMPILERS[options.lowering].scans:
             entry, values = self.entry(fn, batches[0], options)
             if scans(entry.program):
                 call = self._call(fn, entry, batches[0])
@@ -167,20 +172,22 @@ class Runner:
         self._forget_dead()
         binding = Binding(fn, arguments)
         check_left_behind(binding)
-        place_state(binding, self._mesh, warn=warn)
-        key = (binding.key, *head[1:])
+        keeps = COMPILERS[options.lowering].keeps_sharding
+        place_state(binding, self._mesh, self._home, keep_sharding=keeps, warn=warn)
+        placement = kept_shardings(binding, self._mesh) if keeps else ()
+        key = (binding.key, placement, *head[1:])
         program = self._programs.get(key)
         if program is None:
             self._recompilations.note(head[0], fn, binding, arguments)
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             with contents_restored_on_error(binding):
-                program = build(call, options)
+                program = build(call, options, self._home)
                 # What Python did while it was traced, such as counting calls, is not done again.
                 binding = Binding(fn, arguments)
                 check_left_behind(binding)
             if num_replicas(self._mesh) > 1:
                 self._notices.give(binding, program)
-            key = (binding.key, *head[1:])
+            key = (binding.key, placement, *head[1:])
             self._programs[key] = program
             if len(self._programs) > _MOST_PROGRAMS:
                 self._drop(self._programs.popitem(last=False)[1])

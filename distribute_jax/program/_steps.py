@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,7 @@ from distribute_jax._mesh import outside_mesh
 from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._entry import Entry
-from distribute_jax.program._lower import Layouts, compile_shard_map, input_avals
+from distribute_jax.program._lower import input_avals
 from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call
 
@@ -96,13 +97,13 @@ def _compile(call: Call, program: Program, steps: int) -> Callable[..., list[Any
 
     avals = input_avals(call, program.traced)
     ordered = [avals[i] for i in program.order]
-    long_lies = Layouts(
+    long_lies = replace(
+        lies,
         stacked=lies.stacked[:fixed] + lies.stacked[fixed:] * steps,
         split=lies.split[:fixed] + lies.split[fixed:] * steps,
-        mirrored=lies.mirrored,
     )
     inputs = [*ordered[:fixed], *(ordered[fixed:] * steps)]
-    return compile_shard_map(call, many, long_lies, inputs, range(program.donated))
+    return program.compile(call, many, long_lies, inputs, range(program.donated))
 
 
 def stacked_results(results: Sequence[Any]) -> Any:

@@ -2,6 +2,9 @@
 
 from distribute_jax.strategies import _default as _default
 from distribute_jax.strategies._base import Strategy as Strategy, ValueContext as ValueContext
+from distribute_jax.strategies._central_storage import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
 from distribute_jax.strategies._current import (
     experimental_set_strategy as experimental_set_strategy,
     get_replica_context as get_replica_context,
@@ -13,6 +16,7 @@ from distribute_jax.strategies._mirrored import MirroredStrategy as MirroredStra
 from distribute_jax.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "MirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",

@@ -20,7 +20,7 @@ from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._reduce_op import reduce_op as as_reduce_op
 from distribute_jax.data import DistributedDataset, InputOptions
-from distribute_jax.program import Runner, RunOptions
+from distribute_jax.program import Home, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
     local_values,
@@ -57,18 +57,21 @@ class Strategy:
 
     __module__ = "distribute_jax"
 
-    def __init__(self, mesh: Mesh, *, steps_in_flight: int | None) -> None:
+    def __init__(
+        self, mesh: Mesh, *, steps_in_flight: int | None, home: Home | None = None
+    ) -> None:
         """Lays the replicas along the mesh's ``"data"`` axis.
 
         Args:
             mesh: the devices; one replica for each index along ``"data"``.
             steps_in_flight: how many dispatched steps may be unfinished; None for no limit on
                 accelerators, and 2 on CPU, where more can deadlock.
+            home: where state lies between steps; None for mirrored over the mesh.
         """
-        self._mesh = mesh
+        self._mesh, self._home = mesh, home
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         limit = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
-        self._runner = Runner(self, mesh, limit)
+        self._runner = Runner(self, mesh, limit, home)
 
     @property
     @final
@@ -90,8 +93,8 @@ class Strategy:
     def scope(self) -> Scope:
         """Makes the strategy current for a ``with`` block, where models are built.
 
-        Inside, ``get_strategy()`` is this strategy and arrays are made replicated over its mesh. The
-        scope may be entered again, also inside itself.
+        Inside, ``get_strategy()`` is this strategy and arrays are made where it keeps state: replicated
+        over its mesh, or on its parameter device. The scope may be entered again, also inside itself.
 
         Returns:
             A context manager that yields the strategy.
@@ -107,7 +110,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
         """
-        return Scope(self)
+        return Scope(self, self._mesh, self._home)
 
     @final
     def run(
@@ -343,10 +346,10 @@ class Strategy:
         """Makes a new strategy of the same kind on the same devices."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        state = {k: v for k, v in vars(self).items() if k not in {"_mesh", "_runner"}}
+        state = {k: v for k, v in vars(self).items() if k not in _OF_DEVICES}
         vars(new).update(copy.deepcopy(state, memo))
-        new._mesh = self._mesh
-        new._runner = Runner(new, self._mesh, self._runner.steps_in_flight)
+        vars(new).update({k: v for k, v in vars(self).items() if k in _OF_DEVICES})
+        new._runner = Runner(new, self._mesh, self._runner.steps_in_flight, self._home)
         return new
 
     def __repr__(self) -> str:
@@ -363,6 +366,10 @@ class Strategy:
     @staticmethod
     def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
         return jax.tree.map(function, tree, is_leaf=_is_value)
+
+
+_OF_DEVICES = frozenset({"_mesh", "_home", "_parameter_device", "_runner"})
+"""Attributes that a copy of a strategy shares or makes anew: devices cannot be copied."""
 
 
 def _is_value(leaf: Any) -> bool:

@@ -49,6 +49,12 @@ def find_device(name: Any) -> jax.Device:
     )
 
 
+def find_cpu() -> jax.Device | None:
+    """Gives the host's first CPU device, or None where JAX runs without it."""
+    devices = _of_kind("cpu")
+    return devices[0] if devices else None
+
+
 def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     """Finds the devices of a strategy; None or an empty list means all local ones."""
     if names is None or (isinstance(names, Sequence) and not isinstance(names, str) and not names):

@@ -1,20 +1,22 @@
-"""``strategy.scope()``: the strategy becomes current, and arrays are made on its mesh."""
+"""``strategy.scope()``: the strategy becomes current, and arrays are made where its state lies."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from distribute_jax import _context
+from distribute_jax.program import Home
 
 
 class Scope:
     """What ``strategy.scope()`` gives: a ``with`` block that can be entered again and again."""
 
-    def __init__(self, strategy: Any) -> None:
-        """Remembers the strategy; nothing is entered yet."""
-        self._strategy = strategy
+    def __init__(self, strategy: Any, mesh: Mesh, home: Home | None) -> None:
+        """Remembers the strategy and where its state lies; nothing is entered yet."""
+        self._strategy, self._mesh, self._home = strategy, mesh, home
         self._entered: list[tuple[_context.Frame, Any]] = []
 
     def __enter__(self) -> Any:
@@ -22,11 +24,10 @@ class Scope:
         _context.require_cross_replica("strategy.scope()")
         _context.require_unmixed(self._strategy)
         frame = _context.Frame(self._strategy)
-        # Flax builds variables that are replicated over the mesh in this context, by itself.
-        mesh = jax.set_mesh(self._strategy.mesh)
-        mesh.__enter__()
+        where = self._where()
+        where.__enter__()
         _context.push(frame)
-        self._entered.append((frame, mesh))
+        self._entered.append((frame, where))
         return self._strategy
 
     def is_current(self) -> bool:
@@ -35,7 +36,13 @@ class Scope:
 
     def __exit__(self, *error: Any) -> None:
         """Makes current what was current before."""
-        frame, mesh = self._entered[-1]
+        frame, where = self._entered[-1]
         _context.pop(frame)
         self._entered.pop()
-        mesh.__exit__(*error)
+        where.__exit__(*error)
+
+    def _where(self) -> Any:
+        """Gives the context in which Flax, by itself, builds variables where the strategy wants them."""
+        if self._home is not None:
+            return jax.default_device(self._home.device)
+        return jax.set_mesh(self._mesh)

@@ -1,0 +1,80 @@
+"""Parameters in one place, computation on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import replica_mesh
+from distribute_jax.program import Home
+from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._devices import find_cpu, find_device, find_devices
+
+
+class CentralStorageStrategy(Strategy):
+    """Keeps parameters and optimizer state on one device and computes on all.
+
+    Each ``run`` sends the state that the step reads to the compute devices, updates it there once,
+    and brings one copy back; between steps no compute device holds any. The numbers are those of
+    ``MirroredStrategy``. What a step returns equal on all replicas lies on the parameter device too,
+    so a nest of parameters that is passed in and returned is stored centrally as well.
+
+    Args:
+        compute_devices: ``jax.Device``s, indices, or strings such as ``"gpu:0"``; None or an empty
+            list means all local devices of the default backend.
+        parameter_device: where state lies, named likewise; it need not be a compute device. None
+            means the compute device where there is only one, else the host's ``"cpu:0"``.
+        memory_kind: which memory of the parameter device holds the variables between steps, such as
+            ``"pinned_host"``; None means its default memory.
+        steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
+            CPU, where it is 2.
+
+    Raises:
+        ValueError: a device is unknown, named twice, or of another process; or the parameter device
+            has no memory of that kind.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> strategy = dj.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:2")
+        >>> strategy.num_replicas_in_sync, strategy.parameter_device.id
+        (2, 2)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(
+        self,
+        compute_devices: Sequence[Any] | None = None,
+        parameter_device: Any = None,
+        *,
+        memory_kind: str | None = None,
+        steps_in_flight: int | None = None,
+    ) -> None:
+        devices = find_devices(compute_devices)
+        if parameter_device is not None:
+            device = find_device(parameter_device)
+        else:
+            device = devices[0] if len(devices) == 1 else find_cpu() or devices[0]
+        _check_memory(device, memory_kind)
+        home = Home(device, memory_kind)
+        super().__init__(replica_mesh(devices), steps_in_flight=steps_in_flight, home=home)
+        self._parameter_device = device
+
+    @property
+    def parameter_device(self) -> jax.Device:
+        """Where parameters and optimizer state lie between steps."""
+        return self._parameter_device
+
+
+def _check_memory(device: jax.Device, kind: str | None) -> None:
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if kind is not None and kind not in kinds:
+        raise ArgumentError(
+            f"CentralStorageStrategy(memory_kind={kind!r}): {device} has no such memory. It has "
+            f"{', '.join(map(repr, kinds))}; leave memory_kind out for its default one."
+        )
