@@ -7,11 +7,12 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 - ``program``: a per-replica function becomes one compiled program: bind, trace, prove, lower, call;
 - ``data``: global batches spread over the replicas, exact to the last example;
 - ``strategies``: one file each: a mesh and a few choices;
+- ``metrics``: as in ``flax.nnx.metrics``, exact for any number of replicas;
 - ``training``: losses over the global batch;
 - ``testing``: equivalence checks and simulated devices for your own tests.
 """
 
-from distribute_jax import data as data, testing as testing
+from distribute_jax import data as data, metrics as metrics, testing as testing
 from distribute_jax._errors import (
     ArgumentError as ArgumentError,
     BackendStartedError as BackendStartedError,
@@ -105,6 +106,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "metrics",
     "per_example",
     "scale_regularization_loss",
     "simulate",
