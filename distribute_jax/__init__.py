@@ -7,12 +7,18 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 - ``program``: a per-replica function becomes one compiled program: bind, trace, prove, lower, call;
 - ``data``: global batches spread over the replicas, exact to the last example;
 - ``strategies``: one file each: a mesh and a few choices;
+- ``metrics``: as in ``flax.nnx.metrics``, exact for any number of replicas;
 - ``training``: losses over the global batch;
 - ``experimental``: names that TensorFlow has in ``tf.distribute.experimental``;
 - ``testing``: equivalence checks and simulated devices for your own tests.
 """
 
-from distribute_jax import data as data, experimental as experimental, testing as testing
+from distribute_jax import (
+    data as data,
+    experimental as experimental,
+    metrics as metrics,
+    testing as testing,
+)
 from distribute_jax._errors import (
     ArgumentError as ArgumentError,
     BackendStartedError as BackendStartedError,
@@ -134,6 +140,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "metrics",
     "per_example",
     "scale_regularization_loss",
     "simulate",

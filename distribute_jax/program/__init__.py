@@ -2,6 +2,11 @@
 
 from distribute_jax.program._aggregation import Combine as Combine
 from distribute_jax.program._home import Home as Home
+from distribute_jax.program._merge import (
+    MergeRule as MergeRule,
+    moments_combined as moments_combined,
+    register_merge as register_merge,
+)
 from distribute_jax.program._options import RunOptions as RunOptions
 from distribute_jax.program._per_example import per_example as per_example
 from distribute_jax.program._replica import (
@@ -14,10 +19,13 @@ from distribute_jax.program._snapshot import snapshot as snapshot
 __all__ = [
     "Combine",
     "Home",
+    "MergeRule",
     "MergedValues",
     "ReplicaContext",
     "RunOptions",
     "Runner",
+    "moments_combined",
     "per_example",
+    "register_merge",
     "snapshot",
 ]

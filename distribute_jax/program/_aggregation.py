@@ -22,6 +22,8 @@ class Combine(enum.Enum):
     """The replicas' values are averaged."""
     INCREMENTS = "increments"
     """What each replica added is summed: ``new = old + Σ(new_r - old)``."""
+    TOGETHER = "together"
+    """It is combined together with the other variables of its metric, by the metric's rule."""
 
 
 BY_TYPE: dict[type[nnx.Variable], Combine] = {  # type: ignore[type-arg]

@@ -119,6 +119,11 @@ def replica_function(
             else combined(rule, out, out)
             for i, (rule, out) in enumerate(zip(plan.combine, outs[:state], strict=True))
         ]
+        for merge in plan.merges:
+            before = [inputs[old[k]] for k in merge.outputs]
+            merged = merge.combined([outs[k] for k in merge.outputs], before)
+            for k, value in zip(merge.outputs, merged, strict=True):
+                new[k] = value
         return new + [
             out if mirrored else out[None]
             for out, mirrored in zip(outs[state:], plan.mirrored, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from distribute_jax._mesh import num_replicas
 from distribute_jax._tree import is_array, is_number, listed
 from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import Combine, depends_on, rule_for
+from distribute_jax.program._merge import Merge, as_merge, written_metrics
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._sync import Mark, prove
 from distribute_jax.program._trace import Call, Traced
@@ -30,6 +31,8 @@ class Plan:
     """For each output that is state."""
     mirrored: tuple[bool, ...]
     """For each array of the result: whether every replica has the same."""
+    merges: tuple[Merge, ...] = ()
+    """State outputs that are combined together."""
 
 
 def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
@@ -39,27 +42,16 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     replicas = num_replicas(call.mesh)
     if replicas == 1:
         return Plan((Combine.MIRRORED,) * state, (True,) * results)
-    _check_metrics(call, traced)
     marks = prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
-    combine = tuple(_combine(call, traced, marks, options))
+    metrics = list(written_metrics(call, traced))
+    merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
+    special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
+    special |= {k: Combine.TOGETHER for merge in merges for k in merge.outputs}
+    combine = tuple(_combine(call, traced, marks, options, special))
     mirrored = tuple(not mark for mark in marks[state:])
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
-    return Plan(combine, mirrored)
-
-
-def _check_metrics(call: Call, traced: Traced) -> None:
-    """Refuses a metric whose state is not a sum, so that adding what replicas added is wrong."""
-    written = {id(call.binding.variables[i]) for i in traced.written}
-    nodes = [ref() for ref in call.binding.nodes]
-    for name, node in zip(call.binding.node_names, nodes, strict=True):
-        is_welford = isinstance(node, nnx.metrics.Welford)
-        if is_welford and any(id(part) in written for part in vars(node).values()):
-            raise OutOfSyncError(
-                f"The step updates {name} (Welford) on {num_replicas(call.mesh)} replicas, but its state "
-                "is not a sum, so the replicas' updates cannot be added. Update it outside of run with "
-                "strategy.gather(values, axis=0), or use nnx.metrics.Average."
-            )
+    return Plan(combine, mirrored, merges)
 
 
 def input_marks(call: Call, traced: Traced) -> list[Mark]:
@@ -74,18 +66,23 @@ def input_marks(call: Call, traced: Traced) -> list[Mark]:
 
 
 def _combine(
-    call: Call, traced: Traced, marks: Sequence[Mark], options: RunOptions
+    call: Call,
+    traced: Traced,
+    marks: Sequence[Mark],
+    options: RunOptions,
+    special: Mapping[int, Combine],
 ) -> Iterator[Combine]:
-    """Gives the rule of each state output, and raises for those that would drift apart."""
+    """Gives the rule of each state output, and raises for those that would drift apart.
+
+    ``special`` holds the outputs that belong to a metric with a rule of its own.
+    """
     drifting: list[str] = []
     for output, (variable, name, inputs) in enumerate(_written(call, traced)):
-        rule = rule_for(variable)
+        rule = special.get(output, rule_for(variable))
         if rule is Combine.INCREMENTS and not depends_on(traced.jaxpr.jaxpr, output, inputs):
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
-            drifting.append(
-                f"{name} ({type(variable).__name__}) depends on {_sources(marks[output])}"
-            )
+            drifting.append(_drift(name, variable, marks[output]))
         if rule is Combine.MEAN and not marks[output]:
             rule = Combine.MIRRORED
         yield rule
@@ -93,6 +90,13 @@ def _combine(
         raise OutOfSyncError(
             _DRIFT.format(replicas=num_replicas(call.mesh), lines=listed(drifting))
         )
+
+
+def _drift(name: str, variable: nnx.Variable[Any], mark: Mark) -> str:
+    line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
+    if isinstance(variable, nnx.metrics.MetricState):
+        line += ", and was reset or assigned in this step: reset a metric outside of run"
+    return line
 
 
 def _written(

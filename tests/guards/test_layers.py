@@ -19,6 +19,7 @@ LAYERS = (
     ("program",),
     ("data",),
     ("strategies",),
+    ("metrics",),
     ("training", "checkpoint", "coordinator"),
     ("resilience",),
     ("experimental", "testing", "cli"),

@@ -749,10 +749,3 @@ def test_numpy_arguments_that_devices_cannot_hold_are_refused(
 ):
     with pytest.raises(ValueError, match=r"strategy\.run got"):
         s2.run(lambda v: v, args=(value,))
-
-
-def test_a_metric_whose_state_is_no_sum_is_refused_by_name(s2: dj.MirroredStrategy):
-    with s2.scope():
-        metric = nnx.metrics.Welford("values")
-    with pytest.raises(ValueError, match=r"metric \(Welford\)"):
-        s2.run(lambda: metric.update(values=jnp.ones(3)))

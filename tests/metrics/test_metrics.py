@@ -1,0 +1,427 @@
+"""dj.metrics: the numbers of one device for any number of replicas, to the last example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.metrics import Accuracy, Average, Metric, MultiMetric, Welford
+
+FEW = pytest.mark.filterwarnings("ignore:The global batch has")
+SIZES = (8, 13, 1, 16)
+
+
+def batches(*sizes: int, offset: float = 0.0) -> list[np.ndarray]:
+    """Whole numbers in random order, so that every sum in float32 is exact."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(-50, 50, size=n).astype(np.float32) + offset for n in sizes]
+
+
+def made(strategy: dj.Strategy, make: Any) -> Any:
+    with strategy.scope():
+        return make()
+
+
+def fed(strategy: dj.Strategy, step: Any, data: list[Any]) -> None:
+    for batch in strategy.distribute_dataset(data):
+        strategy.run(step, args=batch if isinstance(batch, tuple) else (batch,))
+
+
+@FEW
+def test_an_average_is_exact_over_full_and_partial_batches(strategy: dj.Strategy):
+    """16, 13 and 1 examples on any number of replicas give total and count to the last bit."""
+    metric = made(strategy, lambda: Average("loss"))
+    data = batches(*SIZES)
+    fed(strategy, lambda x: metric.update(loss=x, other=1), data)
+    everything = np.concatenate(data)
+    assert int(metric.count[...]) == 38
+    assert float(metric.total[...]) == everything.sum()
+    assert float(metric.compute()) == np.float32(everything.sum()) / np.float32(38)
+
+
+@FEW
+def test_sample_weights_and_a_mask_of_the_users_go_with_the_padding(strategy: dj.Strategy):
+    """Weights and masks are taken per example, spread over the dims of the values from the left."""
+    metric = made(strategy, Average)
+    data = [(np.stack([x, 2 * x], 1), np.abs(x), x > 0) for x in batches(*SIZES)]
+
+    def step(x, w, keep):
+        metric.update(values=x, sample_weight=w, mask=keep)
+
+    fed(strategy, step, data)
+    x, w, keep = (np.concatenate(parts) for parts in zip(*data, strict=True))
+    weights = np.broadcast_to((w * keep)[:, None], x.shape)
+    assert float(metric.weight[...]) == weights.sum()
+    assert int(metric.count[...]) == 0
+    assert float(metric.compute()) == pytest.approx(np.average(x, weights=weights), rel=1e-6)
+
+
+def test_updates_with_and_without_weights_count_together():
+    metric = Average()
+    metric.update(values=jnp.array([1.0, 3.0]))
+    metric.update(values=jnp.array([10.0]), sample_weight=jnp.array([2.0]))
+    assert float(metric.compute()) == 6.0
+
+
+@FEW
+def test_accuracy_is_exact_for_several_classes_and_for_two(strategy: dj.Strategy):
+    several, two = made(strategy, lambda: (Accuracy(), Accuracy(threshold=0.5)))
+    rng = np.random.default_rng(1)
+    data = [
+        (rng.normal(size=(n, 3)).astype(np.float32), rng.integers(0, 3, n, dtype=np.int32))
+        for n in SIZES
+    ]
+
+    def step(logits, labels):
+        several.update(logits=logits, labels=labels)
+        two.update(logits=logits[:, 0], labels=labels)
+
+    fed(strategy, step, data)
+    logits, labels = (np.concatenate(parts) for parts in zip(*data, strict=True))
+    assert float(several.compute()) == pytest.approx(np.mean(logits.argmax(1) == labels), rel=1e-6)
+    right = (logits[:, 0] >= 0.5) == (labels > 0)
+    assert float(two.compute()) == pytest.approx(right.mean(), rel=1e-6)
+
+
+@FEW
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_welford_merges_the_replicas_by_its_own_rule(strategy: dj.Strategy, offset: float):
+    """Mean and deviation of all examples, empty shares and a mean 400 deviations large included."""
+    metric = made(strategy, Welford)
+    data = batches(*SIZES, offset=offset)
+    for _ in range(2):
+        fed(strategy, lambda x: metric.update(values=x), data)
+    x = np.tile(np.concatenate(data).astype(np.float64), 2)
+    found = metric.compute()
+    assert int(metric.count[...]) == 76
+    assert float(found.mean) == pytest.approx(x.mean(), rel=1e-6, abs=1e-5)
+    assert float(found.standard_deviation) == pytest.approx(x.std(), rel=1e-4)
+    assert float(found.standard_error_of_mean) == pytest.approx(x.std() / 76**0.5, rel=1e-4)
+
+
+def test_welford_stays_accurate_over_many_small_batches(strategy: dj.Strategy):
+    """Two hundred steps onto a long history: what a step adds is not lost in the merged sums."""
+    metric = made(strategy, Welford)
+    rng = np.random.default_rng(3)
+    data = [rng.normal(3.0, 0.1, 16).astype(np.float32) for _ in range(200)]
+    iterator = iter(strategy.distribute_dataset(data))
+    for _ in range(10):
+        strategy.run_steps(lambda x: metric.update(values=x), iterator, steps=20)
+    x = np.concatenate(data).astype(np.float64)
+    assert float(metric.compute().mean) == pytest.approx(x.mean(), rel=1e-6)
+    assert float(metric.compute().standard_deviation) == pytest.approx(x.std(), rel=1e-4)
+
+
+@FEW
+def test_welford_with_weights_is_that_of_repeated_values(strategy: dj.Strategy):
+    metric = made(strategy, Welford)
+    x = np.arange(13, dtype=np.float32)
+    w = (np.arange(13) % 4).astype(np.float32)
+
+    def step(x, w):
+        metric.update(values=x, sample_weight=w, mask=x != 7)
+
+    fed(strategy, step, [(x[:8], w[:8]), (x[8:], w[8:])])
+    repeated = np.repeat(x, (w * (x != 7)).astype(int))
+    assert float(metric.weight[...]) == len(repeated)
+    assert float(metric.compute().mean) == pytest.approx(repeated.mean(), rel=1e-6)
+    assert float(metric.compute().standard_deviation) == pytest.approx(repeated.std(), rel=1e-5)
+
+
+def test_welford_without_any_value_keeps_its_start(s4: dj.MirroredStrategy):
+    """Nothing is divided by nothing: a later update is right."""
+    metric = made(s4, Welford)
+    (batch,) = s4.distribute_dataset([np.arange(8.0, dtype=np.float32)])
+    s4.run(lambda x: metric.update(values=x, mask=x > 100), args=(batch,))
+    assert (float(metric.mean[...]), float(metric.m2[...])) == (0.0, 0.0)
+    s4.run(lambda x: metric.update(values=x), args=(batch,))
+    assert float(metric.compute().standard_deviation) == pytest.approx(np.arange(8.0).std())
+
+
+@pytest.mark.parametrize("make", [nnx.metrics.Welford, nnx.metrics.Average])
+def test_metrics_of_flax_are_exact_on_full_batches(strategy: dj.Strategy, make: Any):
+    """Flax's own, updated inside run, give what they give on one device with the whole batches."""
+    metric, alone = made(strategy, make), make()
+    data = batches(8, 16, 16, offset=100.0)
+    fed(strategy, lambda x: metric.update(values=x), data)
+    for x in data:
+        alone.update(values=jnp.asarray(x))
+    for found, wanted in zip(
+        jax.tree.leaves(nnx.state(metric)), jax.tree.leaves(nnx.state(alone)), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [nnx.metrics.Welford, nnx.metrics.Average])
+def test_metrics_of_flax_that_forget_the_mask_are_refused_on_a_partial_batch(
+    s4: dj.MirroredStrategy, make: Any
+):
+    metric = made(s4, make)
+    with pytest.raises(ValueError, match="metric") as caught:
+        fed(s4, lambda x: metric.update(values=x), batches(8, 5))
+    assert isinstance(caught.value, dj.PaddingLeakError)
+    assert int(metric.count[...]) == 8
+
+
+def test_flax_average_with_the_mask_is_exact_on_a_partial_batch(strategy: dj.Strategy):
+    metric = made(strategy, nnx.metrics.Average)
+
+    def step(x):
+        metric.update(values=x, mask=dj.get_replica_context().batch_mask)
+
+    data = batches(8, 5)
+    fed(strategy, step, data)
+    assert float(metric.compute()) == pytest.approx(np.concatenate(data).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "wanted"), [(2, 5.0), (4, 15.0)])
+@pytest.mark.parametrize("make", [Average, nnx.metrics.Average])
+def test_one_number_of_each_replica_counts_once(replicas: int, wanted: float, make: Any):
+    """TensorFlow's Mean of 0 and 10, and of 0, 10, 20 and 30; the reset after it holds."""
+    strategy = dj.MirroredStrategy(list(range(replicas)))
+    metric = made(strategy, make)
+
+    def step():
+        metric.update(values=10.0 * dj.get_replica_context().replica_id_in_sync_group)
+
+    strategy.run(step)
+    assert float(metric.compute()) == wanted
+    assert int(metric.count[...]) == replicas
+    metric.reset()
+    strategy.run(step)
+    assert float(metric.compute()) == wanted
+
+
+@pytest.mark.parametrize("make", [Average, Welford])
+def test_a_reset_outside_run_leaves_the_state_on_the_devices_and_the_program_compiled(
+    s4: dj.MirroredStrategy, make: Any
+):
+    metric = made(s4, make)
+    (batch,) = s4.distribute_dataset(batches(8))
+
+    def step(x):
+        metric.update(values=x)
+
+    s4.run(step, args=(batch,))
+    first = jax.tree.map(np.asarray, nnx.state(metric))
+    metric.reset()
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nnx.state(metric)))
+    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(nnx.state(metric)))
+    s4.run(step, args=(batch,))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(metric), first)
+    assert s4._runner.programs() == 1
+
+
+@pytest.mark.parametrize("make", [Average, Welford, nnx.metrics.Average, nnx.metrics.Welford])
+def test_a_reset_inside_run_empties_the_metric(s4: dj.MirroredStrategy, make: Any):
+    metric = made(s4, make)
+    fed(s4, lambda x: metric.update(values=x), batches(8))
+    s4.run(lambda: metric.reset())
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nnx.state(metric)))
+    fed(s4, lambda x: metric.update(values=x), batches(16))
+    assert int(metric.count[...]) == 16
+
+
+@pytest.mark.parametrize("make", [Average, Welford, nnx.metrics.Average, nnx.metrics.Welford])
+def test_reset_and_update_in_one_step_is_refused_and_says_what_to_do(
+    s4: dj.MirroredStrategy, make: Any
+):
+    metric = made(s4, make)
+
+    def step(x):
+        metric.reset()
+        metric.update(values=x)
+
+    with pytest.raises(ValueError, match="reset a metric outside of run"):
+        fed(s4, step, batches(8))
+
+
+def test_writing_one_part_of_welford_is_refused_where_the_replicas_differ(s4: dj.MirroredStrategy):
+    """A mean is no sum, so what the replicas added to it alone cannot be added."""
+    metric = made(s4, Welford)
+
+    def step(x):
+        metric.mean[...] += x.sum()
+
+    with pytest.raises(ValueError, match=r"metric\.mean"):
+        fed(s4, step, batches(8))
+
+
+def test_compute_inside_run_sees_all_before_an_update_and_the_own_share_after(
+    s4: dj.MirroredStrategy,
+):
+    """The value before is mirrored; the one after is the old state with this replica's values."""
+    metric = made(s4, Average)
+    (batch,) = s4.distribute_dataset([np.arange(8.0, dtype=np.float32)])
+    s4.run(lambda x: metric.update(values=x), args=(batch,))
+
+    def step(x):
+        before = metric.compute()
+        metric.update(values=x)
+        return before, metric.compute()
+
+    before, after = s4.run(step, args=(batch,))
+    assert isinstance(before, dj.Mirrored)
+    assert float(before) == 3.5
+    shares = [(28 + 4 * r + 1) / 10 for r in range(4)]
+    np.testing.assert_allclose(s4.experimental_local_results(after), shares, rtol=1e-6)
+    assert float(metric.compute()) == 3.5
+
+
+def test_metrics_pass_the_comparison_with_one_device(s4: dj.MirroredStrategy):
+    """verify runs the step on one device as well and compares every variable of the metrics."""
+    metric = made(s4, lambda: MultiMetric(mean=Average(), spread=Welford()))
+    for x in batches(8, 5):
+        dj.testing.check_equals_one_device(s4, lambda x: metric.update(values=x), (x,))
+
+
+def test_many_metrics_in_one_call(strategy: dj.Strategy):
+    """Each takes the keywords that it knows; masks and weights are for all, or by name."""
+    metrics = made(
+        strategy,
+        lambda: MultiMetric(
+            accuracy=Accuracy(0.5), loss=Average("loss"), flax=nnx.metrics.Average()
+        ),
+    )
+
+    def step(x):
+        metrics.update(
+            logits=x,
+            labels=jnp.ones_like(x, jnp.int32),
+            loss=x,
+            values=x,
+            mask={"flax": x >= 4},
+            sample_weight={"loss": x},
+        )
+
+    fed(strategy, step, [np.arange(8.0, dtype=np.float32)])
+    found = {name: float(value) for name, value in metrics.compute().items()}
+    assert found == {"accuracy": 7 / 8, "loss": 5.0, "flax": 5.5}
+    metrics.reset()
+    assert int(metrics.flax.count[...]) == 0
+
+
+def test_a_metric_of_ones_own_is_summed(strategy: dj.Strategy):
+    class Histogram(Metric):
+        def __init__(self):
+            self.counts = nnx.metrics.MetricState(jnp.zeros(4, jnp.int32))
+
+        def update(self, *, labels, **_):
+            mask = dj.get_replica_context().batch_mask
+            self.counts[...] += jax.nn.one_hot(labels, 4, dtype=jnp.int32).T @ mask.astype(int)
+
+        def compute(self):
+            return self.counts[...]
+
+    metric = made(strategy, Histogram)
+    data = [np.arange(8) % 4, np.arange(5) % 4]
+    fed(strategy, lambda x: metric.update(labels=x), data)
+    np.testing.assert_array_equal(metric.compute(), np.bincount(np.concatenate(data)))
+    metric.reset()
+    assert not np.asarray(metric.compute()).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8, bool])
+def test_small_dtypes_are_summed_in_float32(dtype: Any):
+    """A thousand ones, which a bfloat16 or int8 sum would not reach."""
+    for metric in (Average(), Welford()):
+        metric.update(values=jnp.ones(1000, dtype))
+        assert int(metric.count[...]) == 1000
+        assert float(jax.tree.leaves(metric.compute())[0]) == 1.0
+
+
+def test_a_masked_nan_does_not_count():
+    metric, spread = Average(), Welford()
+    for each in (metric, spread):
+        each.update(values=jnp.array([1.0, jnp.nan]), mask=jnp.array([True, False]))
+    assert float(metric.compute()) == 1.0
+    assert float(spread.compute().mean) == 1.0
+
+
+def test_an_empty_average_is_nan_as_in_flax():
+    assert np.isnan(Average().compute())
+    assert np.isnan(Welford().compute().standard_deviation)
+    assert float(Welford().compute().mean) == 0.0
+
+
+WRONG = {
+    "no values": (Average, {"loss": 1.0}, "needs values="),
+    "text": (Average, {"values": "a"}, "no array of numbers"),
+    "complex": (Average, {"values": 1j}, "real numbers"),
+    "a key": (Average, {"values": jax.random.key}, "no array of numbers"),
+    "long mask": (Average, {"values": np.ones(3), "mask": np.ones(2, bool)}, "from the left"),
+    "deep mask": (Average, {"values": np.ones(3), "mask": np.ones((3, 1), bool)}, "from the left"),
+    "float mask": (Average, {"values": np.ones(3), "mask": np.ones(3)}, "mask > 0"),
+    "weights": (Welford, {"values": np.ones(3), "sample_weight": np.ones(4)}, "from the left"),
+    "one-hot": (
+        Accuracy,
+        {"logits": np.ones((3, 2)), "labels": np.ones((3, 2), int)},
+        "not one-hot",
+    ),
+    "float labels": (Accuracy, {"logits": np.ones((3, 2)), "labels": np.ones(3)}, "class numbers"),
+    "weights that Flax ignores": (
+        lambda: MultiMetric(a=nnx.metrics.Average()),
+        {"values": jnp.ones(3), "sample_weight": jnp.ones(3)},
+        r"sample_weight, which a \(Average\)",
+    ),
+    "mask that Flax ignores": (
+        lambda: MultiMetric(a=nnx.metrics.Welford()),
+        {"values": jnp.ones(3), "mask": jnp.ones(3, bool)},
+        r"mask, which a \(Welford\)",
+    ),
+    "unknown name": (
+        lambda: MultiMetric(a=Average()),
+        {"values": jnp.ones(3), "mask": {"b": jnp.ones(3, bool)}},
+        "for b. It has the metrics a",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_named(case: str):
+    make, kwargs, text = WRONG[case]
+    metric = make()
+    before = jax.tree.map(np.asarray, nnx.state(metric))
+    with pytest.raises(ValueError, match=text) as caught:
+        metric.update(**kwargs)
+    assert isinstance(caught.value, dj.DistributeError)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(metric), before)
+
+
+def test_wrong_constructors_are_named():
+    with pytest.raises(ValueError, match="its own methods"):
+        MultiMetric(update=Average())
+    with pytest.raises(ValueError, match="no metric"):
+        MultiMetric(a=Average)
+    with pytest.raises(ValueError, match="threshold is a number"):
+        Accuracy("loss")
+
+
+def test_a_per_replica_value_outside_run_is_refused(s2: dj.MirroredStrategy):
+    metric = made(s2, Average)
+    (batch,) = s2.distribute_dataset(batches(4))
+    with pytest.raises(ValueError, match=r"inside the function given to strategy\.run") as caught:
+        metric.update(values=batch)
+    assert isinstance(caught.value, dj.PerReplicaError)
+    metric.update(values=s2.gather(s2.run(lambda x: x, args=(batch,)), axis=0))
+    assert int(metric.count[...]) == 4
+
+
+def test_flattened_values_of_a_partial_batch_are_refused(s4: dj.MirroredStrategy):
+    """Which of them belong to padding is not known."""
+    metric = made(s4, Average)
+    with pytest.raises(ValueError, match="do not flatten it"):
+        fed(s4, lambda x: metric.update(values=jnp.stack([x, x]).ravel()), batches(8, 5))
+
+
+def test_the_base_class_names_what_is_missing():
+    with pytest.raises(NotImplementedError, match="Metric has to define update"):
+        Metric().update()
+    with pytest.raises(NotImplementedError, match="Metric has to define compute"):
+        Metric().compute()
