@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._typing import KeyPath
@@ -22,6 +23,12 @@ def leaf_text(leaf: Any) -> str:
     return f"{type(leaf).__name__} {leaf!r:.60}"
 
 
+def error_text(error: Exception) -> str:
+    """Gives the first and the last line of an error's text: JAX puts C++ frames between them."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+
+
 def listed(lines: list[str], most: int = 10) -> str:
     """Puts one item on each line, indented, and says how many were left out."""
     shown = [f"  {line}" for line in lines[:most]]
@@ -33,6 +40,11 @@ def listed(lines: list[str], most: int = 10) -> str:
 def is_array(value: Any) -> bool:
     """Tells whether a value is an array or a tracer of one (Python numbers are not)."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def is_key(value: Any) -> bool:
+    """Tells whether a value is an array of typed random keys, which JAX lets nobody compute with."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def is_number(value: Any) -> bool:

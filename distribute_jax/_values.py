@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distribute_jax._errors import PerReplicaError, PerReplicaTypeError
+from distribute_jax._errors import PerReplicaError, PerReplicaTypeError, StepFailedError
 from distribute_jax._internals import uncommitted
 from distribute_jax._mesh import num_replicas, outside_mesh
+from distribute_jax._tree import error_text, is_key
 
 
 class Layout(enum.Enum):
@@ -61,9 +63,12 @@ class DistributedValues:
     def __repr__(self) -> str:
         """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``."""
         try:
-            parts = ", ".join(f"{i}: {np.asarray(v)!r}" for i, v in enumerate(self.values))
+            shown = [v if is_key(v) else np.asarray(v) for v in self.values]
+            parts = ", ".join(f"{i}: {v!r}" for i, v in enumerate(shown))
+        except jax.errors.JaxRuntimeError as error:
+            parts = f"unreadable, {step_of(self) or 'its step'} failed: {error_text(error)}"
         except Exception as error:
-            parts = f"unreadable, {type(error).__name__}"
+            parts = f"unreadable, {type(error).__name__}: {error_text(error)}"
         return f"PerReplica:{{{parts}}}"
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
@@ -85,6 +90,7 @@ class PerReplica(DistributedValues):
         mesh: the mesh of the strategy that made it.
         counts: the real examples of each replica where shares are padded; None where all is real.
         ambiguous: why it is not known which rows are real, or None.
+        step: the name of the step that gave it, or None; copies made by tree functions forget it.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
@@ -99,6 +105,7 @@ class PerReplica(DistributedValues):
         layout: Layout = Layout.STACKED,
         counts: tuple[int, ...] | None = None,
         ambiguous: str | None = None,
+        step: str | None = None,
     ) -> None:
         """Wraps a global array; see the class for the arguments."""
         self.global_array = global_array
@@ -106,14 +113,15 @@ class PerReplica(DistributedValues):
         self.layout = layout
         self.counts = counts
         self.ambiguous = ambiguous
+        self.step = step
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This process's parts in replica order, each on its device, uncommitted, without padding."""
         self.check_rows_known()
-        shards = _local_shards(self.global_array, num_replicas(self.mesh))
         # Inside scope() the mesh context would refuse any computation on one shard.
-        with outside_mesh():
+        with reading(self), outside_mesh():
+            shards = _local_shards(self.global_array, num_replicas(self.mesh))
             return tuple(uncommitted(self._real_part(i, shard)) for i, shard in shards)
 
     @property
@@ -150,6 +158,7 @@ class UnevenPerReplica(PerReplica):
         self.layout = Layout.JOINED
         self.counts = None
         self.ambiguous = None
+        self.step = None
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -189,13 +198,13 @@ jax.tree_util.register_pytree_node(
 )
 
 
-_mirrored: dict[int, weakref.ref[jax.Array]] = {}
+_mirrored: dict[int, tuple[weakref.ref[jax.Array], str | None]] = {}
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
         entry = _mirrored.get(id(value))
-        return entry is not None and entry() is value
+        return entry is not None and entry[0]() is value
 
 
 class Mirrored(metaclass=_MirroredType):
@@ -210,8 +219,41 @@ class Mirrored(metaclass=_MirroredType):
     __module__ = "distribute_jax"
 
 
-def mark_mirrored(array: jax.Array) -> jax.Array:
-    """Remembers, while the array lives, that every replica produced this very value."""
+def mark_mirrored(array: jax.Array, step: str | None) -> jax.Array:
+    """Remembers, while the array lives, that every replica of a step produced this very value."""
     key = id(array)
-    _mirrored[key] = weakref.ref(array, lambda _: _mirrored.pop(key, None))
+    _mirrored[key] = (weakref.ref(array, lambda _: _mirrored.pop(key, None)), step)
     return array
+
+
+@contextmanager
+def reading(value: Any) -> Iterator[None]:
+    """Names the step that gave a value, where it is known by now that the step failed.
+
+    Steps run in the background, and this does not wait for them.
+    """
+    array = getattr(value, "global_array", value)
+    try:
+        if _can_tell(array) and array.is_ready():
+            array.block_until_ready()
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        step = step_of(value) or "The step that gave a value"
+        raise StepFailedError(
+            f"{step}, or a step that it got values from, failed while it ran, so its results cannot "
+            "be read. The reason: "
+            f"{error_text(error)}"
+        ) from error
+
+
+def _can_tell(array: Any) -> bool:
+    """Tells whether an array can be asked if it is ready; tracers and random keys cannot."""
+    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return concrete and not is_key(array) and not array.is_deleted()
+
+
+def step_of(value: Any) -> str | None:
+    """Gives the name of the step that gave a value, where it is known."""
+    if isinstance(value, Mirrored):
+        return _mirrored[id(value)][1]
+    return getattr(value, "step", None)

@@ -36,6 +36,10 @@ RAGGED = (
     "the whole batch is repeated for each example, or passed to strategy.run as an argument of its "
     "own."
 )
+MASKED = (
+    "Devices know no masks, so the masked values would be taken for data. Give the values and the mask "
+    "as two leaves: array.filled(0) and np.ma.getmaskarray(array)."
+)
 TOO_LARGE = (
     "64-bit integers become 32-bit, because jax_enable_x64 is off, and these do not fit. Call "
     "jax.config.update('jax_enable_x64', True) first, or re-number them."
@@ -120,6 +124,7 @@ def _is_too_large(leaf: Any) -> bool:
 
 _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda leaf: isinstance(leaf, DistributedValues), DISTRIBUTED),
+    (lambda leaf: isinstance(leaf, np.ma.MaskedArray), MASKED),
     (_is_not_numeric, NOT_NUMERIC),
     (_is_unbatched, UNBATCHED),
     (lambda leaf: not is_array(leaf), NOT_ARRAYS),

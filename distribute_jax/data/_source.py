@@ -8,7 +8,8 @@ from itertools import chain
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._tree import leaf_text
+from distribute_jax._tree import is_array, leaf_text
+from distribute_jax._values import DistributedValues
 
 
 class Source:
@@ -20,6 +21,12 @@ class Source:
                 f"strategy.distribute_dataset got {leaf_text(source)}, which is no iterable of "
                 "global batches and no function that returns one. Batch the data first, for "
                 "example [(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]."
+            )
+        if is_array(source) or isinstance(source, DistributedValues):
+            raise ArgumentError(
+                f"strategy.distribute_dataset got one array, {leaf_text(source)}, which would be taken "
+                "apart into single examples. It takes an iterable of global batches: a list of one, "
+                "[x], or several, [x[i:i + 256] for i in range(0, len(x), 256)]."
             )
         self._source = source
         self._is_iterator = _is_iterable(source) and isinstance(source, Iterator)

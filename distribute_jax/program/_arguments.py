@@ -129,6 +129,11 @@ def _check_fits(number: Any) -> None:
 def _check_array(array: Any) -> None:
     """Refuses a NumPy array that a device cannot hold, or only with other numbers."""
     config: Any = jax.config
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
+            "Devices know no masks: pass array.filled(0) and np.ma.getmaskarray(array) as two arguments."
+        )
     if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
         raise ArgumentError(
             f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from distribute_jax._tree import listed
 from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._bind import Binding
+from distribute_jax.program._failed import failed, not_finite
 from distribute_jax.program._program import Program
 from distribute_jax.program._results import rebuild
 
@@ -33,9 +35,9 @@ class OutdatedError(Exception):
 class Entry:
     """A program together with the objects it runs on."""
 
-    def __init__(self, program: Program, binding: Binding) -> None:
-        """Prepares the lists that each call reads and writes."""
-        self.program, self.binding = program, binding
+    def __init__(self, program: Program, binding: Binding, step: str) -> None:
+        """Prepares the lists that each call reads and writes; ``step`` is the function's name."""
+        self.program, self.binding, self.step = program, binding, step
         variables = binding.variables
         self.inputs = [variables[i] for i in (*program.written, *program.kept)]
         self.outputs = [variables[i] for i in program.written]
@@ -45,6 +47,7 @@ class Entry:
         self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
         self._state_inputs = 0
         self._loose = 0
+        self._given = _given_away(program.compiled)
         self._known: list[Any] = []
         self._kept: list[Any] = []
 
@@ -82,14 +85,15 @@ class Entry:
         self, flat: list[Any], compiled: Callable[..., list[Any]] | None = None
     ) -> list[Any]:
         """Runs the program, or several steps of it; errors say what became of the state."""
+        # Several steps in one program give away state only.
+        given = self._given if compiled is None else range(self.program.donated)
         compiled = compiled or self.program.compiled
-        donated = self.program.donated
         state = self._state_inputs
         untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
         self._check_readable(flat, state if untouched else 0)
-        # State that is just what the last call left is distinct; loose arrays may be part of it.
-        if donated and not (untouched and not self._loose) and len(set(map(id, flat))) != len(flat):
-            flat = _unshared(flat, donated)
+        if given and not (untouched and not self._loose):
+            # State that is just what the last call left is distinct; loose arrays may be part of it.
+            flat = _unshared(flat, given, same=id if untouched else _memory)
         try:
             return compiled(*flat)
         except Exception as error:
@@ -123,7 +127,9 @@ class Entry:
         """Turns the result's arrays into the result that the user sees."""
         program = self.program
         wrapped = [
-            mark_mirrored(array) if mirrored else PerReplica(array, program.mesh)
+            mark_mirrored(array, self.step)
+            if mirrored
+            else PerReplica(array, program.mesh, step=self.step)
             for array, mirrored in zip(arrays, program.plan.mirrored, strict=True)
         ]
         return rebuild(program.results, wrapped, self.binding)
@@ -138,15 +144,18 @@ class Entry:
         self, compiled: Callable[..., list[Any]], flat: list[Any], error: Exception
     ) -> list[Any]:
         """Places inputs that lie on other devices and tries once more, or explains the error."""
-        gone = [i for i, x in enumerate(flat) if isinstance(x, jax.Array) and x.is_deleted()]
-        if gone:
-            raise self.program.failure(error) from error
+        gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in flat)
+        if gone or isinstance(error, jax.errors.JaxRuntimeError) or not_finite(error):
+            raise failed(self.step, self.program, error, lost=gone) from error
         if isinstance(error, TypeError) and "differ from the types" in str(error):
             raise OutdatedError from error
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
             raise error
-        return compiled(*placed)
+        try:
+            return compiled(*placed)
+        except Exception as again:
+            return self._retry(compiled, placed, again)
 
     def placed(self, flat: list[Any]) -> list[Any]:
         """Puts inputs that lie elsewhere onto the mesh."""
@@ -186,10 +195,29 @@ class Entry:
         return [names[i] if i < len(names) else "a later batch" for i in indices]
 
 
-def _unshared(flat: list[Any], donated: int) -> list[Any]:
+def _given_away(compiled: Any) -> Sequence[int]:
+    """Gives the inputs whose memory a compiled program takes over; ``pmap`` takes none."""
+    inputs = jax.tree.leaves(getattr(compiled, "args_info", ()))
+    return [i for i, info in enumerate(inputs) if info.donated]
+
+
+def _unshared(flat: list[Any], given: Sequence[int], same: Callable[[Any], Any]) -> list[Any]:
     """Copies donated arrays that occur twice, so that nothing is given away that is still read."""
-    times: dict[int, int] = {}
-    for x in flat:
-        times[id(x)] = times.get(id(x), 0) + 1
-    copied = [jnp.copy(x) if times[id(x)] > 1 else x for x in flat[:donated]]
-    return copied + flat[donated:]
+    keys = list(map(same, flat))
+    if len(set(keys)) == len(keys):
+        return flat
+    times = Counter(keys)
+    flat = list(flat)
+    for i in given:
+        if times[keys[i]] > 1 and isinstance(flat[i], jax.Array):
+            flat[i] = jnp.copy(flat[i])
+    return flat
+
+
+def _memory(value: Any) -> Any:
+    """Tells arrays apart by their memory, which two array objects may share.
+
+    To give the same memory away twice crashes the process on JAX 0.10.
+    """
+    is_plain = isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    return value.addressable_data(0).unsafe_buffer_pointer() if is_plain else -id(value)

@@ -111,7 +111,7 @@ def _check_more_padding(
         program = build(longer, options)
     except Exception:  # the user's code may not work at another size
         return
-    twin = Entry(program, call.binding)
+    twin = Entry(program, call.binding, entry.step)
     others = twin.execute(twin.flat_inputs(values, longer.arguments))
     before = [on_host(x) for x in flat[: entry.state_size]]
     found = list(_apart(call, entry, before, outs, others))

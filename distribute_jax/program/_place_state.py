@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._internals import read_raw, write_raw
 from distribute_jax._mesh import mirrored_sharding, num_replicas
 from distribute_jax._tree import leaf_text, listed
@@ -34,6 +34,7 @@ def place_state(
     wanted = home.state if home else mirrored_sharding(mesh)
     raws = read_raw(binding.variables)
     _check_arrays(binding, raws)
+    _check_unmixed(binding, raws, mesh)
 
     def place(leaf: Any) -> Any:
         kept = keep_sharding and _over_mesh(leaf, mesh) is not None
@@ -70,7 +71,9 @@ def _placed(leaf: Any, wanted: Sharding) -> Any:
     if isinstance(leaf, jax.Array):
         if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
             return leaf
-        return jax.device_put(leaf, wanted)
+        # The part that stays on its device would share the memory of an array that the user may hold
+        # elsewhere, also in another variable, and state is given away to the step.
+        return jax.device_put(leaf, wanted, may_alias=False)
     return jax.device_put(jnp.asarray(leaf), wanted)
 
 
@@ -91,6 +94,29 @@ def _warn(moved: Sequence[tuple[str, Any]], mesh: Mesh, home: Home | None) -> No
         warnings.warn(text, stacklevel=6)
 
 
+def _check_unmixed(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
+    """Refuses state that lies mirrored over the devices of another strategy."""
+    bad = [
+        f"{name}: mirrored over {_devices(mixed[0].sharding.mesh)}"
+        for name, raw in zip(binding.names, raws, strict=True)
+        if (mixed := [leaf for leaf in jax.tree.leaves(raw) if _is_mirrored_elsewhere(leaf, mesh)])
+    ]
+    if bad:
+        raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=listed(bad)))
+
+
+def _is_mirrored_elsewhere(leaf: Any, mesh: Mesh) -> bool:
+    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
+        return False
+    other = leaf.sharding.mesh
+    alike = other.devices.flatten().tolist() == mesh.devices.flatten().tolist()
+    return other.size > 1 and not alike and leaf.sharding.is_fully_replicated
+
+
+def _devices(mesh: Any) -> str:
+    return "[" + ", ".join(map(str, mesh.devices.flat)) + "]"
+
+
 def _check_arrays(binding: Binding, raws: list[Any]) -> None:
     bad = [
         f"{name}: {leaf_text(leaf)}"
@@ -104,6 +130,13 @@ def _check_arrays(binding: Binding, raws: list[Any]) -> None:
             "is made of arrays and numbers. Keep other values as plain attributes of the module."
         )
 
+
+_MIXED = """\
+strategy.run on the devices {mesh} got variables that were made under another strategy:
+{lines}
+A model belongs to one strategy: run the step with the one whose scope it was made under, or build it \
+again under this one. To move it for good: nnx.update(model, jax.device_put(nnx.state(model), \
+NamedSharding(strategy.mesh, PartitionSpec())))"""
 
 _OUTSIDE = """\
 {n} variables were made outside of strategy.scope() and now {where}:

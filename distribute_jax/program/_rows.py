@@ -74,11 +74,14 @@ def wrap_partial(call: Call, entry: Entry, arrays: Sequence[Any]) -> Any:
         arrays, program.plan.mirrored, program.per_example or (), strict=True
     ):
         if mirrored:
-            wrapped.append(mark_mirrored(array[: counts[0]] if _is_one(call, rows) else array))
+            real = array[: counts[0]] if _is_one(call, rows) else array
+            wrapped.append(mark_mirrored(real, entry.step))
         else:
             known = counts if rows is True else None
             why = rows if isinstance(rows, str) else None
-            wrapped.append(PerReplica(array, program.mesh, counts=known, ambiguous=why))
+            wrapped.append(
+                PerReplica(array, program.mesh, counts=known, ambiguous=why, step=entry.step)
+            )
     return rebuild(program.results, wrapped, entry.binding)
 
 

@@ -18,6 +18,7 @@ from distribute_jax.program._arguments import Arguments, check_call, check_funct
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
 from distribute_jax.program._entry import Entry, OutdatedError
+from distribute_jax.program._failed import failed, named
 from distribute_jax.program._home import Home
 from distribute_jax.program._leak import run_checked_for_leaks
 from distribute_jax.program._left_behind import check_left_behind, contents_restored_on_error
@@ -36,6 +37,7 @@ from distribute_jax.program._steps import (
     take_batches,
 )
 from distribute_jax.program._trace import Call
+from distribute_jax.program._traced_value import compilable, step_name
 from distribute_jax.program._verify import verify
 
 _MOST_PROGRAMS = 64
@@ -65,7 +67,7 @@ class Runner:
         self._recompilations = Recompilations()
         self._notices = Notices()
         self.steps_in_flight = steps_in_flight
-        self._in_flight: deque[tuple[Any, Program]] = deque()
+        self._in_flight: deque[tuple[Any, Program, str]] = deque()
 
     def __call__(
         self,
@@ -95,7 +97,21 @@ class Runner:
     def _steps(
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions
     ) -> Any:
-        batches = [take_apart(b, {}, self._mesh) for b in take_batches(iterator, steps)]
+        taken, error = take_batches(iterator, steps)
+        batches = [take_apart(b, {}, self._mesh) for b in taken]
+        result = self._run_batches(fn, batches, steps, options)
+        if error is not None:
+            # Those batches are gone from the iterator, so they are run, as single steps would be.
+            error.add_note(
+                f"strategy.run_steps ran {step_name(fn)} on the {len(batches)} batches that came before "
+                "this error: the state includes them, their results are lost."
+            )
+            raise error
+        return result
+
+    def _run_batches(
+        self, fn: StepFunction, batches: list[Arguments], steps: int, options: RunOptions
+    ) -> Any:
         if can_scan(batches, steps) and not options.verify and COMPILERS[options.lowering].scans:
             entry, values = self.entry(fn, batches[0], options)
             if scans(entry.program):
@@ -125,7 +141,8 @@ class Runner:
         values: list[Any],
     ) -> Any:
         if options.verify and (options.verify == "always" or not entry.program.verified):
-            verify(self._call(fn, entry, arguments), entry, values)
+            with named(entry.step, entry.program):
+                verify(self._call(fn, entry, arguments), entry, values)
         flat = entry.flat_inputs(values, arguments)
         self._wait(flat)
         if arguments.counts is not None:
@@ -135,7 +152,9 @@ class Runner:
         return entry.wrap(arrays)
 
     def _run_partial(self, call: Call, entry: Entry, values: list[Any], flat: list[Any]) -> Any:
-        arrays = entry.store(run_checked_for_leaks(call, entry, values, flat))
+        with named(entry.step, entry.program):
+            outs = run_checked_for_leaks(call, entry, values, flat)
+        arrays = entry.store(outs)
         self._dispatched(entry, arrays)
         return wrap_partial(call, entry, arrays)
 
@@ -180,7 +199,7 @@ class Runner:
         if program is None:
             self._recompilations.note(head[0], fn, binding, arguments)
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
-            with contents_restored_on_error(binding):
+            with contents_restored_on_error(binding), compilable(step_name(fn)):
                 program = build(call, options, self._home)
                 # What Python did while it was traced, such as counting calls, is not done again.
                 binding = Binding(fn, arguments)
@@ -193,7 +212,7 @@ class Runner:
                 self._drop(self._programs.popitem(last=False)[1])
         self._programs.move_to_end(key)
         program.owners.append(binding.owners())
-        entry = Entry(program, binding)
+        entry = Entry(program, binding, step_name(fn))
         binding.on_release.append(entry.release)
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
@@ -219,7 +238,7 @@ class Runner:
         """
         if self.steps_in_flight is None or len(self._in_flight) < self.steps_in_flight:
             return
-        token, program = self._in_flight.popleft()
+        token, program, step = self._in_flight.popleft()
         if token is None or token.is_deleted():
             token = next((x for x in flat if isinstance(x, jax.Array)), None)
         if token is not None and not token.is_deleted():
@@ -227,11 +246,12 @@ class Runner:
                 token.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
                 self._in_flight.clear()
-                raise program.failure(error) from error
+                raise failed(step, program, error, lost=True) from error
 
     def _dispatched(self, entry: Entry, arrays: list[Any]) -> None:
         if self.steps_in_flight is not None:
-            self._in_flight.append((arrays[-1] if arrays else None, entry.program))
+            token = arrays[-1] if arrays else None
+            self._in_flight.append((token, entry.program, entry.step))
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._values import PerReplica, mark_mirrored
+from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._entry import Entry
 from distribute_jax.program._lower import input_avals
@@ -20,8 +20,13 @@ from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call
 
 
-def take_batches(iterator: Iterator[Any], steps: int) -> list[tuple[Any, ...]]:
+def take_batches(
+    iterator: Iterator[Any], steps: int
+) -> tuple[list[tuple[Any, ...]], Exception | None]:
     """Takes up to ``steps`` elements, each as the positional arguments of the step.
+
+    Returns:
+        The elements, and what the iterator raised after the last of them, where it raised.
 
     Raises:
         StopIteration: there is no element left.
@@ -33,10 +38,18 @@ def take_batches(iterator: Iterator[Any], steps: int) -> list[tuple[Any, ...]]:
             f"strategy.run_steps got {type(iterator).__name__}, which is no iterator. Pass "
             "iter(dataset), and the same iterator to each call, so that no batch is seen twice."
         )
-    batches = list(islice(iterator, steps))
+    batches: list[Any] = []
+    error = None
+    try:
+        # extend keeps what came before an error, which list(islice(…)) would lose.
+        batches.extend(islice(iterator, steps))
+    except Exception as raised:
+        if not batches:
+            raise
+        error = raised
     if not batches:
         raise StopIteration
-    return [batch if type(batch) is tuple else (batch,) for batch in batches]
+    return [batch if type(batch) is tuple else (batch,) for batch in batches], error
 
 
 def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
@@ -126,9 +139,9 @@ def _stacked(leaves: Sequence[Any]) -> Any:
             )
         arrays = jnp.stack([leaf.global_array for leaf in leaves], axis=1)
         why = _MIXED if any(leaf.counts is not None for leaf in leaves) else first.ambiguous
-        return PerReplica(arrays, first.mesh, ambiguous=why)
+        return PerReplica(arrays, first.mesh, ambiguous=why, step=first.step)
     if isinstance(first, jax.Array):
-        return mark_mirrored(jnp.stack(leaves))
+        return mark_mirrored(jnp.stack(leaves), step_of(first))
     return first
 
 

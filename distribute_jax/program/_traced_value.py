@@ -9,7 +9,7 @@ from typing import Any
 import flax
 import jax
 
-from distribute_jax._errors import StaleCaptureError, TracedValueError
+from distribute_jax._errors import ArgumentError, StaleCaptureError, TracedValueError
 
 _NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -35,14 +35,35 @@ closure, a global, self, or an attribute, list or dict of one of these.
 Below: {reason}"""
 
 
+_NOT_COPIED = """\
+{fn} uses a module or variable inside nnx.grad, jax.lax.scan or another transformation that was made \
+outside of it, and in a way that run could not see.
+nnx.merge(graphdef, state) takes over the variables of the state instead of making new ones: write \
+nnx.merge(graphdef, state, copy=True) inside the function that is scanned or differentiated. An object \
+that the step neither got as an argument nor captured in a way that run could see is passed in args: \
+strategy.run(step, args=(model, x)).
+Below: {reason}"""
+
+
+_ORDERED = """\
+{fn} prints or calls back with ordered=True, but its replicas run at the same time, so there is no order \
+between them.
+Leave ordered=True out, jax.debug.print("{{}}", value), or run the step under a dj.OneDeviceStrategy."""
+
+
 # Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
+
+
+def step_name(fn: Any) -> str:
+    """Names a step as Python does."""
+    return str(getattr(fn, "__qualname__", None) or repr(fn))
 
 
 @contextmanager
 def explained(call: Any) -> Iterator[None]:
     """Turns JAX's errors about missing values into ours; every other error passes untouched."""
-    name = getattr(call.fn, "__qualname__", repr(call.fn))
+    name = step_name(call.fn)
     try:
         yield
     except flax.errors.TraceContextError as error:
@@ -58,6 +79,18 @@ def explained(call: Any) -> Iterator[None]:
         raise TracedValueError(message).with_traceback(error.__traceback__) from None
 
 
+@contextmanager
+def compilable(step: str) -> Iterator[None]:
+    """Explains why a traced step cannot be compiled for several devices."""
+    try:
+        yield
+    except ValueError as error:
+        if "ordered effects are not supported" not in str(error):
+            raise
+        raise ArgumentError(_ORDERED.format(fn=step)) from None
+
+
 def _unseen(name: str, error: Exception) -> Exception:
-    message = _UNSEEN.format(fn=name, reason=str(error).splitlines()[0])
+    text = _NOT_COPIED if "extract graph node" in str(error) else _UNSEEN
+    message = text.format(fn=name, reason=str(error).splitlines()[0])
     return StaleCaptureError(message).with_traceback(error.__traceback__)

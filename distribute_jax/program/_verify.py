@@ -79,7 +79,7 @@ def _on_one_device(call: Call, entry: Entry) -> tuple[Call, Entry]:
     programs = entry.program.on_one_device
     if shapes not in programs:
         programs[shapes] = build(single, RunOptions(check_sync=False, donate_state=False))
-    return single, Entry(programs[shapes], call.binding)
+    return single, Entry(programs[shapes], call.binding, entry.step)
 
 
 def _whole(value: Any, mesh: Any) -> Any:

@@ -164,7 +164,9 @@ class Strategy:
         """Runs up to ``steps`` batches in one dispatch: they are scanned in one program.
 
         The numbers are those of ``steps`` calls of :meth:`run`. Where fewer batches are left, or one
-        is partial, the steps run one by one, so remainders are exact.
+        is partial, the steps run one by one, so remainders are exact. Where the iterator raises, the
+        batches that came before are run and then its error is raised: the state is that of single
+        steps, and no batch is lost.
 
         Args:
             fn: the step of one replica; a tuple from the iterator becomes its positional arguments,
@@ -359,6 +361,14 @@ class Strategy:
 
     def _enter_method(self, name: str) -> None:
         _context.require_method(self, name)
+        config: Any = jax.config
+        if config.jax_disable_jit:
+            raise ContextError(
+                f"{name} was called under jax.disable_jit, but its programs run on several devices at "
+                "once and must be compiled. Remove jax.disable_jit: look at values with "
+                "jax.debug.print in the step, or call the function itself, without strategy.run, on the "
+                "batch of one replica."
+            )
 
     def _guard_iteration(self) -> None:
         _context.require_untraced("Iterating over a distributed dataset")

@@ -16,8 +16,15 @@ from jax.sharding import Mesh
 from distribute_jax._errors import ArgumentError
 from distribute_jax._internals import uncommitted
 from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, split_sharding
-from distribute_jax._tree import leaf_text
-from distribute_jax._values import DistributedValues, Layout, Mirrored, PerReplica, UnevenPerReplica
+from distribute_jax._tree import is_key, leaf_text
+from distribute_jax._values import (
+    DistributedValues,
+    Layout,
+    Mirrored,
+    PerReplica,
+    UnevenPerReplica,
+    reading,
+)
 from distribute_jax.collectives._dtypes import (
     as_dtype,
     check_summable,
@@ -34,17 +41,25 @@ Axes = tuple[int, ...] | None
 def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
     """Combines one leaf over the replicas, and over its own dims where ``axis`` names some."""
     axes = _as_axes(axis)
-    replicas = num_replicas(mesh)
+    mirrored = isinstance(value, (nnx.Variable, Mirrored))
     if isinstance(value, nnx.Variable):
-        value = mirrored_copies = value.get_raw_value()
-    else:
-        mirrored_copies = value if isinstance(value, Mirrored) else None
+        value = value.get_raw_value()
+    if is_key(getattr(value, "global_array", value)):
+        raise ArgumentError(
+            "strategy.reduce got random keys, which have no sum and no mean. Get each replica's with "
+            "strategy.experimental_local_results(keys), or join them with strategy.gather(keys, axis=0)."
+        )
     check_summable((("the value", array) for array in _arrays(value)), "strategy.reduce")
+    with reading(value):
+        return _reduce(op, value, axes, num_replicas(mesh), mirrored=mirrored)
+
+
+def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, *, mirrored: bool) -> jax.Array:
     if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
         return _reduce_global(op, value, axes)
     if isinstance(value, DistributedValues):
         return _reduce_parts(op, value.values, axes)
-    if mirrored_copies is not None or replicas == 1:
+    if mirrored or replicas == 1:
         return _reduce_equal(op, value, axes, replicas)
     return _reduce_host(op, value, axes)
 
@@ -59,12 +74,17 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Joins one leaf of all replicas along a dim."""
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
+    with reading(value):
+        return _gather(value, axis, mesh)
+
+
+def _gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
         return _gather_global(value, axis)
     if isinstance(value, DistributedValues):
         return _gather_parts(value.values, axis)
     array = jnp.asarray(value)
-    dim = checked_dim(array.ndim, axis, leaf_text(array), "strategy.gather")
+    dim = checked_dim(array.ndim, axis, _part_text(array), "strategy.gather")
     if isinstance(value, Mirrored):
         return _local(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
     return array
@@ -73,10 +93,12 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
 def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
     """Gives this process's parts of one leaf, or None for a value that is not distributed."""
     if isinstance(value, DistributedValues):
-        return [_on_first(part, mesh) for part in value.values]
+        with reading(value):
+            return [_on_first(part, mesh) for part in value.values]
     if isinstance(value, Mirrored):
         local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
-        return [_local(cast("Any", value))] * local
+        with reading(value):
+            return [_local(cast("Any", value))] * local
     return None
 
 
@@ -114,7 +136,7 @@ def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
         if 0 in dims or axes is None:
             value.check_rows_known()
         if 0 not in dims and counts is not None and len(set(counts)) > 1:
-            raise _uneven([(count, *value.part_shape[1:]) for count in counts])
+            raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
     function = _compiled_reduce(op, dims, value.layout, value.mesh, counts is not None)
     rows = () if counts is None else (np.asarray(counts, np.int32),)
     with outside_mesh():
@@ -124,11 +146,23 @@ def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
     return _local(combined)
 
 
-def _uneven(shapes: Sequence[tuple[int, ...]]) -> ArgumentError:
+def _uneven(shapes: Sequence[tuple[int, ...]], axes: Axes) -> ArgumentError:
+    given = axes if axes is None or len(axes) > 1 else axes[0]
+    if len(set(map(len, shapes))) > 1:
+        return ArgumentError(
+            f"strategy.reduce(axis={given}): the replicas' values have different shapes, "
+            f"{list(shapes)}, and not even as many dims, so they cannot be combined. Give every "
+            "replica a value with the same number of dims."
+        )
+    ndim = len(shapes[0])
+    taken = {a % ndim for a in axes or ()}
+    differ = [d for d in range(ndim) if len({shape[d] for shape in shapes}) > 1]
+    wanted = tuple(sorted(taken | set(differ)))
     return ArgumentError(
-        f"strategy.reduce(axis=None): the replicas' values have different shapes, {list(shapes)}, so "
-        "they cannot be combined element by element. Reduce the dim that differs too (axis=0), or "
-        "join the values with strategy.gather(value, axis=0)."
+        f"strategy.reduce(axis={given}): the replicas' values have different shapes, {list(shapes)}, "
+        "so they cannot be combined element by element. Reduce the dim that differs too "
+        f"(axis={wanted if len(wanted) > 1 else wanted[0]}), or join the values with "
+        f"strategy.gather(value, axis={differ[0]})."
     )
 
 
@@ -177,7 +211,7 @@ def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.A
     wider = [as_dtype(part, _accumulator(op, dtype)) for part in parts]
     sums = [part.sum(d) if d else part for part, d in zip(wider, dims, strict=True)]
     if len({part.shape for part in sums}) > 1:
-        raise _uneven([part.shape for part in parts])
+        raise _uneven([part.shape for part in parts], axes)
     total = functools.reduce(jnp.add, sums)
     if op is ReduceOp.MEAN:
         total /= sum(math.prod(p.shape[i] for i in d) for p, d in zip(parts, dims, strict=True))
@@ -211,7 +245,8 @@ def _reduce_dims(op: ReduceOp, array: jax.Array, dims: tuple[int, ...]) -> jax.A
 
 def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     value.check_rows_known()
-    dim = checked_dim(len(value.part_shape), axis, repr(value)[:60], "strategy.gather")
+    part = jax.ShapeDtypeStruct(value.part_shape, value.dtype)
+    dim = checked_dim(len(part.shape), axis, _part_text(part), "strategy.gather")
     counts = value.counts
     if counts is not None and dim != 0 and len(set(counts)) > 1:
         raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
@@ -236,10 +271,14 @@ def _compiled_gather(
 
 
 def _gather_parts(parts: Sequence[jax.Array], axis: int) -> jax.Array:
-    dim = checked_dim(parts[0].ndim, axis, leaf_text(parts[0]), "strategy.gather")
+    dim = checked_dim(parts[0].ndim, axis, _part_text(parts[0]), "strategy.gather")
     if len({part.shape[:dim] + part.shape[dim + 1 :] for part in parts}) > 1:
         raise _unjoinable([part.shape for part in parts], axis)
     return jnp.concatenate(parts, axis=dim)
+
+
+def _part_text(part: Any) -> str:
+    return f"the value of one replica, {leaf_text(part)},"
 
 
 def _unjoinable(shapes: Sequence[tuple[int, ...]], axis: int) -> ArgumentError:
@@ -265,6 +304,10 @@ def _on_first(part: jax.Array, mesh: Mesh) -> jax.Array:
 
 def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
     """Makes a per-replica value from one host value for each replica."""
+    if all(map(is_key, parts)):
+        bits = stacked_value([jax.random.key_data(part) for part in parts], mesh)
+        keys = jax.random.wrap_key_data(bits.global_array, impl=jax.random.key_impl(parts[0]))
+        return PerReplica(keys, mesh)
     arrays = [np.asarray(part) for part in parts]
     if len({(array.shape, array.dtype) for array in arrays}) == 1:
         # int64 and float64 become what JAX holds, as everywhere.

@@ -48,7 +48,7 @@ def test_a_step_that_fails_while_running_names_the_lost_state(devices: int):
         timeout=120,
         check=False,
     )
-    assert "CAUGHT The compiled step failed" in done.stdout, done.stderr[-2000:]
+    assert "CAUGHT step: The compiled step failed" in done.stdout, done.stderr[-2000:]
     assert "weight" in done.stdout
     assert "boom" in done.stdout
     assert "dj.snapshot" in done.stdout
