@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.extend.core as jex_core
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._mesh import DATA
+from distribute_jax.variables import Variable, first_replica
 
 
 class Combine(enum.Enum):
@@ -22,6 +24,10 @@ class Combine(enum.Enum):
     """The replicas' values are averaged."""
     INCREMENTS = "increments"
     """What each replica added is summed: ``new = old + Σ(new_r - old)``."""
+    FIRST = "first"
+    """Every replica gets the value of replica 0."""
+    OWN = "own"
+    """Each replica keeps its own value; it is combined when it is read outside of ``run``."""
     TOGETHER = "together"
     """It is combined together with the other variables of its metric, by the metric's rule."""
 
@@ -34,9 +40,16 @@ BY_TYPE: dict[type[nnx.Variable], Combine] = {  # type: ignore[type-arg]
 """The rule of each variable type; the nearest base class in this table decides."""
 
 
-def rule_for(variable: nnx.Variable[object]) -> Combine:
+def rule_for(variable: nnx.Variable[Any]) -> Combine:
     """Gives the rule for a variable: that of its nearest base class in the table."""
+    if keeps_own_values(variable):
+        return Combine.OWN
     return next(BY_TYPE[cls] for cls in type(variable).__mro__ if cls in BY_TYPE)
+
+
+def keeps_own_values(variable: nnx.Variable[Any]) -> bool:
+    """Tells whether the raw value of a variable holds one component for each replica, stacked."""
+    return isinstance(variable, Variable) and variable.is_on_read
 
 
 def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -45,7 +58,9 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.asarray(jax.lax.pmean(new, DATA))
     if rule is Combine.INCREMENTS:
         return jnp.asarray(old + jax.lax.psum(new - old, DATA), new.dtype)
-    return new
+    if rule is Combine.FIRST:
+        return first_replica(new)
+    return new[None] if rule is Combine.OWN else new
 
 
 def depends_on(jaxpr: jex_core.Jaxpr, output: int, inputs: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._mesh import DATA, mirrored_sharding, split_sharding
 from distribute_jax._values import Layout, PerReplica
-from distribute_jax.program._aggregation import Combine, combined
+from distribute_jax.program._aggregation import Combine, combined, keeps_own_values
 from distribute_jax.program._plan import Plan
 from distribute_jax.program._sync_marks import ClosedJaxpr
 from distribute_jax.program._trace import Call, Traced, abstract
@@ -68,19 +68,24 @@ def layouts(
         plan: what becomes of its outputs.
         kept: for each flat input that is state, the sharding over the replicas that it keeps.
     """
-    variables, arrays, _, counts = traced.sizes
-    whole = [False] * (variables + arrays)
+    _, arrays, _, counts = traced.sizes
+    own = [
+        keeps_own_values(variable)
+        for variable in call.binding.variables
+        for _ in jax.tree.leaves(variable.get_raw_value())
+    ]
+    whole = [False] * arrays
     batch = [isinstance(value, PerReplica) for value in call.arguments.data]
     stacked = [
         b and v.layout is Layout.STACKED for b, v in zip(batch, call.arguments.data, strict=True)
     ]
     more = [False] * counts
-    sharded = {i: sharding for i, sharding in enumerate(kept) if sharding is not None}
+    sharded = {i: s for i, s in enumerate(kept) if s is not None and not own[i]}
     ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
     return Layouts(
-        stacked=(*whole, *stacked, *more),
-        split=(*whole, *batch, *more),
-        mirrored=(*(True for _ in plan.combine), *plan.mirrored),
+        stacked=(*own, *whole, *stacked, *more),
+        split=(*own, *whole, *batch, *more),
+        mirrored=(*(rule is not Combine.OWN for rule in plan.combine), *plan.mirrored),
         state=len(plan.combine),
         sharded_in=sharded,
         sharded_out={

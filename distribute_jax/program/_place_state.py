@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._internals import read_raw, write_raw
 from distribute_jax._mesh import mirrored_sharding, num_replicas
 from distribute_jax._tree import leaf_text, listed
+from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._home import Home
+from distribute_jax.variables import Variable, on_replicas
 
 
 def place_state(
@@ -40,11 +42,19 @@ def place_state(
         kept = keep_sharding and _over_mesh(leaf, mesh) is not None
         return leaf if kept else _placed(leaf, wanted)
 
-    placed = [jax.tree.map(place, raw) for raw in raws]
+    placed = [
+        on_replicas(cast("Variable", variable), mesh)
+        if keeps_own_values(variable)
+        else jax.tree.map(place, raw)
+        for variable, raw in zip(binding.variables, raws, strict=True)
+    ]
     moved = [
         (name, old)
-        for name, old, new in zip(binding.names, raws, placed, strict=True)
-        if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
+        for variable, name, old, new in zip(
+            binding.variables, binding.names, raws, placed, strict=True
+        )
+        if not keeps_own_values(variable)
+        and any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
     ]
     write_raw(binding.variables, placed)
     if moved and warn and num_replicas(mesh) > 1:

@@ -14,7 +14,7 @@ from distribute_jax._errors import OutOfSyncError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._tree import is_array, is_number, listed
 from distribute_jax._values import PerReplica
-from distribute_jax.program._aggregation import Combine, depends_on, rule_for
+from distribute_jax.program._aggregation import Combine, depends_on, keeps_own_values, rule_for
 from distribute_jax.program._merge import Merge, as_merge, written_metrics
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._sync import Mark, prove
@@ -41,7 +41,9 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
     if replicas == 1:
-        return Plan((Combine.MIRRORED,) * state, (True,) * results)
+        own = (keeps_own_values(variable) for variable, _, _ in _written(call, traced))
+        rules = (Combine.OWN if is_own else Combine.MIRRORED for is_own in own)
+        return Plan(tuple(rules), (True,) * results)
     marks = prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
     metrics = list(written_metrics(call, traced))
     merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
@@ -55,14 +57,21 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
 
 
 def input_marks(call: Call, traced: Traced) -> list[Mark]:
-    """Gives the mark of each flat input: only per-replica arguments differ between replicas."""
+    """Gives the mark of each flat input: per-replica arguments and ON_READ variables differ."""
     variables, arrays, _, counts = traced.sizes
     names = traced.input_names[variables + arrays :]
     data = [
         frozenset({name}) if isinstance(value, PerReplica) else _MIRRORED
         for name, value in zip(names, call.arguments.data, strict=False)
     ]
-    return [_MIRRORED] * (variables + arrays) + data + [_MIRRORED] * counts
+    state = [
+        frozenset({f"{name}, of which each replica has its own"})
+        if keeps_own_values(variable)
+        else _MIRRORED
+        for variable, name in zip(call.binding.variables, call.binding.names, strict=True)
+        for _ in jax.tree.leaves(variable.get_raw_value())
+    ]
+    return state + [_MIRRORED] * arrays + data + [_MIRRORED] * counts
 
 
 def _combine(

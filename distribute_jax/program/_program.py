@@ -110,7 +110,7 @@ def build(call: Call, options: RunOptions, home: Home | None = None) -> Program:
         traced, decided, lies, [place.get() for _, place, _ in call.binding.arrays]
     )
     ordered = _Reordered(one_replica, order, avals)
-    donated = _donatable(traced, order, avals, written, options)
+    donated = _donatable(traced, written, options)
     given = [*range(donated), *_donated_arguments(call, traced, order, lies, options)]
     ordered_lies = lies.in_order(order)
     compile_ = at_home(compiler.compile, home) if home else compiler.compile
@@ -164,24 +164,19 @@ def _is_const(traced: Traced, array: int) -> bool:
     return array in traced.constant_arrays
 
 
-def _donatable(
-    traced: Traced,
-    order: Sequence[int],
-    avals: Sequence[Any],
-    written: Sequence[int],
-    options: RunOptions,
-) -> int:
+def _donatable(traced: Traced, written: Sequence[int], options: RunOptions) -> int:
     """Counts the written variables whose memory the new value can take over: all or none."""
     if not options.donate_state or not COMPILERS[options.lowering].donates:
         return 0
-    inputs = sum(traced.input_starts[i + 1] - traced.input_starts[i] for i in written)
-    outs = traced.jaxpr.jaxpr.outvars[: sum(traced.written_sizes)]
-    fits = inputs == len(outs) and all(
-        (aval.shape, aval.dtype) == (out.aval.shape, out.aval.dtype)
-        and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        for aval, out in zip((avals[i] for i in order), outs, strict=False)
+    jaxpr, starts = traced.jaxpr.jaxpr, traced.input_starts
+    ins = [jaxpr.invars[k].aval for i in written for k in range(starts[i], starts[i + 1])]
+    outs = [var.aval for var in jaxpr.outvars[: sum(traced.written_sizes)]]
+    fits = len(ins) == len(outs) and all(
+        (old.shape, old.dtype) == (new.shape, new.dtype)
+        and not jnp.issubdtype(old.dtype, jax.dtypes.extended)
+        for old, new in zip(ins, outs, strict=True)
     )
-    return inputs if fits else 0
+    return len(ins) if fits else 0
 
 
 def _donated_arguments(

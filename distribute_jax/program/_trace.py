@@ -18,6 +18,7 @@ from distribute_jax._errors import StaleCaptureError
 from distribute_jax._internals import HIDDEN_ATTRIBUTES, owned_by_current_trace, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._constants import check_constants
@@ -82,6 +83,14 @@ def abstract(value: Any) -> Any:
     return jax.tree.map(one, value)
 
 
+def own_value(variable: nnx.Variable[Any]) -> Any:
+    """Gives the abstract raw value of a variable as one replica sees it."""
+    whole = abstract(variable.get_raw_value())
+    if not keeps_own_values(variable):
+        return whole
+    return jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
+
+
 def _dtype(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.dtype
@@ -96,7 +105,7 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
         data: abstract values to trace with instead of the call's own shares.
     """
     binding, masked = call.binding, call.arguments.counts is not None
-    raws = [abstract(raw) for raw in read_raw(binding.variables)]
+    raws = [own_value(variable) for variable in binding.variables]
     arrays = [place.get() for _, place, _ in binding.arrays]
     shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
     counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []

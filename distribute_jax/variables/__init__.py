@@ -1,9 +1,16 @@
 """Variables whose writes and reads combine the replicas: TensorFlow's, on ``nnx.Variable``."""
 
+from distribute_jax.variables._components import first_replica as first_replica
 from distribute_jax.variables._kinds import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
 )
-from distribute_jax.variables._variable import Variable as Variable
+from distribute_jax.variables._variable import Variable as Variable, on_replicas as on_replicas
 
-__all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
+__all__ = [
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "first_replica",
+    "on_replicas",
+]

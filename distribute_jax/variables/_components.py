@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import num_replicas, split_sharding
+from distribute_jax._mesh import DATA, num_replicas, split_sharding
 from distribute_jax.variables._kinds import VariableAggregation
 
 
@@ -37,7 +37,9 @@ def divided(value: jax.Array, replicas: int, aggregation: VariableAggregation) -
 
 
 def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
-    """Makes one value of the components."""
+    """Makes one value of the components; one alone is the value."""
+    if stacked.shape[0] == 1:
+        return stacked[0]
     if aggregation is VariableAggregation.SUM:
         return jnp.sum(stacked, 0, dtype=stacked.dtype)
     if aggregation is VariableAggregation.MEAN:
@@ -52,6 +54,12 @@ def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) ->
     )
 
 
+def first_replica(value: jax.Array) -> jax.Array:
+    """Gives every replica the value of replica 0."""
+    own = jnp.where(jax.lax.axis_index(DATA) == 0, value, jnp.zeros_like(value))
+    return jnp.asarray(jax.lax.psum(own, DATA), value.dtype)
+
+
 def placed(stacked: Any, mesh: Mesh) -> Any:
     """Lays one component on each replica."""
     if isinstance(stacked, jax.core.Tracer):
@@ -61,7 +69,9 @@ def placed(stacked: Any, mesh: Mesh) -> Any:
 
 def relaid(stacked: jax.Array, mesh: Mesh, aggregation: VariableAggregation) -> jax.Array:
     """Lays the components on another number of replicas, so that the variable reads the same."""
-    replicas = num_replicas(mesh)
+    replicas, wanted = num_replicas(mesh), split_sharding(mesh)
+    if stacked.shape[0] == replicas and stacked.sharding.is_equivalent_to(wanted, stacked.ndim):
+        return stacked
     if stacked.shape[0] != replicas:
         kept = VariableAggregation.ONLY_FIRST_REPLICA
         none = aggregation is VariableAggregation.NONE

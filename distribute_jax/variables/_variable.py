@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, PerReplicaError
@@ -93,7 +94,8 @@ class Variable(nnx.Variable[Any]):
     def create_value(self, value: Any) -> Any:
         """Gives the first raw value: for ON_READ one component for each replica."""
         if not self.is_on_read:
-            return value
+            # Made in a step: all replicas start from the value of the first.
+            return _components.first_replica(value) if _inside_run() else value
         if _inside_run():
             others = jnp.zeros_like(value) if self.aggregation is _SUM else value
             return jnp.where(jax.lax.axis_index(DATA) == 0, value, others)
@@ -257,7 +259,7 @@ class Variable(nnx.Variable[Any]):
         if not self.is_on_read:
             return self._store(self.get_raw_value() + delta)
         self._check_assignable(method)
-        if self.aggregation is _SUM:
+        if self.aggregation is _SUM and self._components() > 1:
             raise ArgumentError(
                 f"SyncOnReadVariable {self.name!r} does not support `{method}` in cross-replica context "
                 "when aggregation is set to `VariableAggregation.SUM`. Use assign, or call it inside run."
@@ -285,8 +287,7 @@ class Variable(nnx.Variable[Any]):
         if self.aggregation is _NONE:
             return value
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            first = jnp.where(jax.lax.axis_index(DATA) == 0, value, jnp.zeros_like(value))
-            return jnp.asarray(jax.lax.psum(first, DATA), value.dtype)
+            return _components.first_replica(value)
         op = "sum" if self.aggregation is _SUM else "mean"
         total: jax.Array = _context.current().replica.all_reduce(op, value)
         return total.astype(value.dtype)
@@ -301,12 +302,16 @@ class Variable(nnx.Variable[Any]):
 
     def _store_components(self, make: Any, value: jax.Array) -> Any:
         if _inside_run():  # in merge_call: one component is stored
-            raw = make(value, int(jax.lax.psum(1, DATA)), self.aggregation)
+            raw = make(value, self._components(), self.aggregation)
             return self._store(raw[jax.lax.axis_index(DATA)])
-        return self._store(make(value, self.get_raw_value().shape[0], self.aggregation))
+        return self._store(make(value, self._components(), self.aggregation))
+
+    def _components(self) -> int:
+        """Gives how many replicas have a component."""
+        return int(jax.lax.psum(1, DATA) if _inside_run() else self.get_raw_value().shape[0])
 
     def _check_assignable(self, method: str) -> None:
-        if self.aggregation is _NONE:
+        if self.aggregation is _NONE and self._components() > 1:
             raise ArgumentError(
                 f"The ON_READ variable {self.name!r} has aggregation=NONE, so {method} in cross-replica "
                 "context is not defined. Assign it inside run, or give it another aggregation."
@@ -317,6 +322,11 @@ class Variable(nnx.Variable[Any]):
         if not name.startswith("_") and self.is_on_read and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
+
+
+def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
+    """Gives the raw value of an ON_READ variable with one component for each replica of a mesh."""
+    return _components.relaid(variable.get_raw_value(), mesh, variable.aggregation)
 
 
 def _inside_replica() -> bool:
