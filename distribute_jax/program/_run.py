@@ -17,6 +17,7 @@ from distribute_jax._typing import StepFunction
 from distribute_jax.program._arguments import Arguments, check_call, check_function, take_apart
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._capture import roots, without_jit
+from distribute_jax.program._created import check_made_once, give_first_values
 from distribute_jax.program._entry import Entry, OutdatedError
 from distribute_jax.program._failed import failed, named
 from distribute_jax.program._home import Home
@@ -186,6 +187,7 @@ class Runner:
         options: RunOptions,
         *,
         warn: bool = True,
+        may_create: bool = True,
     ) -> Entry:
         check_function(fn)
         self._forget_dead()
@@ -201,6 +203,9 @@ class Runner:
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             with contents_restored_on_error(binding), compilable(step_name(fn)):
                 program = build(call, options, self._home)
+                if program.traced.created:
+                    self._create(call, program, may_create=may_create)
+                    return self._enter(head, fn, arguments, options, warn=warn, may_create=False)
                 # What Python did while it was traced, such as counting calls, is not done again.
                 binding = Binding(fn, arguments)
                 check_left_behind(binding)
@@ -217,6 +222,15 @@ class Runner:
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
         return entry
+
+    def _create(self, call: Call, program: Program, *, may_create: bool) -> None:
+        """Computes the first values of variables that a step makes."""
+        created = program.traced.created
+        entry = Entry(program, call.binding, step_name(call.fn))
+        values = roots(call.fn).values + call.arguments.bound
+        arrays = entry.store(entry.execute(entry.flat_inputs(values, call.arguments)))
+        give_first_values(created, entry.wrap(arrays))
+        check_made_once([] if may_create else [str(v.name) for v in created])
 
     def _drop(self, program: Program) -> None:
         for head, entries in list(self._entries.items()):

@@ -22,12 +22,14 @@ from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._constants import check_constants
+from distribute_jax.program._created import kept_variables
 from distribute_jax.program._place import anchor
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica import ReplicaContext
 from distribute_jax.program._results import Results, sort_results
 from distribute_jax.program._sync_marks import ClosedJaxpr
 from distribute_jax.program._traced_value import explained
+from distribute_jax.variables import noting_created
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,8 @@ class Traced:
     """Captured arrays that ended as constants of the jaxpr, since their place cannot be assigned."""
     input_starts: tuple[int, ...]
     """Index of the first flat input of each variable, and one past the last."""
+    created: tuple[nnx.Variable[Any], ...] = ()
+    """Variables that the step made and kept. Then the results are their first values, no more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +131,7 @@ class _Recorder:
         self.written_sizes: tuple[int, ...] = ()
         self.written_trees: tuple[Any, ...] = ()
         self.results: Results | None = None
+        self.created: tuple[nnx.Variable[Any], ...] = ()
 
     def step(self, raws: list[Any], arrays: list[Any], data: list[Any], counts: list[Any]) -> Any:
         """The function that is traced: swaps the tracers in, runs ``fn``, collects the outcome."""
@@ -139,7 +144,10 @@ class _Recorder:
             stack.enter_context(_swapped_state(binding.variables, nodes, raws))
             stack.enter_context(_context.frame(call.strategy, context))
             given = per_replica_keys(binding.variables, num_replicas(call.mesh))
+            noted = stack.enter_context(noting_created())
             result = call.fn(*self._positional(data), **self._keywords)
+            if kept := kept_variables(call, noted):
+                return self._first_values(kept)
             now = read_raw(binding.variables)
             self.written = tuple(
                 i for i, (new, old) in enumerate(zip(now, given, strict=True)) if new is not old
@@ -149,6 +157,15 @@ class _Recorder:
             self.written_trees = tuple(jax.tree.structure(now[i]) for i in self.written)
         self.written_sizes = tuple(map(len, new_values))
         return [leaf for leaves in new_values for leaf in leaves] + arrays_out
+
+    def _first_values(self, kept: list[tuple[Any, Any]]) -> list[Any]:
+        """Ends a trace in which variables were made: the step is traced anew once they exist."""
+        self.created = tuple(variable for variable, _ in kept)
+        arrays = [raw for _, raw in kept]
+        # What is left on the user's objects must be no tracer.
+        write_raw(self.created, [abstract(raw) for raw in arrays])
+        self.results, arrays = sort_results(arrays, self.call.binding, [])
+        return arrays
 
     def _positional(self, data: list[Any]) -> tuple[Any, ...]:
         arguments = self.call.arguments
@@ -181,6 +198,7 @@ class _Recorder:
             written_trees=self.written_trees,
             constant_arrays=_constant_arrays(jaxpr, self.call.binding),
             input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
+            created=self.created,
         )
 
 
@@ -242,7 +260,8 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
             "lives in variables made before: self.name = nnx.Variable(value) in __init__, and "
             "self.name[...] = value in the step; or return the array."
         )
-    table.update({key: value for key, value in changed.items() if key not in HIDDEN_ATTRIBUTES})
+    owner = HIDDEN_ATTRIBUTES[0]
+    table.update({key: value for key, value in changed.items() if key != owner})
 
 
 def _holds_tracers(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Variables whose writes and reads combine the replicas: TensorFlow's, on ``nnx.Variable``."""
 
 from distribute_jax.variables._components import first_replica as first_replica
+from distribute_jax.variables._created import noting_created as noting_created
 from distribute_jax.variables._kinds import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
@@ -12,5 +13,6 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "first_replica",
+    "noting_created",
     "on_replicas",
 ]

@@ -16,6 +16,7 @@ from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.variables import _components
+from distribute_jax.variables._created import note_created
 from distribute_jax.variables._kinds import (
     VariableAggregation,
     VariableSynchronization,
@@ -93,15 +94,24 @@ class Variable(nnx.Variable[Any]):
 
     def create_value(self, value: Any) -> Any:
         """Gives the first raw value: for ON_READ one component for each replica."""
-        if not self.is_on_read:
-            # Made in a step: all replicas start from the value of the first.
-            return _components.first_replica(value) if _inside_run() else value
         if _inside_run():
-            others = jnp.zeros_like(value) if self.aggregation is _SUM else value
-            return jnp.where(jax.lax.axis_index(DATA) == 0, value, others)
+            raw = self._first_in_step(value)
+            note_created(self, raw)
+            return raw
+        if not self.is_on_read:
+            made_elsewhere = _context.entered() is not None and at_top_level()
+            # A new array lies where the scope puts state; one made before would stay where it is.
+            return jnp.asarray(np.asarray(value)) if made_elsewhere else value
         mesh = _context.current().strategy.mesh
         stacked = _components.initial(value, num_replicas(mesh), self.aggregation)
         return _components.placed(stacked, mesh)
+
+    def _first_in_step(self, value: Any) -> Any:
+        """Gives the first value of a variable made in a step: that of the first replica."""
+        if not self.is_on_read:
+            return _components.first_replica(value)
+        others = jnp.zeros_like(value) if self.aggregation is _SUM else value
+        return jnp.where(jax.lax.axis_index(DATA) == 0, value, others)
 
     @property
     def is_on_read(self) -> bool:

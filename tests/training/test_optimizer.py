@@ -1,0 +1,161 @@
+"""The optimizer that sums gradients over the replicas by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+TRANSFORMS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adam": lambda: optax.adam(0.01),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.5, momentum=0.9)),
+}
+
+
+class Net(nnx.Module):
+    """A layer, and one that the step does not use."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(3, 2, rngs=rngs)
+        self.unused = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layer(x)
+
+
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Three batches, the last one partial."""
+    rng = np.random.default_rng(0)
+    return [
+        (rng.normal(size=(n, 3)).astype("f4"), rng.normal(size=(n, 2)).astype("f4"))
+        for n in (16, 16, 13)
+    ]
+
+
+def trained(strategy: dj.Strategy, make: Callable[..., Any], *, explicit: bool) -> list[Any]:
+    """Trains, and gives parameters and optimizer state."""
+    with strategy.scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = make(model)
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        def loss_fn(model: Net) -> jax.Array:
+            return dj.compute_average_loss(((model(x) - y) ** 2).sum(-1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        if explicit:
+            grads = dj.get_replica_context().all_reduce("sum", grads)
+        optimizer.update(model, grads)
+        return loss
+
+    for batch in strategy.distribute_dataset(batches()):
+        strategy.run(step, args=batch)
+    state = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
+    return [np.asarray(leaf) for leaf in state]
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_it_equals_an_explicit_sum_and_one_device(strategy: dj.Strategy, name: str):
+    """Bit for bit the explicit all_reduce before nnx.Optimizer, and one device to rounding."""
+    tx = TRANSFORMS[name]
+    ours = trained(strategy, lambda m: dj.Optimizer(m, tx()), explicit=False)
+    theirs = trained(strategy, lambda m: nnx.Optimizer(m, tx(), wrt=nnx.Param), explicit=True)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+    one = trained(dj.OneDeviceStrategy("cpu:0"), lambda m: dj.Optimizer(m, tx()), explicit=False)
+    for a, b in zip(ours, one, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def _step_with(optimizer: Any, model: Any, *, reduce: bool, skip: bool) -> Callable[..., None]:
+    def step(x: jax.Array, y: jax.Array) -> None:
+        def loss(m: Net) -> jax.Array:
+            return dj.compute_average_loss(((m(x) - y) ** 2).sum(-1))
+
+        grads = nnx.grad(loss)(model)
+        if reduce:
+            grads = dj.get_replica_context().all_reduce("sum", grads)
+        optimizer.update(model, grads, skip_gradients_aggregation=skip)
+
+    return step
+
+
+def test_gradients_that_were_summed_already_are_refused(strategy: dj.Strategy):
+    """Summed twice they would be N times too large; with one replica there is nothing to sum."""
+    with strategy.scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+    batch = next(iter(strategy.distribute_dataset(batches())))
+    step = _step_with(optimizer, model, reduce=True, skip=False)
+    if strategy.num_replicas_in_sync == 1:
+        strategy.run(step, args=batch)
+        return
+    with pytest.raises(dj.OutOfSyncError, match="skip_gradients_aggregation=True") as caught:
+        strategy.run(step, args=batch)
+    assert "test_optimizer.py" in str(caught.value)
+    before = model.layer.bias[...].tolist()
+    strategy.run(_step_with(optimizer, model, reduce=True, skip=True), args=batch)
+    assert model.layer.bias[...].tolist() != before
+
+
+def test_unreduced_gradients_with_skip_are_refused(s2: dj.MirroredStrategy):
+    """Skipping the sum where it is needed ends in the usual error about drifting weights."""
+    with s2.scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+    batch = next(iter(s2.distribute_dataset(batches())))
+    with pytest.raises(dj.OutOfSyncError, match=r"model\.layer"):
+        s2.run(_step_with(optimizer, model, reduce=False, skip=True), args=batch)
+
+
+def test_outside_of_run_it_is_plain(s2: dj.MirroredStrategy):
+    """Without replicas an update is that of nnx.Optimizer."""
+    model, twin = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    ours, theirs = (
+        dj.Optimizer(model, optax.sgd(0.1)),
+        nnx.Optimizer(twin, optax.sgd(0.1), wrt=nnx.Param),
+    )
+    x = jnp.ones((4, 3))
+    for m, optimizer in ((model, ours), (twin, theirs)):
+        optimizer.update(m, nnx.grad(lambda m: m(x).sum())(m))
+    np.testing.assert_array_equal(model.layer.kernel[...], twin.layer.kernel[...])
+
+
+@pytest.mark.parametrize("wrap", ["scan", "jit"])
+def test_it_works_inside_transformations(s2: dj.MirroredStrategy, wrap: str):
+    """Gradients accumulated over micro-batches, or computed under jit, are judged at the end."""
+    with s2.scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+
+    def loss(m: Net, x: jax.Array, y: jax.Array) -> jax.Array:
+        return dj.compute_average_loss(((m(x) - y) ** 2).sum(-1))
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        if wrap == "jit":
+            grads = nnx.jit(nnx.grad(loss))(model, x, y)
+        else:
+            graphdef, state = nnx.split(model)
+
+            def body(total: Any, micro: Any) -> Any:
+                one = jax.grad(lambda s: loss(nnx.merge(graphdef, s, copy=True), *micro))(state)
+                return jax.tree.map(jnp.add, total, one), None
+
+            micro = jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[1:]), (x, y))
+            zeros = jax.tree.map(jnp.zeros_like, state)
+            grads, _ = jax.lax.scan(body, zeros, micro)
+        optimizer.update(model, grads)
+
+    batch = next(iter(s2.distribute_dataset(batches())))
+    before = model.layer.bias[...].tolist()
+    s2.run(step, args=batch)
+    assert model.layer.bias[...].tolist() != before

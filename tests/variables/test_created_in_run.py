@@ -1,0 +1,103 @@
+"""Variables that a step makes in its first run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax import VariableAggregation as Agg
+
+
+class Plain:
+    """A plain object that a step may put a variable on."""
+
+    count: Any = None
+
+
+class Module(nnx.Module):
+    """A module that a step may put a variable on."""
+
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones(()))
+
+
+def replica_id() -> Any:
+    """The id of this replica as a float."""
+    return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("make", [Plain, Module])
+def test_a_variable_made_in_the_first_run_lives_on(strategy: dj.Strategy, make: Any):
+    """It starts from replica 0's value, counts from the first run on, and is mirrored."""
+    with strategy.scope():
+        owner = make()
+
+    def step(x: jax.Array) -> jax.Array:
+        if getattr(owner, "count", None) is None:
+            owner.count = dj.Variable(replica_id() + x, aggregation=Agg.SUM)
+        return owner.count.assign_add(1.0)
+
+    n = strategy.num_replicas_in_sync
+    assert float(strategy.run(step, args=(5.0,))) == 5.0 + n
+    assert float(strategy.run(step, args=(9.0,))) == 5.0 + 2 * n
+    assert [float(v) for v in owner.count.values] == [5.0 + 2 * n] * n
+    owner.count.assign(1.0)
+    assert float(strategy.run(step, args=(0.0,))) == 1.0 + n
+
+
+def test_an_on_read_variable_made_in_run_starts_on_the_first_replica(strategy: dj.Strategy):
+    """Under SUM it reads as the initial value plus what the replicas added."""
+    owner = Plain()
+
+    def step() -> None:
+        if owner.count is None:
+            owner.count = dj.Variable(
+                7, synchronization=dj.VariableSynchronization.ON_READ, aggregation=Agg.SUM
+            )
+        owner.count.assign_add(1)
+
+    strategy.run(step)
+    strategy.run(step)
+    assert int(owner.count.numpy()) == 7 + 2 * strategy.num_replicas_in_sync
+
+
+def test_a_variable_that_is_made_and_dropped_is_a_plain_value(s2: dj.MirroredStrategy):
+    """A local variable of the step is nobody's state."""
+
+    def step() -> Any:
+        local = dj.Variable(1.0)
+        local.assign_add(2.0)
+        return local[...]
+
+    assert float(s2.run(step)) == float(s2.run(step)) == 3.0
+
+
+def test_making_it_each_time_is_refused(s2: dj.MirroredStrategy):
+    """A step that makes its variable anew at each trace would lose it; the error says how to keep it."""
+    owner = Plain()
+
+    def step() -> Any:
+        owner.count = dj.Variable(1.0, name="again")
+        return owner.count[...]
+
+    with pytest.raises(ValueError, match="variables again each time"):
+        s2.run(step)
+
+
+def test_other_variables_made_in_a_step_are_refused_by_name(s2: dj.MirroredStrategy):
+    """A layer put on a module inside a step is Flax's to make before, and the error says where."""
+    with s2.scope():
+        module = Module()
+
+    def step() -> Any:
+        module.extra = nnx.Param(jnp.ones(2))
+        return module.extra.sum()
+
+    with pytest.raises(dj.StaleCaptureError, match="extra"):
+        s2.run(step)
+    assert not hasattr(module, "extra")

@@ -1,0 +1,189 @@
+"""ON_READ variables: each replica keeps its own value until somebody reads it outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax import VariableAggregation as Agg
+
+ON_READ = dj.VariableSynchronization.ON_READ
+
+
+def replica_id() -> Any:
+    """The id of this replica as a float."""
+    return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
+
+
+def made(strategy: dj.Strategy, aggregation: Agg, value: Any = 10.0) -> dj.Variable:
+    """Makes an ON_READ variable under a strategy."""
+    with strategy.scope():
+        return dj.Variable(value, synchronization=ON_READ, aggregation=aggregation, name="v")
+
+
+@pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
+def test_local_writes_read_as_their_aggregate(strategy: dj.Strategy, aggregation: Agg):
+    """Replica r writes r + 1, and nothing is combined before it is read outside."""
+    n = strategy.num_replicas_in_sync
+    variable = made(strategy, aggregation)
+    wanted = {Agg.SUM: n * (n + 1) / 2, Agg.MEAN: (n + 1) / 2, Agg.ONLY_FIRST_REPLICA: 1.0}
+    own = strategy.run(lambda: variable.assign(replica_id() + 1))
+    assert [float(v) for v in strategy.experimental_local_results(own)] == [*range(1, n + 1)]
+    assert [float(v) for v in variable.values] == [*range(1, n + 1)]
+    assert float(variable[...]) == float(variable.numpy()) == wanted[aggregation]
+    again = strategy.run(lambda: variable.assign_add(1.0))
+    assert [float(v) for v in strategy.experimental_local_results(again)] == [*range(2, n + 2)]
+    local = strategy.run(variable.read_value)
+    assert [float(v) for v in strategy.experimental_local_results(local)] == [*range(2, n + 2)]
+
+
+@pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
+@pytest.mark.parametrize("value", [10.0, 7, 5])
+def test_it_reads_back_what_it_was_given(strategy: dj.Strategy, aggregation: Agg, value: Any):
+    """The initial value and an assigned one read back exactly, integers and SUM included."""
+    if aggregation is Agg.MEAN:
+        value = float(value)
+    variable = made(strategy, aggregation, value)
+    assert variable.numpy() == value
+    with strategy.scope():
+        variable.assign(value + 6)
+    assert variable.numpy() == value + 6
+    assert variable[...].dtype == jnp.asarray(value).dtype
+
+
+def test_an_assigned_sum_is_divided(s2: dj.MirroredStrategy):
+    """Under SUM each replica gets its share, and the first the remainder: 5 is 3 and 2."""
+    whole, real = made(s2, Agg.SUM, 1), made(s2, Agg.SUM, 1.0)
+    assert [int(v) for v in whole.values] == [1, 0]
+    whole.assign(5)
+    real.assign(7.0)
+    assert [int(v) for v in whole.values] == [3, 2]
+    assert [float(v) for v in real.values] == [3.5, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "allowed"),
+    [(Agg.MEAN, True), (Agg.ONLY_FIRST_REPLICA, True), (Agg.SUM, False), (Agg.NONE, False)],
+)
+def test_adding_from_outside(s2: dj.MirroredStrategy, aggregation: Agg, allowed: bool):
+    """4 can be added to a mean and to a first value; to a sum it is not clear where."""
+    variable = made(s2, aggregation)
+    for method, wanted in (("assign_add", 14.0), ("assign_sub", 10.0)):
+        if allowed:
+            getattr(variable, method)(4.0)
+            assert float(variable.numpy()) == wanted
+        else:
+            with pytest.raises(ValueError, match=method):
+                getattr(variable, method)(4.0)
+
+
+def test_without_aggregation_it_has_no_value_outside(s2: dj.MirroredStrategy):
+    """Reading or assigning NONE from outside is a ValueError; its components can be read."""
+    variable = made(s2, Agg.NONE)
+    s2.run(lambda: variable.assign(replica_id()))
+    for use in (variable.read_value, variable.numpy, lambda: variable + 1):
+        with pytest.raises(ValueError, match="aggregation=NONE"):
+            use()
+    with pytest.raises(ValueError, match="aggregation=NONE"):
+        variable.assign(1.0)
+    assert [float(v) for v in variable.values] == [0.0, 1.0]
+
+
+def test_it_shows_shape_and_value_as_it_reads(s4: dj.MirroredStrategy):
+    """Outside, the components are nowhere to be seen: not in shape, arithmetic, nor repr."""
+    variable = made(s4, Agg.SUM, jnp.arange(3.0))
+    assert variable.shape == (3,)
+    assert variable.size == 3
+    assert (variable + 1).tolist() == [1.0, 2.0, 3.0]
+    assert float(variable.sum()) == 3.0
+    assert "0., 1., 2." in repr(variable)
+    assert variable.trainable is False
+
+
+def test_scatter_is_not_implemented(s2: dj.MirroredStrategy):
+    """As in TensorFlow; the message says what to use."""
+    variable = made(s2, Agg.SUM, jnp.zeros(3))
+    for call in (lambda: variable.scatter_add([0], [1.0]),):
+        with pytest.raises(NotImplementedError, match="assign_add inside run"):
+            call()
+        with pytest.raises(NotImplementedError, match="assign_add inside run"):
+            s2.run(call)
+
+
+def test_what_depends_on_it_is_per_replica(s2: dj.MirroredStrategy):
+    """A weight updated from an ON_READ variable is refused, and the message names the variable."""
+    variable = made(s2, Agg.SUM)
+    with s2.scope():
+        weight = nnx.Param(jnp.zeros(()))
+
+    def step() -> None:
+        weight[...] = weight[...] + variable[...]
+
+    with pytest.raises(dj.OutOfSyncError, match="variable, of which each replica has its own"):
+        s2.run(step)
+
+
+def test_no_communication_and_state_in_place(s4: dj.MirroredStrategy):
+    """A write inside run compiles to no collective, and gives the old components' memory away."""
+    variable = made(s4, Agg.SUM, jnp.zeros(1000))
+    old = variable.get_raw_value()
+    s4.run(lambda: variable.assign_add(jnp.ones(1000)) is None)
+    assert old.is_deleted()
+    (program,) = s4._runner._programs.values()
+    assert "all-reduce" not in program.compiled.as_text()
+    assert float(variable.numpy()[0]) == 4.0
+    assert variable.get_raw_value().addressable_shards[0].data.shape == (1, 1000)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+def test_every_lowering_keeps_components(s4: dj.MirroredStrategy, lowering: Any):
+    """Components are the same under each lowering, and over several steps in one program."""
+    variable = made(s4, Agg.SUM, 0.0)
+    options = dj.RunOptions(lowering=lowering)
+
+    def step(x: jax.Array) -> jax.Array:
+        return variable.assign_add(x + replica_id())
+
+    s4.run(step, args=(jnp.float32(1),), options=options)
+    s4.run_steps(step, iter([(jnp.float32(1),)] * 3), 3, options=options)
+    assert [float(v) for v in variable.values] == [4.0, 8.0, 12.0, 16.0]
+
+
+def test_it_moves_to_another_number_of_replicas(strategy: dj.Strategy):
+    """Made outside of every scope, or under four replicas, it reads the same elsewhere."""
+    four = dj.MirroredStrategy([0, 1, 2, 3])
+    for home in (None, four):
+        if home is None:
+            variable = dj.Variable(10.0, synchronization=ON_READ, aggregation=Agg.SUM)
+        else:
+            variable = made(home, Agg.SUM)
+            home.run(lambda: variable.assign(replica_id()))  # noqa: B023
+        before = float(variable.numpy())
+        strategy.run(lambda: variable.assign_add(1.0))  # noqa: B023
+        assert len(variable.values) == strategy.num_replicas_in_sync
+        assert float(variable.numpy()) == before + strategy.num_replicas_in_sync
+
+
+def test_in_merge_call_it_reads_and_assigns_as_outside(strategy: dj.Strategy):
+    """merge_call is cross-replica context: the aggregate is read, and an assigned sum is divided."""
+    n = strategy.num_replicas_in_sync
+    variable = made(strategy, Agg.SUM, 0)
+
+    def merge(_: Any) -> jax.Array:
+        total = variable.read_value()
+        variable.assign(total + 5)
+        return total
+
+    def step() -> jax.Array:
+        variable.assign(dj.get_replica_context().replica_id_in_sync_group)
+        return dj.get_replica_context().merge_call(merge)
+
+    assert int(strategy.run(step)) == n * (n - 1) // 2
+    assert int(variable.numpy()) == n * (n - 1) // 2 + 5
+    assert np.ptp([int(v) for v in variable.values]) <= n

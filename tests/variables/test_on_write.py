@@ -1,0 +1,265 @@
+"""Mirrored variables: what several replicas write becomes one value, at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax import VariableAggregation as Agg
+
+METHODS = {"assign": (0, 1), "assign_add": (1, 1), "assign_sub": (1, -1)}
+"""How much of the old value stays, and the sign of what is written."""
+
+
+def replica_id() -> Any:
+    """The id of this replica as a float."""
+    return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
+
+
+def made(strategy: dj.Strategy, value: Any = 10.0, **kinds: Any) -> dj.Variable:
+    """Makes a variable under a strategy."""
+    with strategy.scope():
+        return dj.Variable(value, name="v", **kinds)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
+def test_replicas_writing_1_to_n_are_combined(strategy: dj.Strategy, aggregation: Agg, method: str):
+    """Replica r writes r + 1 to 10: the sum, the mean or the first is assigned, added, taken away."""
+    n = strategy.num_replicas_in_sync
+    written = {Agg.SUM: n * (n + 1) / 2, Agg.MEAN: (n + 1) / 2, Agg.ONLY_FIRST_REPLICA: 1.0}
+    keeps, sign = METHODS[method]
+    variable = made(strategy, aggregation=aggregation)
+    result = strategy.run(lambda: getattr(variable, method)(replica_id() + 1))
+    wanted = 10.0 * keeps + sign * written[aggregation]
+    assert float(result) == wanted
+    assert [float(v) for v in variable.values] == [wanted] * n
+    assert variable[...].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("aggregation", list(Agg))
+def test_a_write_from_outside_sets_the_value_everywhere(strategy: dj.Strategy, aggregation: Agg):
+    """In cross-replica context 4 is assigned, added and taken away as to a plain variable."""
+    variable = made(strategy, aggregation=aggregation)
+    with strategy.scope():
+        for method, wanted in (("assign", 4.0), ("assign_add", 8.0), ("assign_sub", 4.0)):
+            assert getattr(variable, method)(4.0) is variable
+            assert float(variable.numpy()) == float(variable.read_value()) == wanted
+            assert [float(v) for v in variable.values] == [wanted] * len(variable.values)
+    assert float(strategy.run(lambda: variable[...] + 1)) == 5.0
+
+
+def test_the_same_constant_from_each_replica_is_added_up(strategy: dj.Strategy):
+    """Each replica adds its own 4 to a SUM variable: N times 4, where TensorFlow refuses."""
+    variable = made(strategy, 0.0, aggregation=Agg.SUM)
+    strategy.run(lambda: variable.assign(4.0))
+    assert float(variable.numpy()) == 4.0 * strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("kind", ["assign", "item"])
+def test_different_writes_without_aggregation_are_refused(s2: dj.MirroredStrategy, kind: str):
+    """With aggregation NONE replicas that write different values are an error that names it."""
+    variable = made(s2)
+
+    def step() -> None:
+        if kind == "assign":
+            variable.assign(replica_id())
+        else:
+            variable[...] = replica_id()
+
+    with pytest.raises(dj.OutOfSyncError, match=r"variable \(Variable\) depends on axis_index"):
+        s2.run(step)
+    assert float(variable.numpy()) == 10.0
+
+
+def test_assigning_an_item_is_assign(strategy: dj.Strategy):
+    """``v[...] = x`` and ``set_value`` inside run follow the aggregation too."""
+    n = strategy.num_replicas_in_sync
+    variable = made(strategy, aggregation=Agg.SUM)
+
+    def step() -> None:
+        variable[...] = replica_id() + 1
+
+    strategy.run(step)
+    assert float(variable.numpy()) == n * (n + 1) / 2
+    strategy.run(lambda: variable.set_value(jnp.float32(1)))
+    assert float(variable.numpy()) == n
+
+
+def test_a_per_replica_value_from_outside_is_refused(s2: dj.MirroredStrategy):
+    """Assigned from outside, it would make the replicas drift apart, as it does in TensorFlow."""
+    variable = made(s2, aggregation=Agg.MEAN)
+    different = s2.run(replica_id)
+    for write in (variable.assign, variable.assign_add, dj.Variable):
+        with pytest.raises(ValueError, match=r"strategy\.reduce"):
+            write(different)
+    assert float(variable.numpy()) == 10.0
+
+
+def test_shapes_dtypes_and_kinds_are_checked(s2: dj.MirroredStrategy):
+    """A wrong shape, an integer MEAN, NONE as synchronization and a foreign kind are ValueErrors."""
+    variable = made(s2, jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"shape \(2, 3\).*shape \(3,\)"):
+        variable.assign(jnp.zeros(3))
+    with pytest.raises(ValueError, match="shape"):
+        s2.run(lambda: variable.assign(1.0))
+    with pytest.raises(ValueError, match="mean of integers"):
+        dj.Variable(1, aggregation=Agg.MEAN)
+    with pytest.raises(ValueError, match="synchronization=NONE"):
+        dj.Variable(1.0, synchronization=dj.VariableSynchronization.NONE)
+    with pytest.raises(ValueError, match="VariableAggregation"):
+        dj.Variable(1.0, aggregation="mean")  # type: ignore[arg-type]
+
+
+def test_another_variable_can_be_assigned(s2: dj.MirroredStrategy):
+    """Assigning a variable assigns its value, and a dtype is kept."""
+    variable, other = made(s2), made(s2, 3, aggregation=Agg.SUM)
+    variable.assign(other)
+    assert float(variable.numpy()) == 3.0
+    assert variable[...].dtype == jnp.float32
+
+
+def test_names_and_metadata(s4: dj.MirroredStrategy):
+    """The components of ``v`` are ``v``, ``v/replica_1``, …; trainable is True by default."""
+    variable = made(s4)
+    assert variable.name == "v"
+    assert variable.component_names == ("v", "v/replica_1", "v/replica_2", "v/replica_3")
+    assert variable.trainable is True
+    assert len(variable.values) == 4
+    assert len({next(iter(v.devices())) for v in variable.values}) == 4
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "wanted"),
+    [(Agg.MEAN, [0.0, -1.0, -1.0]), (Agg.SUM, [0.0, -2.0, -2.0])],
+)
+def test_scatter_sub_combines_dense_changes(
+    s2: dj.MirroredStrategy, aggregation: Agg, wanted: list[float]
+):
+    """Replica r takes r from row r and r + 1 from row r + 1."""
+    variable = made(s2, jnp.zeros(3), aggregation=aggregation)
+
+    def step() -> jax.Array:
+        r = dj.get_replica_context().replica_id_in_sync_group
+        return variable.scatter_sub(jnp.stack([r, r + 1]), jnp.stack([r, r + 1]))
+
+    assert s2.run(step).tolist() == wanted
+    assert variable.numpy().tolist() == wanted
+
+
+def test_scatter_add_sum(s2: dj.MirroredStrategy):
+    """Replica r adds r to row r and r + 1 to row r + 1."""
+    variable = made(s2, jnp.zeros(3), aggregation=Agg.SUM)
+
+    def step() -> jax.Array:
+        r = dj.get_replica_context().replica_id_in_sync_group
+        return variable.scatter_add(jnp.stack([r, r + 1]), jnp.stack([r, r + 1]))
+
+    assert s2.run(step).tolist() == [0.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("op", "start", "updates", "index", "wanted"),
+    [
+        ("min", [0, 2, 0], 1, 1, [0, 1, 0]),
+        ("max", [0, 0, 0], 1, 0, [1, 0, 0]),
+        ("update", [0, 0, 0], 3, 1, [0, 3, 0]),
+        ("mul", [5, 2, 3], 4, 2, [5, 2, 12]),
+        ("div", [5, 2, 3], 2, 1, [5, 1, 3]),
+    ],
+)
+@pytest.mark.parametrize("outside", [False, True])
+def test_scatter_of_the_first_replica_and_from_outside(
+    s2: dj.MirroredStrategy,
+    op: str,
+    start: list[float],
+    updates: float,
+    index: int,
+    wanted: list[float],
+    outside: bool,
+):
+    """Under ONLY_FIRST_REPLICA the first replica's rows are changed, whatever the others ask for."""
+    variable = made(s2, jnp.asarray(start, float), aggregation=Agg.ONLY_FIRST_REPLICA)
+
+    def step() -> None:
+        later = dj.get_replica_context().replica_id_in_sync_group * 7
+        variable.scatter(op, jnp.array([index]), jnp.array([updates]) + later)
+
+    if outside:
+        variable.scatter(op, jnp.array([index]), jnp.array([updates]))
+    else:
+        s2.run(step)
+    assert variable.numpy().tolist() == wanted
+
+
+def test_factors_are_combined_over_the_rows_that_any_replica_touches(s2: dj.MirroredStrategy):
+    """scatter_mul under SUM multiplies a row by the sum of the replicas' factors, others by one."""
+    variable = made(s2, jnp.array([1.0, 2.0, 3.0]), aggregation=Agg.SUM)
+
+    def step() -> None:
+        r = dj.get_replica_context().replica_id_in_sync_group
+        variable.scatter_mul(jnp.stack([r]), jnp.stack([r + 2.0]))
+
+    s2.run(step)
+    assert variable.numpy().tolist() == [2.0, 6.0, 3.0]
+
+
+@pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN])
+@pytest.mark.parametrize("op", ["min", "max", "update"])
+def test_what_cannot_be_combined_is_not_implemented(
+    s2: dj.MirroredStrategy, aggregation: Agg, op: str
+):
+    """The smallest of sums is nothing; so says the error, also for a part assigned by index."""
+    variable = made(s2, jnp.zeros(3), aggregation=aggregation)
+    with pytest.raises(NotImplementedError, match=f"scatter_{op}"):
+        s2.run(lambda: variable.scatter(op, jnp.array([0]), jnp.array([1.0])))
+
+    def part() -> None:
+        variable[0] = 1.0
+
+    with pytest.raises(NotImplementedError, match="part"):
+        s2.run(part)
+    with pytest.raises(ValueError, match="op='no'"):
+        variable.scatter("no", [0], [1.0])
+
+
+def test_a_variable_trains_as_a_weight(strategy: dj.Strategy):
+    """Inside a module it is differentiated and updated like any ``nnx.Variable``."""
+
+    class Scale(nnx.Module):
+        def __init__(self) -> None:
+            self.factor = dj.Variable(2.0)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * self.factor[...]
+
+    with strategy.scope():
+        model = Scale()
+    (batch,) = strategy.distribute_dataset([np.arange(8, dtype=np.float32)])
+
+    def step(x: jax.Array) -> jax.Array:
+        def loss(model: Scale) -> jax.Array:
+            return dj.compute_average_loss(model(x))
+
+        grads = nnx.grad(loss, argnums=nnx.DiffState(0, dj.Variable))(model)
+        total = dj.get_replica_context().all_reduce("sum", grads["factor"][...])
+        model.factor.assign_sub(total)
+        return total
+
+    assert float(strategy.run(step, args=(batch,))) == 3.5
+    assert float(model.factor.numpy()) == -1.5
+
+
+def test_metadata_is_part_of_the_program(s2: dj.MirroredStrategy):
+    """One step run on a SUM variable and then on a MEAN variable is two programs."""
+    results = []
+    for aggregation in (Agg.SUM, Agg.MEAN):
+        variable = made(s2, aggregation=aggregation)
+        results.append(float(s2.run(lambda: variable.assign(replica_id() + 1))))  # noqa: B023
+    assert results == [3.0, 1.5]
