@@ -336,6 +336,12 @@ def test_small_dtypes_are_summed_in_float32(dtype: Any):
         assert float(jax.tree.leaves(metric.compute())[0]) == 1.0
 
 
+def test_integers_of_64_bits_are_not_cut():
+    metric = Average()
+    metric.update(values=np.array([2**40, 0]))
+    assert float(metric.compute()) == 2.0**39
+
+
 def test_a_masked_nan_does_not_count():
     metric, spread = Average(), Welford()
     for each in (metric, spread):
