@@ -82,6 +82,15 @@ def test_a_copy_that_differs_on_the_first_device_is_the_odd_one(s4: dj.MirroredS
         dj.check_in_sync(copies(s4, np.ones(3), np.zeros(3), at=0))
 
 
+def test_with_several_processes_the_process_of_a_device_is_named(
+    s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+):
+    broken = copies(s2, np.ones(3), np.zeros(3), at=1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="cpu:1 of process 0 not as on cpu:0 of process 0"):
+        dj.check_in_sync(broken)
+
+
 def test_of_two_copies_the_first_is_the_measure(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="cpu:1 not as on cpu:0"):
         dj.check_in_sync(copies(s2, np.ones(3), np.zeros(3), at=1))
