@@ -25,5 +25,5 @@ __all__ = [
     "ReductionToOneDevice",
     "RingAllReduce",
     "assume_mirrored",
+    "check_in_sync",
 ]
-__all__ = ["ReduceOp", "assume_mirrored", "check_in_sync"]

@@ -179,7 +179,8 @@ def _odd_ones(found: dict[jax.Device, bytes]) -> list[jax.Device]:
 def _names(devices: Sequence[jax.Device]) -> str:
     several = jax.process_count() > 1
     names = [
-        f"{device.platform}:{device.id}" + (f" of process {device.process_index}" if several else "")
+        f"{device.platform}:{device.id}"
+        + (f" of process {device.process_index}" if several else "")
         for device in devices[:8]
     ]
     return ", ".join(names) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")

@@ -204,6 +204,25 @@ def test_what_differs_by_design_is_left_out(s2: dj.MirroredStrategy):
             dj.check_in_sync(tree)
 
 
+def test_a_variable_with_a_value_for_each_replica_is_left_out(s2: dj.MirroredStrategy):
+    """ON_READ state differs between replicas by design; its neighbours are compared."""
+    with s2.scope():
+        module = nnx.Module()
+        module.seen = dj.Variable(
+            0.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+        module.weight = nnx.Param(jnp.zeros(2))
+    (batch,) = s2.distribute_dataset([np.arange(2.0, dtype=np.float32)])
+    s2.run(lambda x: module.seen.assign_add(x[0]), args=(batch,))
+    dj.check_in_sync(module)
+    module.weight.set_raw_value(copies(s2, np.ones(2), np.zeros(2), at=1))
+    with pytest.raises(ValueError, match=r"weight, .* not as on") as caught:
+        dj.check_in_sync(module)
+    assert "seen" not in str(caught.value)
+
+
 def test_where_it_cannot_work_it_says_so(s2: dj.MirroredStrategy):
     net, _ = trained(s2)
     with pytest.raises(RuntimeError, match="check_in_sync was called inside a function given"):
