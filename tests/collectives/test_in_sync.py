@@ -209,13 +209,11 @@ def test_a_variable_with_a_value_for_each_replica_is_left_out(s2: dj.MirroredStr
     with s2.scope():
         module = nnx.Module()
         module.seen = dj.Variable(
-            0.0,
+            5.0,  # replica 0 holds it, and the other 0
             synchronization=dj.VariableSynchronization.ON_READ,
             aggregation=dj.VariableAggregation.SUM,
         )
         module.weight = nnx.Param(jnp.zeros(2))
-    (batch,) = s2.distribute_dataset([np.arange(2.0, dtype=np.float32)])
-    s2.run(lambda x: module.seen.assign_add(x[0]), args=(batch,))
     dj.check_in_sync(module)
     module.weight.set_raw_value(copies(s2, np.ones(2), np.zeros(2), at=1))
     with pytest.raises(ValueError, match=r"weight, .* not as on") as caught:
