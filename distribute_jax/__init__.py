@@ -51,6 +51,7 @@ from distribute_jax.collectives import (
     ReductionToOneDevice as ReductionToOneDevice,
     RingAllReduce as RingAllReduce,
     assume_mirrored as assume_mirrored,
+    check_in_sync as check_in_sync,
 )
 from distribute_jax.data import (
     DistributedDataset as DistributedDataset,
@@ -132,6 +133,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "assume_mirrored",
+    "check_in_sync",
     "compute_average_loss",
     "data",
     "experimental",

@@ -1,9 +1,10 @@
-"""Collectives over the replicas: the reduce operations, on trees, inside ``run``."""
+"""Collectives over the replicas: the reduce operations on trees, inside ``run``; and are they in sync?"""
 
 from distribute_jax.collectives._cross_device import CrossDeviceOps as CrossDeviceOps
 from distribute_jax.collectives._hierarchical import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
+from distribute_jax.collectives._in_sync import check_in_sync as check_in_sync
 from distribute_jax.collectives._mirrored import assume_mirrored as assume_mirrored
 from distribute_jax.collectives._native import NcclAllReduce as NcclAllReduce
 from distribute_jax.collectives._options import (
@@ -24,4 +25,5 @@ __all__ = [
     "ReductionToOneDevice",
     "RingAllReduce",
     "assume_mirrored",
+    "check_in_sync",
 ]

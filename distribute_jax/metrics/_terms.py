@@ -53,6 +53,8 @@ def terms(metric: object, name: str, values: Any, mask: Any, sample_weight: Any)
     Raises:
         ValueError: no numbers, a per-replica value, or shapes that do not match.
     """
+    if isinstance(values, (np.ndarray, np.generic)) and values.dtype.kind in "iu":
+        values = values.astype(np.float32)  # JAX would cut 64-bit integers to 32 bits
     values = as_array(metric, name, values)
     check_real(metric, name, values)
     keep = _kept(metric, name, values.shape, mask)

@@ -105,6 +105,18 @@ def test_welford_merges_the_replicas_by_its_own_rule(strategy: dj.Strategy, offs
     assert float(found.standard_error_of_mean) == pytest.approx(x.std() / 76**0.5, rel=1e-4)
 
 
+@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+def test_every_lowering_merges_alike(s4: dj.MirroredStrategy, lowering: Any):
+    metrics = made(s4, lambda: MultiMetric(mean=Average(), spread=Welford()))
+    options = dj.RunOptions(lowering=lowering)
+    data = batches(8, 13, 1)
+    for x in s4.distribute_dataset(data):
+        s4.run(lambda x: metrics.update(values=x), args=(x,), options=options)
+    x = np.concatenate(data)
+    assert float(metrics.mean.total[...]) == x.sum()
+    assert float(metrics.compute()["spread"].standard_deviation) == pytest.approx(x.std(), rel=1e-5)
+
+
 def test_welford_stays_accurate_over_many_small_batches(strategy: dj.Strategy):
     """Two hundred steps onto a long history: what a step adds is not lost in the merged sums."""
     metric = made(strategy, Welford)
@@ -334,6 +346,12 @@ def test_small_dtypes_are_summed_in_float32(dtype: Any):
         metric.update(values=jnp.ones(1000, dtype))
         assert int(metric.count[...]) == 1000
         assert float(jax.tree.leaves(metric.compute())[0]) == 1.0
+
+
+def test_integers_of_64_bits_are_not_cut():
+    metric = Average()
+    metric.update(values=np.array([2**40, 0]))
+    assert float(metric.compute()) == 2.0**39
 
 
 def test_a_masked_nan_does_not_count():

@@ -1,0 +1,75 @@
+"""Flax's BatchNorm under run: each replica's own statistics averaged, or those of the global batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+X = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
+"""The numbers 1 to 8: mean 4.5, variance 5.25."""
+
+
+def after_one_step(strategy: dj.Strategy, axis_name: str | None) -> nnx.BatchNorm:
+    """A norm with momentum 0.5 that starts from mean 0 and variance 1 and saw the batch once."""
+    with strategy.scope():
+        norm = nnx.BatchNorm(1, momentum=0.5, axis_name=axis_name, rngs=nnx.Rngs(0))
+    (batch,) = strategy.distribute_dataset([X])
+    strategy.run(lambda x: norm(x), args=(batch,))
+    return norm
+
+
+def test_synchronised_running_statistics_are_those_of_the_global_batch(strategy: dj.Strategy):
+    """2.25 and 3.125 on any number of replicas, as TensorFlow's SyncBatchNormalization should give."""
+    norm = after_one_step(strategy, "data")
+    assert float(norm.mean[0]) == 2.25
+    assert float(norm.var[0]) == pytest.approx(3.125, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("replicas", "variance"), [(1, 3.125), (2, 1.125), (4, 0.625), (8, 0.5)])
+def test_local_running_statistics_are_averaged(replicas: int, variance: float):
+    """The mean is right, and the variance the mean of the shares' own, as in TensorFlow."""
+    norm = after_one_step(dj.MirroredStrategy(list(range(replicas))), None)
+    assert float(norm.mean[0]) == 2.25
+    assert float(norm.var[0]) == pytest.approx(variance, rel=1e-6)
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_running_statistics_are_synchronised_before_evaluation(
+    s4: dj.MirroredStrategy, axis_name: str | None
+):
+    """Every replica, and code outside run, evaluates with one and the same mean and variance."""
+    norm = after_one_step(s4, axis_name)
+    dj.check_in_sync(norm)
+    norm.eval()
+    inside = s4.run(lambda: norm(jnp.full((1, 1), 3.0)))
+    assert isinstance(inside, dj.Mirrored)
+    wanted = (3.0 - float(norm.mean[0])) / np.sqrt(float(norm.var[0]) + norm.epsilon)
+    np.testing.assert_allclose(inside, [[wanted]], rtol=1e-5)
+    np.testing.assert_allclose(norm(jnp.full((1, 1), 3.0)), [[wanted]], rtol=1e-5)
+
+
+def test_synchronised_batch_norm_normalises_as_one_device_does(strategy: dj.Strategy):
+    """The outputs, and the gradients through mean and variance, are those of the whole batch."""
+    with strategy.scope():
+        norm = nnx.BatchNorm(1, axis_name="data", rngs=nnx.Rngs(0))
+    weights = np.arange(8, dtype=np.float32)[:, None] ** 2
+
+    def step(x, w):
+        def loss_fn(norm):
+            return dj.compute_average_loss((norm(x) * w)[:, 0] ** 3)
+
+        grads = nnx.grad(loss_fn)(norm)
+        return norm(x), dj.get_replica_context().all_reduce("sum", grads)
+
+    (batch,) = strategy.distribute_dataset([(X, weights)])
+    outs, grads = strategy.run(step, args=batch)
+    alone = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+    wanted = nnx.grad(lambda norm: jnp.mean((norm(X) * weights) ** 3))(alone)
+    np.testing.assert_allclose(strategy.gather(outs, axis=0), alone(X), rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), grads, wanted)
