@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from flax import nnx
 
@@ -61,13 +59,3 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
     if rule is Combine.FIRST:
         return first_replica(new)
     return new[None] if rule is Combine.OWN else new
-
-
-def depends_on(jaxpr: jex_core.Jaxpr, output: int, inputs: Sequence[int]) -> bool:
-    """Tells whether an output is computed from any of these inputs, equation by equation."""
-    reached = {jaxpr.invars[i] for i in inputs}
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(v, jex_core.Literal) and v in reached for v in eqn.invars):
-            reached.update(eqn.outvars)
-    out = jaxpr.outvars[output]
-    return not isinstance(out, jex_core.Literal) and out in reached

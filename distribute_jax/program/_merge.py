@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._mesh import DATA
-from distribute_jax.program._aggregation import depends_on
+from distribute_jax.program._increments import Relation, relation
 from distribute_jax.program._trace import Call, Traced
 
 Combined = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
@@ -93,7 +93,9 @@ def as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merge
     """Gives the merge of a metric that was updated; None for one that was assigned, as by reset."""
     inputs = {output: traced.input_starts[index] for output, index in _first_outputs(traced)}
     jaxpr = traced.jaxpr.jaxpr
-    updated = all(depends_on(jaxpr, output, [inputs[output]]) for output in outputs)
+    updated = all(
+        relation(jaxpr, output, [inputs[output]]) is not Relation.NONE for output in outputs
+    )
     return Merge(outputs, rule.combined) if updated and len(outputs) == len(rule.parts) else None
 
 

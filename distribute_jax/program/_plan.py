@@ -14,7 +14,8 @@ from distribute_jax._errors import OutOfSyncError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._tree import is_array, is_number, listed
 from distribute_jax._values import PerReplica
-from distribute_jax.program._aggregation import Combine, depends_on, keeps_own_values, rule_for
+from distribute_jax.program._aggregation import Combine, keeps_own_values, rule_for
+from distribute_jax.program._increments import Relation, relation
 from distribute_jax.program._merge import Merge, as_merge, written_metrics
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._sync import Mark, prove
@@ -88,10 +89,13 @@ def _combine(
     drifting: list[str] = []
     for output, (variable, name, inputs) in enumerate(_written(call, traced)):
         rule = special.get(output, rule_for(variable))
-        if rule is Combine.INCREMENTS and not depends_on(traced.jaxpr.jaxpr, output, inputs):
+        to_old = Relation.PLUS
+        if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
+            to_old = relation(traced.jaxpr.jaxpr, output, inputs)
+        if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
-            drifting.append(_drift(name, variable, marks[output]))
+            drifting.append(_drift(name, variable, marks[output], to_old))
         if rule is Combine.MEAN and not marks[output]:
             rule = Combine.MIRRORED
         yield rule
@@ -101,10 +105,15 @@ def _combine(
         )
 
 
-def _drift(name: str, variable: nnx.Variable[Any], mark: Mark) -> str:
+def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation) -> str:
     line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
-    if isinstance(variable, nnx.metrics.MetricState):
+    if to_old is Relation.NONE:
         line += ", and was reset or assigned in this step: reset a metric outside of run"
+    if to_old is Relation.OTHER:
+        line += (
+            ", and is not its old value plus something, so what the replicas did to it cannot be added "
+            "up: combine the numbers before, as with all_reduce, or keep them in a dj.Variable"
+        )
     return line
 
 

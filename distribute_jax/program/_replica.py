@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import ContextError
@@ -189,7 +190,8 @@ class ReplicaContext:
                 "merge_call was called in cross-replica context. Call it inside a function given to "
                 "strategy.run, on dj.get_replica_context()."
             )
-        regrouped, named = jax.tree.map(self._regroup, (tuple(args), dict(kwargs or {})))
+        given = (tuple(args), dict(kwargs or {}))
+        regrouped, named = jax.tree.map(self._regroup, given, is_leaf=_is_object)
         with _context.frame(self._strategy, merging=True):
             result = merge_fn(self._strategy, *regrouped, **named)
         return jax.tree.map(self._own_part, result, is_leaf=_is_merged)
@@ -224,6 +226,10 @@ class MergedValues(DistributedValues):
     def __repr__(self) -> str:
         """Shows the shape; inside a traced function there are no numbers yet."""
         return f"PerReplica:{self._replicas} × {self._stacked[0].aval}"
+
+
+def _is_object(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Variable, nnx.Pytree))
 
 
 def _is_merged(leaf: Any) -> bool:

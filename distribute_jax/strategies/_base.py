@@ -27,6 +27,7 @@ from distribute_jax.strategies._cross_replica import (
     reduce_value,
     stacked_value,
 )
+from distribute_jax.strategies._extended import StrategyExtended
 from distribute_jax.strategies._scope import Scope
 
 
@@ -88,6 +89,11 @@ class Strategy:
     def cluster_resolver(self) -> Any:
         """Where the strategy got its cluster from; None for strategies of one process."""
         return None
+
+    @cached_property
+    def extended(self) -> StrategyExtended:
+        """TensorFlow's lower-level interface, for authors of libraries."""
+        return StrategyExtended(self)
 
     @final
     def scope(self) -> Scope:
@@ -351,6 +357,7 @@ class Strategy:
         state = {k: v for k, v in vars(self).items() if k not in _OF_DEVICES}
         vars(new).update(copy.deepcopy(state, memo))
         vars(new).update({k: v for k, v in vars(self).items() if k in _OF_DEVICES})
+        vars(new).pop("extended", None)
         new._runner = Runner(new, self._mesh, self._runner.steps_in_flight, self._home)
         return new
 
@@ -378,7 +385,7 @@ class Strategy:
         return jax.tree.map(function, tree, is_leaf=_is_value)
 
 
-_OF_DEVICES = frozenset({"_mesh", "_home", "_parameter_device", "_runner"})
+_OF_DEVICES = frozenset({"_mesh", "_home", "_parameter_device", "_runner", "extended"})
 """Attributes that a copy of a strategy shares or makes anew: devices cannot be copied."""
 
 

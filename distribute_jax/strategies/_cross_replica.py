@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._internals import uncommitted
@@ -23,6 +23,7 @@ from distribute_jax._values import (
     Mirrored,
     PerReplica,
     UnevenPerReplica,
+    mark_mirrored,
     reading,
 )
 from distribute_jax.collectives._dtypes import (
@@ -34,6 +35,7 @@ from distribute_jax.collectives._dtypes import (
 )
 from distribute_jax.collectives._reduce_op import ReduceOp
 from distribute_jax.collectives._tree import checked_dim
+from distribute_jax.variables import Variable
 
 Axes = tuple[int, ...] | None
 
@@ -41,9 +43,8 @@ Axes = tuple[int, ...] | None
 def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
     """Combines one leaf over the replicas, and over its own dims where ``axis`` names some."""
     axes = _as_axes(axis)
-    mirrored = isinstance(value, (nnx.Variable, Mirrored))
-    if isinstance(value, nnx.Variable):
-        value = value.get_raw_value()
+    value = _of_variable(value)
+    mirrored = isinstance(value, Mirrored)
     if is_key(getattr(value, "global_array", value)):
         raise ArgumentError(
             "strategy.reduce got random keys, which have no sum and no mean. Get each replica's with "
@@ -72,8 +73,7 @@ def _arrays(value: Any) -> Sequence[Any]:
 
 def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Joins one leaf of all replicas along a dim."""
-    if isinstance(value, nnx.Variable):
-        value = value.get_raw_value()
+    value = _of_variable(value)
     with reading(value):
         return _gather(value, axis, mesh)
 
@@ -92,6 +92,7 @@ def _gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
 
 def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
     """Gives this process's parts of one leaf, or None for a value that is not distributed."""
+    value = _of_variable(value)
     if isinstance(value, DistributedValues):
         with reading(value):
             return [_on_first(part, mesh) for part in value.values]
@@ -100,6 +101,18 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
         with reading(value):
             return [_local(cast("Any", value))] * local
     return None
+
+
+def _of_variable(value: Any) -> Any:
+    """Gives what a variable holds: each replica's own value, or the same on all."""
+    if not isinstance(value, nnx.Variable):
+        return value
+    raw = value.get_raw_value()
+    if not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):
+        return raw
+    if isinstance(value, Variable) and value.is_on_read:
+        return PerReplica(raw, cast("Mesh", cast("NamedSharding", raw.sharding).mesh))
+    return mark_mirrored(raw, None)
 
 
 def _as_axes(axis: Any) -> Axes:

@@ -1,0 +1,208 @@
+"""``strategy.extended``: TensorFlow's lower-level interface, for authors of libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from distribute_jax import _context
+from distribute_jax._errors import ArgumentError, PerReplicaError
+from distribute_jax._internals import at_top_level
+from distribute_jax._mesh import mirrored_sharding
+from distribute_jax._values import DistributedValues, mark_mirrored
+from distribute_jax.collectives import ReduceOp
+from distribute_jax.strategies._devices import find_device
+
+
+class StrategyExtended:
+    """What a library needs beyond ``Strategy``: reductions to a place, updates, and devices.
+
+    ``strategy.extended`` gives it. Its methods belong to cross-replica context: the outside of
+    ``run``, or the inside of ``merge_call``.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(self, strategy: Any) -> None:
+        """Speaks for a strategy."""
+        self._strategy = strategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that compute replicas, as ``"cpu:0"``."""
+        return tuple(map(_name, self._strategy.mesh.devices.flat))
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables between steps."""
+        home = getattr(self._strategy, "parameter_device", None)
+        return (_name(home),) if home is not None else self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether every array must have a static shape: always, in a compiled program."""
+        return True
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """Combines a per-replica value, and puts the result where it is wanted.
+
+        Args:
+            reduce_op: ``"sum"`` or ``"mean"``.
+            value: what ``run`` returned, or a per-replica value inside ``merge_call``.
+            destinations: a variable or a value of ``run``, for all of the strategy's devices; or a
+                device or its name, for that one.
+            options: accepted for TensorFlow's signature.
+
+        Returns:
+            One array, mirrored or on the device.
+
+        Raises:
+            ValueError: an unknown device, or what ``reduce`` refuses.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> ids = strategy.run(lambda: dj.get_replica_context().replica_id_in_sync_group)
+            >>> int(strategy.extended.reduce_to("sum", ids, destinations="cpu:0"))
+            1
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#reduce_to
+        """
+        del options
+        total = self._strategy.reduce(reduce_op, value, axis=None)
+        if not at_top_level():
+            return total  # in a compiled step every result lies on the mesh
+        if isinstance(destinations, (str, jax.Device)):
+            return jax.device_put(total, find_device(destinations))
+        mirrored = jax.device_put(total, mirrored_sharding(self._strategy.mesh))
+        return jax.tree.map(lambda leaf: mark_mirrored(leaf, None), mirrored)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Does ``reduce_to`` for several pairs of a value and its destinations.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#batch_reduce_to
+        """
+        pairs = list(value_destination_pairs)
+        return [self.reduce_to(reduce_op, value, to, options) for value, to in pairs]
+
+    def update(
+        self,
+        var: nnx.Variable[Any],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(var, *args, **kwargs)`` to update a variable on all devices alike.
+
+        Args:
+            var: a variable of this strategy.
+            fn: the update, such as ``lambda v, x: v.assign_add(x)``.
+            args: its further arguments, equal for all replicas.
+            kwargs: its keyword arguments, likewise.
+            group: whether to give one result rather than one for each local replica.
+
+        Returns:
+            What ``fn`` returned, or a tuple of it, one for each local replica.
+
+        Raises:
+            ValueError: an argument that differs between replicas, or a variable of another strategy.
+            RuntimeError: called inside ``run``.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#update
+        """
+        _context.require_cross_replica("strategy.extended.update")
+        self._check_own(var, "update")
+        for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_distributed):
+            if isinstance(leaf, DistributedValues):
+                raise PerReplicaError(
+                    f"strategy.extended.update got {leaf!r}, which differs between replicas, so the "
+                    "variable's replicas would drift apart. Reduce it first: "
+                    "strategy.extended.reduce_to('mean', value, destinations=var)."
+                )
+        result = fn(var, *args, **(kwargs or {}))
+        if group:
+            return result
+        replicas = int(self._strategy.num_replicas_in_sync)
+        if not at_top_level():
+            return (result,) * replicas
+        local = tuple(self._strategy.experimental_local_results(result))
+        return local if len(local) > 1 else local * replicas
+
+    def value_container(self, value: Any) -> Any:
+        """Gives the distributed value that a component belongs to: here, the value itself.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#value_container
+        """
+        return value
+
+    def variable_created_in_scope(self, v: nnx.Variable[Any]) -> bool:
+        """Tells whether a variable lies where this strategy's ``scope()`` puts variables.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#variable_created_in_scope
+        """
+        devices = {
+            _name(device)
+            for leaf in jax.tree.leaves(v.get_raw_value())
+            if isinstance(leaf, jax.Array)
+            for device in leaf.sharding.device_set
+        }
+        return devices == set(self.parameter_devices)
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: nnx.Variable[Any]) -> Iterator[None]:
+        """Makes variables in the block lie where another variable of this strategy lies.
+
+        All variables of a strategy lie alike, so this only checks that the variable is one.
+
+        Raises:
+            ValueError: the variable is not of this strategy.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#colocate_vars_with
+        """
+        self._check_own(colocate_with_variable, "colocate_vars_with")
+        with self._strategy.scope():
+            yield
+
+    def _check_own(self, var: Any, method: str) -> None:
+        if not isinstance(var, nnx.Variable):
+            raise ArgumentError(
+                f"strategy.extended.{method} got {type(var).__name__}, which is no variable. Pass an "
+                "nnx.Variable or dj.Variable made under strategy.scope()."
+            )
+        leaves = jax.tree.leaves(var.get_raw_value())
+        shardings = [leaf.sharding for leaf in leaves if not _is_traced(leaf)]
+        for sharding in shardings:
+            mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+            if mesh is not None and mesh.size > 1 and not self.variable_created_in_scope(var):
+                raise ArgumentError(
+                    f"strategy.extended.{method} got a variable that was made under another strategy, "
+                    f"over {[str(d) for d in mesh.devices.flat]}. `colocate_with_variable` and `var` "
+                    "must be made under this strategy's scope()."
+                )
+
+
+def _name(device: jax.Device) -> str:
+    return f"{device.platform}:{device.id}"
+
+
+def _is_distributed(leaf: Any) -> bool:
+    return isinstance(leaf, (DistributedValues, nnx.Variable))
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array)

@@ -1,0 +1,79 @@
+"""What replicas add to a metric is summed; what is no addition is refused, never summed wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+Change = Callable[[Any, Any], Any]
+
+ADDS: dict[str, Change] = {
+    "adds": lambda old, x: old + x,
+    "adds from the left": lambda old, x: x + old,
+    "takes away a negative": lambda old, x: old - (-x),
+    "adds twice": lambda old, x: old + x / 4 + 3 * x / 4,
+    "adds under a condition": lambda old, x: jnp.where(x > 0, old + x, old),
+    "adds in a branch": lambda old, x: jax.lax.cond(x > 0, lambda o: o + x, lambda o: o, old),
+    "adds under jit": lambda old, x: jax.jit(lambda o: o + x)(old),
+    "adds in a loop": lambda old, x: jax.lax.fori_loop(0, 4, lambda _, o: o + x / 4, old),
+    "adds to an item": lambda old, x: old.at[...].add(x),
+    "adds under remat": lambda old, x: jax.checkpoint(lambda o: o + x)(old),
+    "adds through another dtype": lambda old, x: (old.astype(jnp.bfloat16) + x).astype(old.dtype),
+}
+OTHERS: dict[str, Change] = {
+    "halves": lambda old, x: 0.5 * old + 0 * x,
+    "takes the larger": jnp.maximum,
+    "multiplies": lambda old, x: old * (1 + x),
+    "doubles and adds": lambda old, x: old + old + x,
+    "may reset": lambda old, x: jnp.where(x > 2, 0.0, old + x),
+    "resets in a branch": lambda old, x: jax.lax.cond(
+        x > 2, lambda o: 0.0 * x, lambda o: o + x, old
+    ),
+    "decays in a loop": lambda old, x: jax.lax.fori_loop(0, 2, lambda _, o: 0.9 * o + x, old),
+    "decides by the old value": lambda old, x: jnp.where(old > 3, old + x, old),
+}
+
+
+def _step(change: Change) -> tuple[nnx.metrics.MetricState, Callable[[Any], None]]:
+    state = nnx.metrics.MetricState(jnp.float32(8.0))
+
+    def step(x: Any) -> None:
+        state[...] = change(state[...], x)
+
+    return state, step
+
+
+@pytest.mark.parametrize("name", ADDS)
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+def test_additions_are_summed_over_the_replicas(strategy: dj.Strategy, name: str):
+    """From 8, replica r adds r + 1: 8 plus the sum, however the addition is written."""
+    n = strategy.num_replicas_in_sync
+    state, step = _step(ADDS[name])
+    own = strategy.experimental_distribute_values_from_function(
+        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
+    )
+    strategy.run(step, args=(own,))
+    assert float(state[...]) == 8 + n * (n + 1) / 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+def test_anything_else_is_refused_unless_it_is_mirrored(s4: dj.MirroredStrategy, name: str):
+    """The sum of what replicas did would be a wrong number; on equal values there is no doubt."""
+    state, step = _step(OTHERS[name])
+    own = s4.experimental_distribute_values_from_function(
+        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
+    )
+    with pytest.raises(dj.OutOfSyncError, match=r"state \(MetricState\).*not its old value plus"):
+        s4.run(step, args=(own,))
+    assert float(state[...]) == 8.0
+    wanted = float(OTHERS[name](jnp.float32(8.0), jnp.float32(3.0)))
+    s4.run(step, args=(jnp.float32(3.0),))
+    assert float(state[...]) == pytest.approx(wanted, rel=1e-6)

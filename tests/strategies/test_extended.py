@@ -1,0 +1,129 @@
+"""strategy.extended: reductions to a place, updates of variables, devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def ids(strategy: dj.Strategy) -> Any:
+    """The id of each replica, per replica."""
+    return strategy.run(
+        lambda: dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
+    )
+
+
+def made(strategy: dj.Strategy, value: float = 1.0, **kinds: Any) -> dj.Variable:
+    """Makes a variable under a strategy."""
+    with strategy.scope():
+        return dj.Variable(value, **kinds)
+
+
+def test_batch_reduce_to_a_variable_and_to_a_device(s2: dj.MirroredStrategy):
+    """SUM of 0, 1 and of 1, 2 lies on all devices of the variable; MEAN on the one device named."""
+    variable, own = made(s2), ids(s2)
+    more = s2.run(lambda x: x + 1, args=(own,))
+    sums = s2.extended.batch_reduce_to("sum", [(own, variable), (more, variable)])
+    local = [[float(v) for v in s2.experimental_local_results(total)] for total in sums]
+    assert local == [[1.0, 1.0], [3.0, 3.0]]
+    assert all(total.sharding.is_fully_replicated for total in sums)
+    means = s2.extended.batch_reduce_to("mean", [(own, "cpu:3"), (more, "/cpu:3")])
+    assert [float(mean) for mean in means] == [0.5, 1.5]
+    assert all(mean.devices() == {jax.devices()[3]} for mean in means)
+    with pytest.raises(ValueError, match="tpu"):
+        s2.extended.reduce_to("sum", own, "tpu:0")
+
+
+def test_update_adds_on_every_replica(strategy: dj.Strategy):
+    """1 plus 2 is 3 everywhere: one variable, or one result for each replica."""
+    n = strategy.num_replicas_in_sync
+    variable = made(strategy)
+    grouped = strategy.extended.update(variable, lambda v, x: v.assign_add(x), args=(2.0,))
+    assert grouped is variable
+    assert [float(v) for v in strategy.experimental_local_results(variable)] == [3.0] * n
+    single = strategy.extended.update(
+        variable, lambda v, x: v.assign_add(x), kwargs={"x": 0.0}, group=False
+    )
+    assert [float(v) for v in single] == [3.0] * n
+
+
+def test_update_refuses_values_that_differ(s2: dj.MirroredStrategy):
+    """A per-replica argument would make the replicas drift apart, as it silently does in TF."""
+    variable = made(s2)
+    with pytest.raises(ValueError, match="drift apart"):
+        s2.extended.update(variable, lambda v, x: v.assign(x), args=(ids(s2),))
+    with pytest.raises(ValueError, match="no variable"):
+        s2.extended.update(3.0, lambda v: v)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        s2.run(lambda: s2.extended.update(variable, lambda v: v.assign(1.0)))
+
+
+def test_an_optimizer_of_tensorflow_works_in_merge_call(strategy: dj.Strategy):
+    """The classical pattern: reduce the gradients and update the variable inside merge_call."""
+    n = strategy.num_replicas_in_sync
+    variable = made(strategy, 10.0)
+
+    def apply(current: Any, grad: Any, variable: dj.Variable) -> Any:
+        total = current.extended.reduce_to("sum", grad, destinations=variable)
+        return current.extended.update(
+            variable, lambda v, g: v.assign_sub(0.5 * g), args=(total,)
+        ).read_value()
+
+    def step() -> Any:
+        grad = dj.get_replica_context().replica_id_in_sync_group + 1.0
+        return dj.get_replica_context().merge_call(apply, args=(grad, variable))
+
+    result = strategy.run(step)
+    wanted = 10.0 - 0.5 * n * (n + 1) / 2
+    assert float(variable.numpy()) == wanted
+    assert {float(v) for v in strategy.experimental_local_results(result)} == {wanted}
+
+
+def test_whose_variable_it_is(s2: dj.MirroredStrategy, s4: dj.MirroredStrategy):
+    """A strategy knows its own variables by where they lie; another's is refused by colocation."""
+    own, other = made(s2), made(s4)
+    assert s2.extended.variable_created_in_scope(own)
+    assert not s2.extended.variable_created_in_scope(other)
+    with s2.extended.colocate_vars_with(own):
+        assert dj.get_strategy() is s2
+        assert s2.extended.variable_created_in_scope(nnx.Param(jnp.ones(2)))
+    with (
+        pytest.raises(ValueError, match="another strategy"),
+        s2.extended.colocate_vars_with(other),
+    ):
+        pass
+    assert s2.extended.value_container(own) is own
+
+
+def test_devices_of_workers_and_parameters():
+    """Mirrored strategies keep parameters where they compute; central storage in one place."""
+    mirrored = dj.MirroredStrategy([0, 2])
+    assert mirrored.extended.worker_devices == ("cpu:0", "cpu:2")
+    assert mirrored.extended.parameter_devices == ("cpu:0", "cpu:2")
+    central = dj.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:3")
+    assert central.extended.worker_devices == ("cpu:0", "cpu:1")
+    assert central.extended.parameter_devices == ("cpu:3",)
+    assert mirrored.extended.experimental_require_static_shapes is True
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_reduce_and_gather_know_variables(strategy: dj.Strategy, op: str):
+    """An ON_READ variable counts with each replica's own value, a mirrored one once for each."""
+    n = strategy.num_replicas_in_sync
+    kinds = {
+        "synchronization": dj.VariableSynchronization.ON_READ,
+        "aggregation": dj.VariableAggregation.SUM,
+    }
+    own, mirrored = made(strategy, 0.0, **kinds), made(strategy, 5.0)
+    strategy.run(lambda: own.assign(dj.get_replica_context().replica_id_in_sync_group + 1.0))
+    total = n * (n + 1) / 2
+    assert float(strategy.reduce(op, own)) == (total if op == "sum" else total / n)
+    assert float(strategy.reduce(op, mirrored)) == (5.0 * n if op == "sum" else 5.0)
+    local = strategy.experimental_local_results(own)
+    assert [float(v) for v in local] == [*range(1, n + 1)]
