@@ -63,6 +63,7 @@ from distribute_jax.program import (
     ReplicaContext as ReplicaContext,
     RunOptions as RunOptions,
     per_example as per_example,
+    register_aggregation as register_aggregation,
     snapshot as snapshot,
 )
 from distribute_jax.strategies import (
@@ -144,6 +145,7 @@ __all__ = [
     "in_cross_replica_context",
     "metrics",
     "per_example",
+    "register_aggregation",
     "scale_regularization_loss",
     "simulate",
     "snapshot",

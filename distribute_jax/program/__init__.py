@@ -1,6 +1,9 @@
 """A per-replica function becomes one program: bind, trace, prove, lower, call."""
 
-from distribute_jax.program._aggregation import Combine as Combine
+from distribute_jax.program._aggregation import (
+    Combine as Combine,
+    register_aggregation as register_aggregation,
+)
 from distribute_jax.program._home import Home as Home
 from distribute_jax.program._merge import (
     MergeRule as MergeRule,
@@ -26,6 +29,7 @@ __all__ = [
     "Runner",
     "moments_combined",
     "per_example",
+    "register_aggregation",
     "register_merge",
     "snapshot",
 ]

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
-from distribute_jax.variables import Variable, first_replica
+from distribute_jax.variables import Variable, VariableAggregation, first_replica
 
 
 class Combine(enum.Enum):
@@ -36,6 +37,56 @@ BY_TYPE: dict[type[nnx.Variable], Combine] = {  # type: ignore[type-arg]
     nnx.metrics.MetricState: Combine.INCREMENTS,
 }
 """The rule of each variable type; the nearest base class in this table decides."""
+
+
+_BY_NAME = {
+    VariableAggregation.NONE: Combine.MIRRORED,
+    VariableAggregation.SUM: Combine.INCREMENTS,
+    VariableAggregation.MEAN: Combine.MEAN,
+    VariableAggregation.ONLY_FIRST_REPLICA: Combine.FIRST,
+}
+
+
+def register_aggregation(
+    variable_type: type[nnx.Variable[Any]], aggregation: VariableAggregation
+) -> None:
+    """Says how the replicas' values of a type of variable become one at the end of a step.
+
+    It holds for the type and its subclasses, up to a subclass that is registered itself. The table
+    starts with ``nnx.Variable`` (parameters, optimizer state, random state): NONE;
+    ``nnx.BatchStat``: MEAN; ``nnx.metrics.MetricState``: SUM. Register before the first ``run``
+    that uses the type.
+
+    Args:
+        variable_type: a subclass of ``nnx.Variable``.
+        aggregation: NONE, the replicas must end with the same value, which is proved; SUM, what each
+            replica added is summed, and it must be an addition; MEAN, their mean; ONLY_FIRST_REPLICA,
+            the value of replica 0.
+
+    Raises:
+        ValueError: no type of variable, or no aggregation.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> class Statistic(nnx.Variable): pass
+        >>> dj.register_aggregation(Statistic, dj.VariableAggregation.MEAN)
+        >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     seen = Statistic(jnp.zeros(()))
+        >>> def step():
+        ...     seen[...] = dj.get_replica_context().replica_id_in_sync_group.astype(float)
+        >>> strategy.run(step)
+        >>> float(seen[...])
+        0.5
+    """
+    is_type = isinstance(variable_type, type) and issubclass(variable_type, nnx.Variable)
+    if not is_type or not isinstance(aggregation, VariableAggregation):
+        raise ArgumentError(
+            f"register_aggregation got {variable_type!r} and {aggregation!r}. It takes a subclass of "
+            "nnx.Variable and a dj.VariableAggregation."
+        )
+    BY_TYPE[variable_type] = _BY_NAME[aggregation]
 
 
 def rule_for(variable: nnx.Variable[Any]) -> Combine:

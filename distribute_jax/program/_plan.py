@@ -96,7 +96,7 @@ def _combine(
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
             drifting.append(_drift(name, variable, marks[output], to_old))
-        if rule is Combine.MEAN and not marks[output]:
+        if rule in (Combine.MEAN, Combine.FIRST) and not marks[output]:
             rule = Combine.MIRRORED
         yield rule
     if drifting and options.check_sync:
