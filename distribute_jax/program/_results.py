@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distribute_jax._errors import ArgumentError
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._per_example import PerExample
 
@@ -55,8 +56,21 @@ def sort_results(
             names.append("result" + jax.tree_util.keystr(path))
             arrays.append(jnp.asarray(leaf))
         else:
+            _check_holds_no_arrays(leaf, "result" + jax.tree_util.keystr(path))
             leaves.append(("static", leaf))
     return Results(treedef, tuple(leaves), tuple(names), frozenset(declared)), arrays
+
+
+def _check_holds_no_arrays(value: Any, name: str) -> None:
+    """Refuses an object whose arrays JAX does not see: they would be dead once the trace ends."""
+    held = getattr(value, "__dict__", None) or {}
+    arrays = [key for key, part in held.items() if isinstance(part, jax.core.Tracer)]
+    if arrays:
+        raise ArgumentError(
+            f"The step returned a {type(value).__name__} as {name}, with arrays in {', '.join(arrays)}, "
+            "but JAX does not know how to take that class apart. Return the arrays themselves or a dict "
+            "of them, or register the class, as with @jax.tree_util.register_dataclass."
+        )
 
 
 def rebuild(results: Results, arrays: list[Any], binding: Binding) -> Any:

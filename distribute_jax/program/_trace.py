@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,8 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import StaleCaptureError
-from distribute_jax._internals import HIDDEN_ATTRIBUTES, owned_by_current_trace, read_raw, write_raw
+from distribute_jax._internals import read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
@@ -23,10 +22,10 @@ from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._constants import check_constants
 from distribute_jax.program._created import kept_variables
-from distribute_jax.program._place import anchor
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica import ReplicaContext
 from distribute_jax.program._results import Results, sort_results
+from distribute_jax.program._swap import swapped_arrays, swapped_state
 from distribute_jax.program._sync_marks import ClosedJaxpr
 from distribute_jax.program._traced_value import explained
 from distribute_jax.variables import noting_created
@@ -140,8 +139,8 @@ class _Recorder:
         context = ReplicaContext(call.strategy, share=share, counts=counts[0] if counts else None)
         nodes = [node for ref in binding.nodes if (node := ref()) is not None]
         with ExitStack() as stack:
-            stack.enter_context(_swapped_arrays(binding, arrays))
-            stack.enter_context(_swapped_state(binding.variables, nodes, raws))
+            stack.enter_context(swapped_arrays(binding, arrays))
+            stack.enter_context(swapped_state(binding.variables, nodes, raws))
             stack.enter_context(_context.frame(call.strategy, context))
             given = per_replica_keys(binding.variables, num_replicas(call.mesh))
             noted = stack.enter_context(noting_created())
@@ -220,78 +219,3 @@ def data_names(arguments: Arguments) -> list[str]:
     """Names the leaves that are inputs of the program."""
     from_names = zip(arguments.names, arguments.kinds, strict=True)
     return [name for name, kind in from_names if kind == "data"]
-
-
-@contextmanager
-def _swapped_state(
-    variables: list[nnx.Variable[Any]], nodes: list[Any], raws: list[Any]
-) -> Iterator[None]:
-    """Lets the user's own variables hold the tracers, and puts everything back afterwards."""
-    before = read_raw(variables)
-    tables = [(node, vars(node), dict(vars(node))) for node in nodes]
-    with owned_by_current_trace(variables, nodes):
-        write_raw(variables, raws)
-        try:
-            yield
-        except BaseException:
-            for _, table, old in tables:
-                table.clear()
-                table.update(old)
-            raise
-        finally:
-            write_raw(variables, before)
-    for node, table, old in tables:
-        _restore(node, table, old)
-
-
-def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
-    """Undoes Flax's reordering of attributes; refuses tracers that the step left on a module.
-
-    A plain value that the step assigned stays, as any side effect of Python at trace time.
-    """
-    changed = {key: v for key, v in table.items() if key not in old or old[key] is not v}
-    table.clear()
-    table.update(old)
-    traced = [key for key, value in changed.items() if _holds_tracers(value)]
-    if traced:
-        raise StaleCaptureError(
-            f"The step assigned {', '.join(traced)} on {type(node).__name__}, an array that exists only "
-            "while the step is traced, so later code could not read it. State that a step changes "
-            "lives in variables made before: self.name = nnx.Variable(value) in __init__, and "
-            "self.name[...] = value in the step; or return the array."
-        )
-    owner = HIDDEN_ATTRIBUTES[0]
-    table.update({key: value for key, value in changed.items() if key != owner})
-
-
-def _holds_tracers(value: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
-
-
-@contextmanager
-def _swapped_arrays(binding: Binding, tracers: list[Any]) -> Iterator[None]:
-    """Lets captured arrays be read as inputs, wherever their place can be assigned."""
-    pairs = [(p, t) for (_, p, _), t in zip(binding.arrays, tracers, strict=True) if p.can_set]
-    # A tuple is replaced as a whole, so the place that holds it gets its own object back.
-    before = [(place, place.get()) for place in (anchor(p) for p, _ in pairs)]
-    try:
-        for place, tracer in pairs:
-            place.set(tracer)
-        yield
-        _check_unassigned(binding, pairs)
-    finally:
-        for place, value in before:
-            place.set(value)
-
-
-def _check_unassigned(binding: Binding, pairs: list[tuple[Any, Any]]) -> None:
-    """Refuses a step that assigned a captured array, since the new value would be lost."""
-    names = {id(place): name for name, place, _ in binding.arrays}
-    assigned = [names[id(place)] for place, tracer in pairs if place.get() is not tracer]
-    if assigned:
-        raise StaleCaptureError(
-            f"The step assigned {', '.join(assigned)}, a plain array that it captured; the new value "
-            "exists only while the step is traced and would be lost. Keep state that a step changes in "
-            "a variable, state = nnx.Variable(value) and state[...] = value, or pass the array in args "
-            "and return the new one."
-        )

@@ -72,6 +72,17 @@ def test_an_array_left_in_an_object_is_named_and_taken_out(
     assert float(s2.run(step, args=(1.0, False))) == 2.0
 
 
+def test_an_object_that_jax_cannot_take_apart_is_refused(s2: dj.MirroredStrategy):
+    """Arrays returned inside a plain object would be dead tracers; the error says how to return them."""
+
+    class Outcome:
+        def __init__(self, loss: jax.Array) -> None:
+            self.loss = loss
+
+    with pytest.raises(ValueError, match=r"Outcome as result\['out'\].*loss.*register_dataclass"):
+        s2.run(lambda x: {"out": Outcome(x * 2)}, args=(1.0,))
+
+
 def test_a_nonlocal_that_is_assigned_is_named(s2: dj.MirroredStrategy):
     """``nonlocal loss`` cannot carry a number out of a step."""
     loss = None
@@ -119,3 +130,43 @@ def test_a_small_weight_out_of_sight_is_refused(replicas: int):
     strategy = dj.MirroredStrategy(list(range(replicas)))
     with pytest.raises(dj.StaleCaptureError, match=r"float32\[3\]"):
         strategy.run(lambda: next(hidden)[...].sum())
+
+
+class Net(nnx.Module):
+    """A layer whose output is sown."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(2, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = self.layer(x)
+        self.sow(nnx.Intermediate, "seen", out)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["sow", "layer", "array"])
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_a_step_puts_on_a_module_is_named(s2: dj.MirroredStrategy, kind: str):
+    """A sown value, a replaced layer and an assigned array each get the advice that fits."""
+    with s2.scope():
+        net = Net(nnx.Rngs(0))
+    layer = net.layer
+
+    def step(x: jax.Array) -> jax.Array:
+        if kind == "sow":
+            return net(x)
+        if kind == "layer":
+            net.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+        else:
+            net.seen = x * 2
+        return x
+
+    advice = {
+        "sow": r"seen \(Intermediate\) on Net.*return it from the step instead of self\.sow",
+        "layer": r"layer \(Linear\) on Net.*made before, in __init__",
+        "array": r"seen \(\w+\) on Net, an array.*nnx\.Variable\(value\) in __init__",
+    }
+    with pytest.raises(dj.StaleCaptureError, match=advice[kind]):
+        s2.run(step, args=(jnp.ones((2, 2)),))
+    assert net.layer is layer
+    assert not hasattr(net, "seen")
