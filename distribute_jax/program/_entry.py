@@ -20,6 +20,7 @@ from distribute_jax.program._bind import Binding
 from distribute_jax.program._failed import failed, not_finite
 from distribute_jax.program._program import Program
 from distribute_jax.program._results import rebuild
+from distribute_jax.program._traced_value import compilable
 
 _DONATED = """\
 These arrays were given to an earlier step, which reused their memory, so they can no longer be read:
@@ -151,7 +152,8 @@ class Entry:
             raise OutdatedError from error
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
-            raise error
+            with compilable(self.step):  # pmap compiles at its first call
+                raise error
         try:
             return compiled(*placed)
         except Exception as again:
