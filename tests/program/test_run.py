@@ -790,6 +790,28 @@ def test_an_array_from_outside_the_scope_stays_the_users_own(s2: dj.MirroredStra
     s2.run(step)
     assert (first[...].tolist(), second[...].tolist()) == ([3.0] * 3, [5.0] * 3)
     assert array.tolist() == [1.0] * 3
+    first.set_value(array)
+    second.set_value(jax.device_put(array, NamedSharding(s2.mesh, PartitionSpec())))
+    s2.run(step)
+    assert (first[...].tolist(), second[...].tolist()) == ([2.0] * 3, [3.0] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:2 variables were made outside")
+def test_state_on_one_device_is_not_given_away_twice():
+    central = dj.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    array = jnp.ones(3)
+    first, second = nnx.Variable(array), nnx.Variable(array)
+
+    def step():
+        first[...] += 1
+        second[...] += 2
+
+    central.run(step)
+    assert (first[...].tolist(), second[...].tolist()) == ([2.0] * 3, [3.0] * 3)
+    assert array.tolist() == [1.0] * 3
+    options = dj.RunOptions(donate_args=True)
+    sums = central.run(lambda a, b: (a + b, a * b), args=(array, array), options=options)
+    assert [x.tolist() for x in sums] == [[2.0] * 3, [1.0] * 3]
 
 
 def test_a_model_of_another_strategy_is_refused_until_it_is_moved(
