@@ -18,8 +18,10 @@ from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._failed import failed, not_finite
+from distribute_jax.program._place_state import own_copy
 from distribute_jax.program._program import Program
 from distribute_jax.program._results import rebuild
+from distribute_jax.program._traced_value import compilable
 
 _DONATED = """\
 These arrays were given to an earlier step, which reused their memory, so they can no longer be read:
@@ -47,7 +49,6 @@ class Entry:
         self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
         self._state_inputs = 0
         self._loose = 0
-        self._given = _given_away(program.compiled)
         self._known: list[Any] = []
         self._kept: list[Any] = []
 
@@ -86,7 +87,7 @@ class Entry:
     ) -> list[Any]:
         """Runs the program, or several steps of it; errors say what became of the state."""
         # Several steps in one program give away state only.
-        given = self._given if compiled is None else range(self.program.donated)
+        given = self.program.given if compiled is None else range(self.program.donated)
         compiled = compiled or self.program.compiled
         state = self._state_inputs
         untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
@@ -151,7 +152,8 @@ class Entry:
             raise OutdatedError from error
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
-            raise error
+            with compilable(self.step):  # pmap compiles at its first call
+                raise error
         try:
             return compiled(*placed)
         except Exception as again:
@@ -166,11 +168,12 @@ class Entry:
         # Several steps take the data of each step one after the other.
         more = (len(flat) - len(lies)) // size if size else 0
         wanted = (*lies, *(lies[len(lies) - size :] * more))
+        given = set(self.program.given)
         return [
-            jax.device_put(x, to)
+            jax.device_put(own_copy(x) if i in given else x, to)
             if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(to, x.ndim)
             else x
-            for x, to in zip(flat, wanted, strict=True)
+            for i, (x, to) in enumerate(zip(flat, wanted, strict=True))
         ]
 
     def with_data(self, flat: list[Any], arguments: Arguments) -> list[Any]:
@@ -193,12 +196,6 @@ class Entry:
     def _names(self, indices: Sequence[int]) -> list[str]:
         names = [self.program.traced.input_names[i] for i in self.program.order]
         return [names[i] if i < len(names) else "a later batch" for i in indices]
-
-
-def _given_away(compiled: Any) -> Sequence[int]:
-    """Gives the inputs whose memory a compiled program takes over; ``pmap`` takes none."""
-    inputs = jax.tree.leaves(getattr(compiled, "args_info", ()))
-    return [i for i, info in enumerate(inputs) if info.donated]
 
 
 def _unshared(flat: list[Any], given: Sequence[int], same: Callable[[Any], Any]) -> list[Any]:

@@ -11,20 +11,21 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax._errors import PaddingLeakError
 from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
 from distribute_jax._padding import other_padding
-from distribute_jax._tree import listed
+from distribute_jax._tree import error_text, listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._batch_norm import CURE, check_batch_norms, written_batch_norms
 from distribute_jax.program._compare import equal_to_rounding, exactly_equal, largest, on_host
 from distribute_jax.program._entry import Entry
+from distribute_jax.program._notices import padding_not_counted
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._program import build
-from distribute_jax.program._rows import per_example_results, shares
+from distribute_jax.program._rows import Cause, Unknown, per_example_results, shares
 from distribute_jax.program._trace import Call, batch_share
 
 _LEAK = """\
@@ -36,6 +37,11 @@ Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(m
 mask = dj.get_replica_context().batch_mask, and count examples with \
 dj.get_replica_context().real_examples. Or feed no partial batches: InputOptions(partial="drop")."""
 
+_NORMS = f"""
+The step also updates the statistics of a batch norm, which sees the padding unless it is called with mask=:
+{{lines}}
+{CURE}"""
+
 Finding = tuple[str, str]
 
 
@@ -44,6 +50,7 @@ def run_checked_for_leaks(
 ) -> list[Any]:
     """Runs a program on a padded batch; the first time also with other padding, and more of it."""
     program = entry.program
+    check_batch_norms(entry, call.arguments.counts or ())
     if program.per_example is None:
         program.per_example = per_example_results(call, entry)
     if program.padding_checked:
@@ -67,9 +74,9 @@ def _check_mirrored_rows(call: Call, entry: Entry) -> None:
             f"{name} holds rows of all replicas; return them per replica, and use strategy.gather",
         )
         for name, mirrored, rows in results
-        if mirrored and isinstance(rows, str) and " becomes " in rows
+        if mirrored and isinstance(rows, Unknown) and rows.cause is Cause.RESIZED
     ]
-    _refuse(call, found, "another batch size, where the result has another shape")
+    _refuse(call, entry, found, "another batch size, where the result has another shape")
 
 
 def copied(flat: Sequence[Any]) -> list[Any]:
@@ -84,7 +91,8 @@ def _check_other_padding(call: Call, entry: Entry, flat: list[Any], outs: list[A
     data = [next(other) if _is_padded(v) else v for v in call.arguments.data]
     again = entry.with_data(flat, Arguments.with_data(call.arguments, data))
     found = list(_unequal(call, entry, outs, entry.execute(copied(again))))
-    _refuse(call, _without_noise(call, entry, flat, outs, found), "two different paddings")
+    found = _without_noise(call, entry, flat, outs, found)
+    _refuse(call, entry, found, "two different paddings")
 
 
 def _without_noise(
@@ -102,34 +110,39 @@ def _check_more_padding(
     call: Call, entry: Entry, values: Sequence[Any], flat: list[Any], outs: list[Any]
 ) -> None:
     """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
-    if _draws_numbers(entry):  # it would draw others at another size
-        return
     data = [_doubled_batch(v) if _is_padded(v) else v for v in call.arguments.data]
     longer = replace(call, arguments=Arguments.with_data(call.arguments, data))
     options = RunOptions(check_sync=False, donate_state=False)
     try:
         program = build(longer, options)
-    except Exception:  # the user's code may not work at another size
+    except Exception as error:  # the user's code may not work at another size
+        why = f"it could not be traced with more rows ({type(error).__name__}: {error_text(error)})"
+        padding_not_counted(entry.step, why)
+        return
+    if _drawn(program.traced.jaxpr.jaxpr) != _drawn(entry.program.traced.jaxpr.jaxpr):
+        padding_not_counted(entry.step, "with more rows it draws other random numbers")
         return
     twin = Entry(program, call.binding, entry.step)
     others = twin.execute(twin.flat_inputs(values, longer.arguments))
     before = [on_host(x) for x in flat[: entry.state_size]]
     found = list(_apart(call, entry, before, outs, others))
     found = _without_noise(call, entry, flat, outs, found)
-    _refuse(call, found, "more padding, which gave another result")
+    _refuse(call, entry, found, "more padding, which gave another result")
 
 
-_DRAWING = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+_DRAWING = {
+    "random_bits", "random_split", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform",
+}  # fmt: skip
 
 
-def _draws_numbers(entry: Entry) -> bool:
-    counted = any(isinstance(variable, nnx.RngCount) for variable in entry.outputs)
-    return counted or _draws(entry.program.traced.jaxpr.jaxpr)
-
-
-def _draws(jaxpr: jex_core.Jaxpr) -> bool:
-    names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    return bool(names & _DRAWING) or any(map(_draws, jex_core.subjaxprs(jaxpr)))
+def _drawn(jaxpr: jex_core.Jaxpr) -> list[Any]:
+    """Gives the shapes of the random numbers of a program: where they stay, the numbers do."""
+    own = [
+        (eqn.primitive.name, *(str(v.aval) for v in eqn.outvars))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in _DRAWING
+    ]
+    return own + [one for inner in jex_core.subjaxprs(jaxpr) for one in _drawn(inner)]
 
 
 def _is_padded(value: Any) -> bool:
@@ -184,7 +197,7 @@ def _real(call: Call, entry: Entry, index: int, array: jax.Array) -> Any:
     if result < 0:
         return host
     rows = (entry.program.per_example or ())[result]
-    if isinstance(rows, str):
+    if isinstance(rows, Unknown):
         return None
     counts = call.arguments.counts or ()
     if rows is False:
@@ -194,9 +207,11 @@ def _real(call: Call, entry: Entry, index: int, array: jax.Array) -> Any:
     return np.concatenate([part[:count] for part, count in zip(host, counts, strict=True)])
 
 
-def _refuse(call: Call, found: Sequence[Finding], how: str) -> None:
+def _refuse(call: Call, entry: Entry, found: Sequence[Finding], how: str) -> None:
     if found:
         counts = call.arguments.counts or ()
         rows = batch_share(call.arguments, shares(call)) * len(counts)
         lines = listed([line for _, line in found])
-        raise PaddingLeakError(_LEAK.format(lines=lines, real=sum(counts), rows=rows, how=how))
+        text = _LEAK.format(lines=lines, real=sum(counts), rows=rows, how=how)
+        norms = written_batch_norms(entry)
+        raise PaddingLeakError(f"{text}{_NORMS.format(lines=listed(norms)) if norms else ''}")

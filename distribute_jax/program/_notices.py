@@ -26,6 +26,17 @@ _RANDOM = (
     "numbers everywhere."
 )
 
+_NOT_COUNTED = (
+    "%s met a partial batch. Two different paddings gave the same result, but run could not check that "
+    "the step counts no padding, as in a mean over all rows: %s. To check it, turn randomness off with "
+    'model.eval() for one run, or feed no partial batches with InputOptions(partial="drop").'
+)
+
+
+def padding_not_counted(step: str, why: str) -> None:
+    """Says that a padded step could only be checked in part; once, as it is checked once."""
+    _log.warning(_NOT_COUNTED, step, why)
+
 
 class Notices:
     """Remembers which notices were given."""

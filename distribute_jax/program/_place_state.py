@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._internals import read_raw, write_raw
-from distribute_jax._mesh import mirrored_sharding, num_replicas
+from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh
 from distribute_jax._tree import leaf_text, listed
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._bind import Binding
@@ -81,10 +81,22 @@ def _placed(leaf: Any, wanted: Sharding) -> Any:
     if isinstance(leaf, jax.Array):
         if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
             return leaf
-        # The part that stays on its device would share the memory of an array that the user may hold
-        # elsewhere, also in another variable, and state is given away to the step.
-        return jax.device_put(leaf, wanted, may_alias=False)
+        return jax.device_put(own_copy(leaf), wanted)
     return jax.device_put(jnp.asarray(leaf), wanted)
+
+
+def own_copy(leaf: jax.Array) -> jax.Array:
+    """Copies an array that is about to move.
+
+    A part that stays on its device keeps its memory, even with may_alias=False, which then belongs to an
+    array that the user may hold elsewhere, also in another variable; and state is given away to the step.
+    What lies in other memory than computations use is copied when it moves.
+    """
+    device: Any = next(iter(leaf.sharding.device_set))
+    if leaf.sharding.memory_kind not in (None, device.default_memory().kind):
+        return leaf
+    with outside_mesh():
+        return jnp.copy(leaf)
 
 
 def _warn(moved: Sequence[tuple[str, Any]], mesh: Mesh, home: Home | None) -> None:

@@ -87,6 +87,7 @@ def _combine(
     ``special`` holds the outputs that belong to a metric with a rule of its own.
     """
     drifting: list[str] = []
+    reset: list[str] = []
     for output, (variable, name, inputs) in enumerate(_written(call, traced)):
         rule = special.get(output, rule_for(variable))
         to_old = Relation.PLUS
@@ -95,7 +96,8 @@ def _combine(
         if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
-            drifting.append(_drift(name, variable, marks[output], to_old))
+            found = reset if to_old is Relation.NONE else drifting
+            found.append(_drift(name, variable, marks[output], to_old))
         if rule in (Combine.MEAN, Combine.FIRST) and not marks[output]:
             rule = Combine.MIRRORED
         yield rule
@@ -103,12 +105,12 @@ def _combine(
         raise OutOfSyncError(
             _DRIFT.format(replicas=num_replicas(call.mesh), lines=listed(drifting))
         )
+    if reset and options.check_sync:
+        raise OutOfSyncError(_RESET.format(lines=listed(reset)))
 
 
 def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation) -> str:
     line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
-    if to_old is Relation.NONE:
-        line += ", and was reset or assigned in this step: reset a metric outside of run"
     if to_old is Relation.OTHER:
         line += (
             ", and is not its old value plus something, so what the replicas did to it cannot be added "
@@ -135,6 +137,13 @@ A variable must end mirrored, or the replicas train different models. Usually th
 combined: write grads = dj.get_replica_context().all_reduce("sum", grads) before the update. A value \
 that you know to be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns \
 the proof off."""
+
+_RESET = """\
+The step gives these parts of a metric a new value that does not depend on the old one, as reset() does \
+before update(), so the replicas' updates cannot be added to it:
+{lines}
+A metric's state is what all replicas added to it, so reset a metric outside of run, metric.reset(), or in \
+a step of its own, strategy.run(metric.reset), and only call metric.update(...) in this one."""
 
 _MODEL_SHAPED = """\
 The step returns {what}, which has the structure and shapes of {argument}, an argument that came in \

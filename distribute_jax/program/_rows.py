@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,11 +15,29 @@ from distribute_jax.program._results import rebuild
 from distribute_jax.program._trace import Call, batch_share, trace
 
 
+class Cause(enum.Enum):
+    """Why it is not known which rows of a result are real examples."""
+
+    RESIZED = "resized"
+    """Its shape depends on the batch in another way than one row for each example of the share."""
+    UNTRACED = "untraced"
+    """The step could not be traced at another batch size."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A result of which it could not be found out whether it has one row for each example."""
+
+    cause: Cause
+    text: str
+    """What to tell who reads it."""
+
+
 def per_example_results(call: Call, entry: Entry) -> tuple[Any, ...]:
     """Finds out which results have one row for each example, by tracing at another batch size.
 
     Returns:
-        For each array of the result: True, False, or a message that says why it is not known.
+        For each array of the result: True, False, or an ``Unknown`` that says why it is not known.
     """
     results = entry.program.results
     shapes = _result_shapes(entry.program.traced, entry.state_size)
@@ -39,11 +59,13 @@ def _is_per_example(name: str, shape: Any, other: Any, share: int, reason: str) 
         return False
     if other is not None and shape[1:] == other[1:] and (shape[0], other[0]) == (share, share + 1):
         return True
+    cause = Cause.UNTRACED if reason else Cause.RESIZED
     why = reason or f"its shape {shape} becomes {other} when each share has one example more"
-    return (
+    return Unknown(
+        cause,
         f"It is not known which rows of {name} are real examples of the partial batch: {why}. "
         "Declare it with dj.per_example(value) if it has one row for each example, or feed no "
-        'partial batches: strategy.distribute_dataset(ds, dj.InputOptions(partial="drop")).'
+        'partial batches: strategy.distribute_dataset(ds, dj.InputOptions(partial="drop")).',
     )
 
 
@@ -78,7 +100,7 @@ def wrap_partial(call: Call, entry: Entry, arrays: Sequence[Any]) -> Any:
             wrapped.append(mark_mirrored(real, entry.step))
         else:
             known = counts if rows is True else None
-            why = rows if isinstance(rows, str) else None
+            why = rows.text if isinstance(rows, Unknown) else None
             wrapped.append(
                 PerReplica(array, program.mesh, counts=known, ambiguous=why, step=entry.step)
             )

@@ -51,6 +51,9 @@ between them.
 Leave ordered=True out, jax.debug.print("{{}}", value), or run the step under a dj.OneDeviceStrategy."""
 
 
+# JAX's words for an ordered effect on several devices; the second where the step has no inputs.
+_ORDER_REFUSED = ("ordered effects are not supported", "GlobalToLocalShape")
+
 # Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
 
@@ -84,8 +87,8 @@ def compilable(step: str) -> Iterator[None]:
     """Explains why a traced step cannot be compiled for several devices."""
     try:
         yield
-    except ValueError as error:
-        if "ordered effects are not supported" not in str(error):
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        if not any(part in str(error) for part in _ORDER_REFUSED):
             raise
         raise ArgumentError(_ORDERED.format(fn=step)) from None
 

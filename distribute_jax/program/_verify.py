@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,20 @@ from distribute_jax._mesh import num_replicas, replica_mesh, split_sharding
 from distribute_jax._tree import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._compare import Array, equal_to_rounding, largest, on_host
+from distribute_jax.program._compare import (
+    Array,
+    Verdict,
+    compared,
+    largest,
+    on_host,
+    spacing_of,
+)
+from distribute_jax.program._compare_replicas import difference
 from distribute_jax.program._entry import Entry
 from distribute_jax.program._leak import copied
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._program import build
+from distribute_jax.program._rows import per_example_results
 from distribute_jax.program._trace import Call
 
 _UNEQUAL = """\
@@ -32,6 +42,15 @@ _RANDOM = (
     " The step draws random numbers, which differ on each replica, so it cannot be equal: check it "
     "with the dropout off (model.eval())."
 )
+
+
+_TOO_SMALL = (
+    "%s changes these variables by hardly more than their rounding, so verify cannot tell whether the "
+    "change is that of one device:\n%s\nTo check them, run the step once with a larger learning rate, or in "
+    'float64 with jax.config.update("jax_enable_x64", True).'
+)
+
+_log = logging.getLogger("distribute_jax")
 
 
 class _OneReplica:
@@ -55,7 +74,9 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
         single_call, single = _on_one_device(call, entry)
         flat = single.placed(single.flat_inputs(values, single_call.arguments))
         one = single.execute(flat)
-        lines = list(_differences(call, entry, before, many, one))
+        if entry.program.per_example is None and call.arguments.has_batch:
+            entry.program.per_example = per_example_results(call, entry)
+        lines, small = _differences(call, entry, before, many, one)
         if lines:
             random = any(isinstance(v, nnx.RngCount) for v in entry.outputs)
             raise NotEqualError(
@@ -63,6 +84,8 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
                     replicas=replicas, lines=listed(lines), hint=_RANDOM if random else ""
                 )
             )
+        if small and not entry.program.verified:
+            _log.warning(_TOO_SMALL, entry.step, listed(small))
     entry.program.verified = True
 
 
@@ -98,24 +121,44 @@ def _whole(value: Any, mesh: Any) -> Any:
 
 def _differences(
     call: Call, entry: Entry, before: Sequence[Any], many: Sequence[Any], one: Sequence[Any]
-) -> Any:
-    """Gives a line for each output that differs by more than rounding."""
-    names = entry.output_names()
-    for index, (a, b) in enumerate(zip(many, one, strict=True)):
-        is_state = index < entry.state_size
-        if not is_state and not entry.program.plan.mirrored[index - entry.state_size]:
-            continue  # a value of each replica has no counterpart on one device
-        left, right = on_host(a), on_host(b)
-        if left.shape != right.shape:
-            yield f"{names[index]}: shape {left.shape} on the replicas, {right.shape} on one device"
-        elif (line := _compared(left, right, before[index] if is_state else 0.0, call)) is not None:
-            yield f"{names[index]}: {line}"
+) -> tuple[list[str], list[str]]:
+    """Gives a line for each output that differs, and for each that changed too little to tell."""
+    unequal: list[str] = []
+    small: list[str] = []
+    for index, (name, a, b) in enumerate(zip(entry.output_names(), many, one, strict=True)):
+        left, right, eps = on_host(a), on_host(b), spacing_of(a)
+        result = index - entry.state_size
+        if result >= 0 and not entry.program.plan.mirrored[result]:
+            rows, counts = _rows_of(entry, result), call.arguments.counts
+            line = difference(left, right, rows=rows, counts=counts, eps=eps)
+            unequal += [f"{name}: {line}"] if line else []
+        elif left.shape != right.shape:
+            unequal.append(
+                f"{name}: shape {left.shape} on the replicas, {right.shape} on one device"
+            )
+        else:
+            old = before[index] if result < 0 else 0.0
+            verdict = compared(left, right, old, eps=eps)
+            if verdict is Verdict.UNEQUAL:
+                unequal.append(f"{name}: {_apart(left, right, old, call)}")
+            elif verdict is Verdict.TOO_SMALL:
+                small.append(f"{name}: {_changes(left, right, old)}")
+    return unequal, small
 
 
-def _compared(left: Array, right: Array, old: Array | float, call: Call) -> str | None:
-    """Compares what the step added (or the values, where nothing was there before)."""
-    if equal_to_rounding(left, right, old):
-        return None
+def _rows_of(entry: Entry, result: int) -> Any:
+    """Tells whether a result has one row for each example, as far as it is known."""
+    known = entry.program.per_example
+    return known[result] if known else result in entry.program.results.declared
+
+
+def _changes(left: Array, right: Array, old: Array | float) -> str:
+    many, one = largest(left - old), largest(right - old)
+    return f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to {largest(right):.3g}"
+
+
+def _apart(left: Array, right: Array, old: Array | float, call: Call) -> str:
+    """Says how what the step added differs (or the values, where nothing was there before)."""
     apart = f"differs by up to {largest(left - right):.3g}"
     return f"{apart}{_ratio(left - old, right - old, num_replicas(call.mesh))}"
 

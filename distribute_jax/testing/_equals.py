@@ -15,8 +15,15 @@ from distribute_jax.strategies import Strategy
 def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) -> Any:
     """Runs a step on all replicas, and from a copy of the state on one device with the whole batch.
 
-    State and mirrored results must agree to rounding. Steps that draw random numbers or use the
-    statistics of each replica's share cannot: turn dropout off, synchronise batch norm.
+    State and mirrored results must agree to rounding, and so must each row of a result that has one
+    for each example. Of other values that each replica has for itself, the sum or the mean must be the
+    value on one device: the parts of ``compute_average_loss`` sum to it, means over equal shares
+    average to it. Which of the two it is, ``strategy.reduce`` has to say. Anything else cannot be
+    compared and raises. State that a step changes by hardly more than its rounding shows is named in
+    a logged warning, since a wrong scale could not be seen.
+
+    Steps that draw random numbers or use the statistics of each replica's share are not equal by
+    nature: turn dropout off, synchronise batch norm.
 
     Args:
         strategy: whose replicas run the step.

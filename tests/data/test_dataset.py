@@ -422,3 +422,11 @@ def test_names_are_public():
         member = getattr(data, name)
         assert member.__module__ == "distribute_jax"
         assert member.__doc__
+
+
+@pytest.mark.parametrize("one", [np.ones((8, 3)), jnp.ones((8, 3)), np.arange(4)])
+def test_one_array_is_no_dataset(one: Any):
+    """Its rows would become batches."""
+    with pytest.raises(ArgumentError, match=r"one array.*single examples.*\[x\]"):
+        distribute(one, 2)
+    assert len(list(distribute([one], 2))) == 1

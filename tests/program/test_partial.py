@@ -298,3 +298,108 @@ def test_rows_gathered_inside_the_step_are_refused_with_their_padding(s4: dj.Mir
     assert s4.run(step, args=(full,)).shape == (8, 3)
     with pytest.raises(dj.PaddingLeakError, match=r"use strategy\.gather"):
         s4.run(step, args=(partial,))
+
+
+def masked_norm(norm: nnx.BatchNorm, x: jax.Array) -> jax.Array:
+    """Applies a batch norm to the real rows."""
+    return norm(x, mask=mask()[:, None])
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_batch_norm_trained_on_uneven_shares_is_refused_by_name(
+    s4: dj.MirroredStrategy, axis_name: str | None, masked: bool
+):
+    """Flax weighs the replicas alike, and gives NaN where a share is empty."""
+    with s4.scope():
+        model = nnx.Sequential(nnx.BatchNorm(3, axis_name=axis_name, rngs=nnx.Rngs(0)))
+    norm = model.layers[0]
+    full, five, six = s4.distribute_dataset(batches(8, 5, 6))
+    step = lambda x: masked_norm(norm, x) if masked else model(x)  # noqa: E731
+    s4.run(step, args=(full,))
+    before = np.asarray(norm.mean[...])
+    for partial in (five, six):
+        with pytest.raises(
+            dj.PaddingLeakError, match=r"\(BatchNorm\): .*\.mean, .*\.var"
+        ) as caught:
+            s4.run(step, args=(partial,))
+        assert 'InputOptions(partial="drop")' in str(caught.value)
+        assert "model.eval()" in str(caught.value)
+    np.testing.assert_array_equal(norm.mean[...], before)
+    model.eval()
+    out = s4.gather(s4.run(step, args=(five,)), axis=0)
+    np.testing.assert_allclose(out, norm(batches(8, 5)[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_masked_batch_norm_on_even_shares_and_on_one_device_is_exact(strategy: dj.Strategy):
+    """A batch of 8 after one of 16 is padded, but every replica has as many real rows."""
+    with strategy.scope():
+        norm = nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0))
+    data = batches(16, 8)
+    for x in strategy.distribute_dataset(data):
+        strategy.run(lambda x: masked_norm(norm, x), args=(x,))
+    plain = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    for x in data:
+        plain(x)
+    np.testing.assert_allclose(norm.mean[...], plain.mean[...], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(norm.var[...], plain.var[...], rtol=1e-4, atol=1e-6)
+
+
+def test_batch_norm_over_padding_on_one_device_is_named():
+    one = dj.OneDeviceStrategy(0)
+    with one.scope():
+        norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    _, partial = one.distribute_dataset(batches(8, 5))
+    with pytest.raises(dj.PaddingLeakError, match=r"norm \(BatchNorm\): norm\.mean, norm\.var"):
+        one.run(lambda x: norm(x), args=(partial,))
+    assert one.run(lambda x: masked_norm(norm, x), args=(partial,)).shape == (5, 3)
+
+
+def test_counted_padding_is_found_where_the_drawn_numbers_do_not_depend_on_the_rows(
+    s4: dj.MirroredStrategy,
+):
+    _, partial = s4.distribute_dataset(batches(8, 5))
+
+    def step(x: jax.Array, key: jax.Array):
+        return total(jax.random.normal(key) + jnp.float32(x.shape[0]))
+
+    with pytest.raises(dj.PaddingLeakError, match="more padding"):
+        s4.run(step, args=(partial, jax.random.key(0)))
+
+
+def test_what_could_not_be_checked_is_said_once(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    _, five, six = s4.distribute_dataset(batches(8, 5, 6))
+
+    def dropping(x: jax.Array, key: jax.Array):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return total(dj.compute_average_loss(jnp.sum(jnp.where(kept, x, 0), axis=1)))
+
+    for partial in (five, six):
+        s4.run(dropping, args=(partial, jax.random.key(0)))
+    (said,) = [r.getMessage() for r in caplog.records if "counts no padding" in r.getMessage()]
+    assert "dropping met a partial batch" in said
+    assert "model.eval()" in said
+    assert 'InputOptions(partial="drop")' in said
+
+    def rigid(x: jax.Array):
+        if x.shape[0] != 2:
+            raise ValueError("only shares of two")
+        return dj.compute_average_loss(x.sum(1))
+
+    caplog.clear()
+    s4.run(rigid, args=(five,))
+    assert "could not be traced with more rows (ValueError: only shares of two)" in caplog.text
+
+
+def test_a_mirrored_result_of_unknown_rows_is_no_gathered_padding(s4: dj.MirroredStrategy):
+    """Only a shape that follows the batch tells; that the step could not be traced does not."""
+    _, partial = s4.distribute_dataset(batches(8, 5))
+
+    def step(x: jax.Array):
+        if x.shape[0] != 2:
+            raise ValueError("a share of two becomes nothing else")
+        return total(jnp.sum(jnp.where(mask()[:, None], x, 0), axis=0))
+
+    assert s4.run(step, args=(partial,)).shape == (3,)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import distribute_jax as dj
 
@@ -749,3 +750,175 @@ def test_numpy_arguments_that_devices_cannot_hold_are_refused(
 ):
     with pytest.raises(ValueError, match=r"strategy\.run got"):
         s2.run(lambda v: v, args=(value,))
+
+
+@pytest.mark.parametrize("way", ["arguments", "state", "state and argument"])
+def test_nothing_is_given_away_twice(s2: dj.MirroredStrategy, way: str):
+    """JAX 0.10 crashes the process on the same memory given away twice."""
+    same = jax.device_put(jnp.ones(3), NamedSharding(s2.mesh, PartitionSpec()))
+    alias = jax.device_put(same, NamedSharding(s2.mesh, PartitionSpec(None)))
+    if way == "arguments":
+        options = dj.RunOptions(donate_args=True)
+        sums = s2.run(lambda a, b: (a + b, a * b), args=(same, same), options=options)
+        assert [x.tolist() for x in sums] == [[2.0] * 3, [1.0] * 3]
+        return
+    with s2.scope():
+        first, second = nnx.Variable(same), nnx.Variable(alias)
+
+    def step(more: jax.Array):
+        first[...] += 1
+        second[...] += more
+
+    more = same if way == "state and argument" else 2 * same
+    wanted = 2.0 if way == "state and argument" else 3.0
+    s2.run(step, args=(more,))
+    assert first[...].tolist() == [2.0] * 3
+    assert second[...].tolist() == [wanted] * 3
+
+
+@pytest.mark.filterwarnings("ignore:2 variables were made outside")
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_array_from_outside_the_scope_stays_the_users_own(s2: dj.MirroredStrategy, device: int):
+    array = jax.device_put(jnp.ones(3), jax.devices()[device])
+    first, second = nnx.Variable(array), nnx.Variable(array)
+
+    def step():
+        first[...] += 1
+        second[...] += 2
+
+    s2.run(step)
+    s2.run(step)
+    assert (first[...].tolist(), second[...].tolist()) == ([3.0] * 3, [5.0] * 3)
+    assert array.tolist() == [1.0] * 3
+    first.set_value(array)
+    second.set_value(jax.device_put(array, NamedSharding(s2.mesh, PartitionSpec())))
+    s2.run(step)
+    assert (first[...].tolist(), second[...].tolist()) == ([2.0] * 3, [3.0] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:2 variables were made outside")
+def test_state_on_one_device_is_not_given_away_twice():
+    central = dj.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    array = jnp.ones(3)
+    first, second = nnx.Variable(array), nnx.Variable(array)
+
+    def step():
+        first[...] += 1
+        second[...] += 2
+
+    central.run(step)
+    assert (first[...].tolist(), second[...].tolist()) == ([2.0] * 3, [3.0] * 3)
+    assert array.tolist() == [1.0] * 3
+    options = dj.RunOptions(donate_args=True)
+    sums = central.run(lambda a, b: (a + b, a * b), args=(array, array), options=options)
+    assert [x.tolist() for x in sums] == [[2.0] * 3, [1.0] * 3]
+
+
+def test_a_model_of_another_strategy_is_refused_until_it_is_moved(
+    s2: dj.MirroredStrategy, s4: dj.MirroredStrategy
+):
+    model = built(s4)
+    x = np.ones((1, 2), np.float32)
+    for other in (s2, dj.OneDeviceStrategy(0)):
+        with pytest.raises(
+            dj.MixedStrategiesError, match=r"model\.w: mirrored over .*cpu:3"
+        ) as caught:
+            other.run(lambda: model(x))
+        assert isinstance(caught.value, RuntimeError)
+        assert str(other.mesh.devices.flat[-1]) in str(caught.value)
+    moved = jax.device_put(nnx.state(model), NamedSharding(s2.mesh, PartitionSpec()))
+    nnx.update(model, moved)
+    assert s2.run(lambda: model(x)).shape[0] == 1
+
+
+def test_a_model_of_an_equal_mesh_is_ones_own(s2: dj.MirroredStrategy):
+    model = built(dj.MirroredStrategy([0, 1]))
+    assert s2.run(lambda: model(np.ones((1, 2), np.float32))).shape[0] == 1
+
+
+def test_disabled_jit_is_refused(s2: dj.MirroredStrategy):
+    value = s2.run(replica_id)
+    with jax.disable_jit():
+        for call in (lambda: s2.run(replica_id), lambda: s2.gather(value, axis=0)):
+            with pytest.raises(RuntimeError, match=r"Remove jax\.disable_jit.*jax\.debug\.print"):
+                call()
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
+def test_ordered_effects_are_refused_on_several_replicas(s2: dj.MirroredStrategy, lowering: str):
+    def step(x: jax.Array | None = None):
+        jax.debug.print("hello {}", x, ordered=True)
+
+    options = dj.RunOptions(lowering=lowering)
+    (x,) = s2.distribute_dataset([np.ones(4, np.float32)])
+    for args in ((), (x,)) if lowering == "shard_map" else ((x,),):
+        with pytest.raises(ValueError, match=r"step prints or calls back.*\n.*OneDeviceStrategy"):
+            s2.run(step, args=args, options=options)
+    dj.OneDeviceStrategy(0).run(step)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_debug_nans_names_the_step(s2: dj.MirroredStrategy, donate: bool):
+    with s2.scope():
+        weight = nnx.Variable(jnp.ones(3))
+
+    def step(x: float):
+        weight[...] = jnp.log(x) * weight[...]
+
+    options = dj.RunOptions(donate_state=donate)
+    s2.run(step, args=(2.0,), options=options)
+    with jax.debug_nans(True):
+        s2.run(step, args=(2.0,), options=options)
+        with pytest.raises(FloatingPointError, match=r"step gave a nan") as caught:
+            s2.run(step, args=(-1.0,), options=options)
+    assert "without strategy.run" in str(caught.value)
+    if not donate:
+        assert "as before the call" in str(caught.value)
+        np.testing.assert_allclose(weight[...], np.log(2) ** 2, rtol=1e-5)
+
+
+def test_masked_arrays_are_refused(s2: dj.MirroredStrategy):
+    masked = np.ma.masked_array(np.ones(4, np.float32), mask=[0, 1, 0, 0])
+    with pytest.raises(ValueError, match=r"array\.filled\(0\)"):
+        s2.run(lambda x: x, args=(masked,))
+    with pytest.raises(ValueError, match=r"array\.filled\(0\)"):
+        next(iter(s2.distribute_dataset([masked])))
+
+
+def test_a_metric_that_is_reset_and_updated_in_one_step_is_explained(s2: dj.MirroredStrategy):
+    with s2.scope():
+        metric = nnx.metrics.Average()
+
+    def step(x: jax.Array, *, reset: bool):
+        if reset:
+            metric.reset()
+        metric.update(values=x)
+
+    (x,) = s2.distribute_dataset([np.arange(4.0)])
+    with pytest.raises(
+        dj.OutOfSyncError, match=r"metric\.total.*\n.*outside of run, metric\.reset\(\)"
+    ) as caught:
+        s2.run(step, args=(x,), kwargs={"reset": True})
+    assert "gradients" not in str(caught.value)
+    s2.run(step, args=(x,), kwargs={"reset": False})
+    s2.run(metric.reset)
+    s2.run(step, args=(x,), kwargs={"reset": False})
+    assert float(metric.compute()) == 1.5
+
+
+def test_a_merged_module_inside_a_scan_is_told_to_be_copied(s2: dj.MirroredStrategy):
+    model = built(s2)
+    graphdef, state = nnx.split(model)
+
+    def step(x: jax.Array, *, copy: bool):
+        def body(total: jax.Array, _: None):
+            merged = nnx.merge(graphdef, state, copy=copy)
+            grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(merged)
+            return total + jnp.sum(jax.tree.leaves(grads)[0]), None
+
+        return jax.lax.scan(body, jnp.zeros(()), None, length=2)[0]
+
+    (x,) = s2.distribute_dataset([np.ones((4, 2), np.float32)])
+    with pytest.raises(ValueError, match=r"nnx\.merge\(graphdef, state, copy=True\)"):
+        s2.run(step, args=(x,), kwargs={"copy": False})
+    assert np.isfinite(float(s2.reduce("sum", s2.run(step, args=(x,), kwargs={"copy": True}))))

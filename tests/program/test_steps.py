@@ -81,3 +81,27 @@ def test_a_partial_batch_among_the_steps_keeps_its_rows_apart(s2: dj.MirroredStr
     rows = s2.run_steps(lambda x: x, iterator, steps=2)
     with pytest.raises(ValueError, match=r"use strategy\.run"):
         s2.gather(rows, axis=0)
+
+
+@pytest.mark.parametrize("came", [0, 1, 2])
+def test_batches_before_an_error_of_the_source_are_run(s2: dj.MirroredStrategy, came: int):
+    """As with single steps, the state includes them; a batch taken is never lost."""
+    with s2.scope():
+        count = nnx.Variable(jnp.zeros(()))
+
+    def step(x: jax.Array):
+        count[...] += dj.get_replica_context().all_reduce("sum", x.sum())
+
+    def batches():
+        for _ in range(came):
+            yield np.ones(4, np.float32)
+        raise OSError("disk")
+
+    iterator = iter(s2.distribute_dataset(batches))
+    with pytest.raises(OSError, match="disk") as caught:
+        s2.run_steps(step, iterator, steps=3)
+    assert float(count[...]) == 4 * came
+    notes = getattr(caught.value, "__notes__", [])
+    assert bool(came) == any(f"on the {came} batches that came before" in note for note in notes)
+    with pytest.raises(StopIteration):
+        s2.run_steps(step, iterator, steps=3)

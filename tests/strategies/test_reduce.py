@@ -90,6 +90,48 @@ def test_uneven_shares_cannot_be_reduced_element_by_element(s2: dj.MirroredStrat
         s2.reduce("sum", per_replica(s2, [np.ones(3), np.ones(1)]), axis=None)
 
 
+@pytest.mark.parametrize(
+    ("axis", "cure"),
+    [(1, r"axis=\(0, 1\)"), (-1, r"axis=\(0, 1\)"), (None, "axis=0"), ((1,), "axis=")],
+)
+def test_the_message_names_the_axis_that_was_given_and_the_one_to_give(
+    s2: dj.MirroredStrategy, axis: object, cure: str
+):
+    value = per_replica(s2, [np.ones((1, 2)), np.ones((2, 2))])
+    given = axis[0] if isinstance(axis, tuple) else axis
+    with pytest.raises(ValueError, match=rf"reduce\(axis={given}\).*differs too \({cure}"):
+        s2.reduce("sum", value, axis=axis)
+    other = per_replica(s2, [np.ones((2, 1)), np.ones((2, 2))])
+    with pytest.raises(ValueError, match=r"differs too \(axis=1\).*gather\(value, axis=1\)"):
+        s2.reduce("sum", other)
+    with pytest.raises(ValueError, match="not even as many dims"):
+        s2.reduce("sum", per_replica(s2, [np.ones(2), np.ones((2, 2))]))
+
+
+def test_random_keys_are_shown_and_gathered_but_not_reduced(s2: dj.MirroredStrategy):
+    def keys():
+        replica = dj.get_replica_context().replica_id_in_sync_group
+        return jax.random.split(jax.random.fold_in(jax.random.key(0), replica))
+
+    value = s2.run(keys)
+    made = s2.experimental_distribute_values_from_function(
+        lambda c: jax.random.split(
+            jax.random.fold_in(jax.random.key(0), c.replica_id_in_sync_group)
+        )
+    )
+    wanted = [jax.random.split(jax.random.fold_in(jax.random.key(0), i)) for i in range(2)]
+    for both in (value, made):
+        assert "unreadable" not in repr(both)
+        for part, key in zip(s2.experimental_local_results(both), wanted, strict=True):
+            assert jnp.array_equal(part, key)
+        assert jnp.array_equal(s2.gather(both, axis=0), jnp.concatenate(wanted))
+        with pytest.raises(ValueError, match="random keys, which have no sum"):
+            s2.reduce("sum", both)
+    drawn = s2.run(lambda keys: jax.random.normal(keys[0]), args=(made,))
+    local = s2.experimental_local_results(drawn)
+    np.testing.assert_allclose(local, [jax.random.normal(keys[0]) for keys in wanted], rtol=1e-6)
+
+
 def test_an_axis_that_is_not_there_raises(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="does not have that dim"):
         s2.reduce("sum", s2.run(replica_id), axis=0)
@@ -157,8 +199,11 @@ def test_gather_of_different_lengths_along_the_axis(s2: dj.MirroredStrategy):
 def test_gather_of_scalars_says_to_add_a_dim(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="has no dims"):
         s2.gather(s2.run(replica_id), axis=0)
-    with pytest.raises(ValueError, match="only 1 dims"):
-        s2.gather(per_replica(s2, [np.ones(2)] * 2), axis=1)
+    for value in (per_replica(s2, [np.ones(2)] * 2), s2.run(lambda: jnp.ones(2))):
+        with pytest.raises(
+            ValueError, match=r"value of one replica, float32\[2\], has only 1 dims"
+        ):
+            s2.gather(value, axis=1)
 
 
 def test_local_results_of_nests_and_plain_values(s2: dj.MirroredStrategy):

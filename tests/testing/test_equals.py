@@ -113,6 +113,122 @@ def test_a_value_of_each_replica_cannot_be_checked(s4: dj.MirroredStrategy):
         s4.run(lambda x: x, args=(ids,), options=dj.RunOptions(verify="first"))
 
 
+def context() -> dj.ReplicaContext:
+    """The context of this replica."""
+    return dj.get_replica_context()
+
+
+@pytest.mark.filterwarnings("ignore:The global batch has 5 examples for 8")
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: {"rows": 2 * x, "labels": x.argmax(1), "signs": x > 0},
+        lambda x: dj.compute_average_loss(jnp.sum(x**2, axis=1)),
+        lambda x: jnp.sum(jnp.where(context().batch_mask[:, None], x, 0) > 0),
+    ],
+    ids=["rows", "parts of a loss", "counts"],
+)
+def test_per_replica_results_that_fit_one_device_pass(
+    strategy: dj.Strategy, step: Callable[..., Any], rows: int
+):
+    """Rows are the same rows, parts of a sum have that sum."""
+    dj.testing.check_equals_one_device(strategy, step, BATCH[0][:rows])
+
+
+def test_means_over_equal_shares_average_to_that_of_one_device(strategy: dj.Strategy):
+    dj.testing.check_equals_one_device(strategy, lambda x: jnp.mean(x**2), BATCH[0])
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_rows_that_depend_on_the_share_are_not_those_of_one_device(
+    s4: dj.MirroredStrategy, rows: int
+):
+    with pytest.raises(dj.NotEqualError, match="result: its rows differ by up to"):
+        dj.testing.check_equals_one_device(s4, lambda x: x - x.mean(0), BATCH[0][:rows])
+
+
+def test_declared_rows_are_compared_where_no_other_size_can_be_traced(s4: dj.MirroredStrategy):
+    def step(x: jax.Array, shift: bool):
+        if x.shape[0] not in (2, 8):
+            raise ValueError("only shares of two, or the whole batch")
+        return dj.per_example(x - x.mean(0) if shift else x)
+
+    (x,) = s4.distribute_dataset([BATCH[0]])
+    dj.testing.check_equals_one_device(s4, step, (x, False))
+    with pytest.raises(dj.NotEqualError, match="rows differ"):
+        dj.testing.check_equals_one_device(s4, step, (x, True))
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda x: x.max(), "neither their sum .* nor their mean"),
+        (lambda x: x.std(0), "neither their sum .* nor their mean"),
+        (lambda x: (x > 1).any(), "neither their sum .* nor their mean"),
+        (lambda _: context().replica_id_in_sync_group, "neither their sum .* nor their mean"),
+        (lambda x: x.T, r"a replica has shape \(3, 2\), one device \(3, 8\)"),
+    ],
+    ids=["maximum", "spread", "any", "replica id", "transposed"],
+)
+def test_per_replica_results_without_counterpart_are_refused_by_name(
+    s4: dj.MirroredStrategy, step: Callable[..., Any], text: str
+):
+    with pytest.raises(dj.NotEqualError, match=rf"result: cannot be compared: .*{text}") as caught:
+        dj.testing.check_equals_one_device(s4, step, BATCH[0])
+    assert "Reduce it in the step" in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_an_update_near_the_rounding_of_its_variable_is_said_not_to_be_checked(
+    s4: dj.MirroredStrategy, op: str, caplog: pytest.LogCaptureFixture
+):
+    """With a mean of gradients it is right, with their sum four times too large: neither shows."""
+    with s4.scope():
+        weight = nnx.Param(jnp.full(3, 1e4, jnp.float32))
+
+    def step(x: jax.Array):
+        weight[...] -= 1e-3 * dj.get_replica_context().all_reduce(op, x.mean(0) + 1)
+
+    dj.testing.check_equals_one_device(s4, step, BATCH[0])
+    assert "cannot tell" in caplog.text
+    assert "weight: changed by up to" in caplog.text
+    assert "float64" in caplog.text
+
+
+def test_a_large_element_does_not_hide_a_wrong_change_of_the_others(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    with s4.scope():
+        weight = nnx.Param(jnp.array([1e4, 1.0, 1.0], jnp.float32))
+
+    def step(x: jax.Array):
+        weight[...] -= 1e-3 * dj.get_replica_context().all_reduce("sum", x.mean(0) + 1)
+
+    dj.testing.check_equals_one_device(s4, step, BATCH[0])
+    assert "weight: changed by up to" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_half_precision_is_compared_with_its_own_rounding(
+    s4: dj.MirroredStrategy, dtype: Any, op: str
+):
+    with s4.scope():
+        model = nnx.Linear(3, 3, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(x: jax.Array):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce(op, grads))
+
+    if op == "mean":
+        dj.testing.check_equals_one_device(s4, step, BATCH[0])
+    else:
+        with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
+            dj.testing.check_equals_one_device(s4, step, BATCH[0])
+
+
 def test_a_mirrored_result_that_depends_on_the_number_of_replicas_is_named(s4: dj.MirroredStrategy):
     def step(x: jax.Array):
         return {"mean of means": dj.get_replica_context().all_reduce("sum", x.mean())}
