@@ -47,7 +47,6 @@ class Entry:
         self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
         self._state_inputs = 0
         self._loose = 0
-        self._given = _given_away(program.compiled)
         self._known: list[Any] = []
         self._kept: list[Any] = []
 
@@ -86,7 +85,7 @@ class Entry:
     ) -> list[Any]:
         """Runs the program, or several steps of it; errors say what became of the state."""
         # Several steps in one program give away state only.
-        given = self._given if compiled is None else range(self.program.donated)
+        given = self.program.given if compiled is None else range(self.program.donated)
         compiled = compiled or self.program.compiled
         state = self._state_inputs
         untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
@@ -193,12 +192,6 @@ class Entry:
     def _names(self, indices: Sequence[int]) -> list[str]:
         names = [self.program.traced.input_names[i] for i in self.program.order]
         return [names[i] if i < len(names) else "a later batch" for i in indices]
-
-
-def _given_away(compiled: Any) -> Sequence[int]:
-    """Gives the inputs whose memory a compiled program takes over; ``pmap`` takes none."""
-    inputs = jax.tree.leaves(getattr(compiled, "args_info", ()))
-    return [i for i, info in enumerate(inputs) if info.donated]
 
 
 def _unshared(flat: list[Any], given: Sequence[int], same: Callable[[Any], Any]) -> list[Any]:

@@ -47,7 +47,9 @@ class Program:
     order: tuple[int, ...]
     """The flat inputs in the order in which the compiled program takes them."""
     donated: int
-    """How many of the first inputs are given away."""
+    """How many of the first inputs are state that is given away."""
+    given: tuple[int, ...]
+    """All inputs that are given away, by position."""
     written: tuple[int, ...]
     """Variables that get a new value, in the order of the first outputs."""
     kept: tuple[int, ...]
@@ -118,7 +120,7 @@ def build(call: Call, options: RunOptions, home: Home | None = None) -> Program:
         compiled = compile_(call, ordered, ordered_lies, [avals[i] for i in order], given)
     sizes = [b - a for a, b in zip(traced.input_starts, traced.input_starts[1:], strict=False)]
     return Program(
-        traced, decided, compiled, order, donated, written, kept, arrays,
+        traced, decided, compiled, order, donated, tuple(given), written, kept, arrays,
         simple=all(size == 1 for size in sizes) and set(traced.written_sizes) <= {1},
         mesh=call.mesh, one_replica=ordered, ordered_lies=ordered_lies,
         compile=compile_, home=home,

@@ -172,6 +172,28 @@ def test_an_array_that_was_given_away_is_named(central: dj.CentralStorageStrateg
         central.run(lambda x: x, args=(old,))
 
 
+@pytest.mark.parametrize("parameter_device", [CENTRE, 0])
+@pytest.mark.parametrize("lowering", ["shard_map", "vmap"])
+def test_arrays_that_two_variables_share_are_given_away_once(parameter_device: Any, lowering: Any):
+    """Clones start from one array; each ends with its own value."""
+    strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device)
+    with strategy.scope():
+        first = nnx.Param(jnp.arange(3.0))
+    second = nnx.clone(first)
+    second.set_raw_value(first.get_raw_value())
+    alone = nnx.Param(first.get_raw_value())
+
+    def step():
+        first[...] += 1.0
+        second[...] += 2.0
+        return alone.sum()
+
+    options = dj.RunOptions(lowering=lowering)
+    assert [float(strategy.run(step, options=options)) for _ in range(2)] == [3.0, 3.0]
+    assert first[...].tolist() == [2.0, 3.0, 4.0]
+    assert second[...].tolist() == [4.0, 5.0, 6.0]
+
+
 def test_the_scope_makes_state_on_the_parameter_device_and_warns_of_nothing(
     central: dj.CentralStorageStrategy,
 ):
@@ -320,6 +342,11 @@ def test_the_default_parameter_device_is_the_only_compute_device_or_the_cpu():
     every = dj.CentralStorageStrategy()
     assert every.num_replicas_in_sync == len(jax.local_devices())
     assert dj.CentralStorageStrategy([]).mesh == every.mesh
+
+
+def test_it_has_tensorflows_name():
+    """TensorFlow has it in ``tf.distribute.experimental``."""
+    assert dj.experimental.CentralStorageStrategy is dj.CentralStorageStrategy
 
 
 def test_a_compute_device_may_be_the_parameter_device():
