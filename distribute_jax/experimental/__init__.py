@@ -4,11 +4,15 @@ from distribute_jax.collectives import (
     CommunicationImplementation as CommunicationImplementation,
     CommunicationOptions as CommunicationOptions,
 )
-from distribute_jax.strategies import ValueContext as ValueContext
+from distribute_jax.strategies import (
+    CentralStorageStrategy as CentralStorageStrategy,
+    ValueContext as ValueContext,
+)
 
 CollectiveCommunication = CommunicationImplementation
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",

@@ -46,7 +46,7 @@ def _refusal(stack: Stack, reason: str) -> LoweringError:
     # What JAX's own functions are made of has no line of the user's, but the call around it has.
     lines = [found for eqn in reversed(stack) if _LINE.search(found := line(eqn))]
     what = " at ".join([name(stack[-1]), *lines[:1]]) if stack else "this step"
-    return LoweringError(_REFUSED.format(what=what, reason=reason.rstrip(".") + "."))
+    return LoweringError(_REFUSED.format(what=what, reason=reason.rstrip(".!") + "."))
 
 
 def _equations(jaxpr: jex_core.Jaxpr, around: Stack = ()) -> Iterator[Stack]:

@@ -70,6 +70,10 @@ class CentralStorageStrategy(Strategy):
         """Where parameters and optimizer state lie between steps."""
         return self._parameter_device
 
+    def __repr__(self) -> str:
+        """Names the kind, the compute devices and the parameter device."""
+        return f"{super().__repr__()[:-1]}, {self._parameter_device})"
+
 
 def _check_memory(device: jax.Device, kind: str | None) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +116,20 @@ def test_one_device_equals_plain_flax_and_optax():
         assert_close(params, nnx.to_pure_dict(nnx.state(model, nnx.Param)), 1e-12)
 
 
-def test_pmap_trains_alike(strategy: dj.Strategy):
+@pytest.mark.parametrize("lowering", ["vmap", "pmap"])
+def test_the_other_lowerings_train_alike(strategy: dj.Strategy, lowering: Any):
     usual = train(strategy, "adam", np.float32)
-    pmap = train(strategy, "adam", np.float32, dj.RunOptions(lowering="pmap"))
-    np.testing.assert_allclose(usual[0], pmap[0], rtol=1e-6)
-    assert_close(usual[1], pmap[1], 1e-6)
+    other = train(strategy, "adam", np.float32, dj.RunOptions(lowering=lowering))
+    np.testing.assert_allclose(usual[0], other[0], rtol=1e-6)
+    assert_close(usual[1], other[1], 1e-6)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_central_storage_trains_as_one_device(replicas: int, lowering: Any):
+    strategy = dj.CentralStorageStrategy(list(range(replicas)), parameter_device=7)
+    many = train(strategy, "adam", np.float32, dj.RunOptions(lowering=lowering))
+    one = on_one_device("adam", np.float32)
+    np.testing.assert_allclose(many[0], one[0], rtol=2e-5)
+    assert_close(many[1], one[1], 1e-4)
+    assert_close(many[2], one[2], 1e-3)

@@ -14,7 +14,7 @@ dj.simulate({devices})
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 
-strategy = dj.MirroredStrategy()
+strategy = dj.{strategy}()
 with strategy.scope():
     weight = nnx.Variable(jnp.zeros(3))
 fails = True
@@ -37,11 +37,14 @@ except dj.StepFailedError as error:
 """
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_step_that_fails_while_running_names_the_lost_state(devices: int):
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("MirroredStrategy", 1), ("MirroredStrategy", 4), ("CentralStorageStrategy", 4)],
+)
+def test_a_step_that_fails_while_running_names_the_lost_state(strategy: str, devices: int):
     """A later call reports it at the latest, since steps run in the background."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(devices=devices)],
+        [sys.executable, "-c", PROGRAM.format(strategy=strategy, devices=devices)],
         env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
         capture_output=True,
         text=True,

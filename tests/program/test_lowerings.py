@@ -205,6 +205,53 @@ def test_what_vmap_cannot_run_is_refused_by_name_with_the_cure(s4: dj.MirroredSt
     assert outcome(s4, step, "shard_map")
 
 
+@pytest.mark.parametrize("ops", [None, dj.RingAllReduce(), dj.NcclAllReduce()])
+def test_vmap_sums_by_the_operation_of_the_strategy(ops: Any):
+    """Also what is equal on all replicas, what the user maps, and the derivative."""
+    strategy = dj.MirroredStrategy([0, 1, 2, 3], cross_device_ops=ops)
+
+    def step(x: jax.Array):
+        total = lambda v: dj.get_replica_context().all_reduce("sum", v)  # noqa: E731
+        weighed = jax.grad(lambda v: jnp.sum(total(v**2) * (1.0 + replica_id())))(x)
+        return total(x), total(jnp.arange(3.0)), jax.vmap(total)(x), weighed
+
+    wanted, got = (outcome(strategy, step, lowering) for lowering in ("shard_map", "vmap"))
+    for (_, values), (_, mine) in zip(wanted, got, strict=True):
+        np.testing.assert_allclose(mine, values, rtol=2e-5)
+
+
+@pytest.mark.parametrize("ops", [dj.HierarchicalCopyAllReduce(), dj.ReductionToOneDevice()])
+def test_operations_that_vmap_cannot_run_are_refused(ops: Any):
+    """They send to some replicas only, which JAX cannot batch."""
+    strategy = dj.MirroredStrategy([0, 1, 2, 3], cross_device_ops=ops)
+    with pytest.raises(dj.LoweringError, match=r"at test_lowerings\.py:\d+"):
+        outcome(strategy, lambda x: dj.get_replica_context().all_reduce("sum", x), "vmap")
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+@pytest.mark.parametrize("kind", [dj.MirroredStrategy, dj.CentralStorageStrategy])
+def test_variables_with_components_keep_one_on_each_replica(kind: Any, lowering: Any):
+    """ON_READ components differ between replicas, so they are neither shared nor central."""
+    strategy = kind([0, 1, 2, 3])
+    with strategy.scope():
+        own = dj.Variable(
+            jnp.float32(10),
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+        shared = dj.Variable(jnp.float32(10), aggregation=dj.VariableAggregation.MEAN)
+
+    def step() -> None:
+        own.assign_add(replica_id() + 1.0)
+        shared.assign_add(replica_id() + 1.0)
+
+    for _ in range(2):
+        strategy.run(step, options=dj.RunOptions(lowering=lowering))
+    assert [float(v) for v in own.values] == [12.0, 4.0, 6.0, 8.0]
+    assert float(own.read_value()) == 30.0
+    assert float(shared.read_value()) == 15.0
+
+
 def test_vmap_traces_the_users_python_once(s4: dj.MirroredStrategy):
     """The lowering compiles what was traced; it does not call the step again."""
     traces = []

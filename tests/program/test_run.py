@@ -588,9 +588,9 @@ def test_an_object_that_is_data_in_a_dataclass_works(s2: dj.MirroredStrategy):
     np.testing.assert_allclose(config.model.w[...], before * 6)
 
 
-def test_pmap_gives_the_same_numbers(strategy: dj.Strategy):
+def test_every_lowering_gives_the_same_numbers(strategy: dj.Strategy):
     results = []
-    for lowering in ("shard_map", "pmap"):
+    for lowering in ("shard_map", "vmap", "pmap"):
         model = built(strategy)
         (batch,) = strategy.distribute_dataset([np.arange(16.0).reshape(8, 2)])
 
@@ -604,9 +604,10 @@ def test_pmap_gives_the_same_numbers(strategy: dj.Strategy):
         rows = strategy.gather(out[0], axis=0)
         ids = [float(v) for v in strategy.experimental_local_results(out[1])]
         results.append((np.asarray(model.w[...]), np.asarray(rows), ids))
-    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
-    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
-    assert results[0][2] == results[1][2] == list(range(strategy.num_replicas_in_sync))
+    for weights, rows, ids in results[1:]:
+        np.testing.assert_allclose(weights, results[0][0], rtol=1e-6)
+        np.testing.assert_allclose(rows, results[0][1], rtol=1e-6)
+        assert ids == results[0][2] == list(range(strategy.num_replicas_in_sync))
 
 
 def test_an_unread_loop_of_two_hundred_steps_ends(s2: dj.MirroredStrategy):
