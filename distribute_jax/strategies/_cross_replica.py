@@ -51,7 +51,7 @@ def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
 
 def _arrays(value: Any) -> Sequence[Any]:
     if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
-        return [value.global_array]
+        return [jax.ShapeDtypeStruct(value.part_shape, value.dtype)]
     return value.values if isinstance(value, DistributedValues) else [value]
 
 
