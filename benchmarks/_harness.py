@@ -131,6 +131,21 @@ def environment() -> dict[str, Any]:
     }
 
 
+def surroundings(where: Mapping[str, Any]) -> str:
+    """Says in a report where and on what its figures were measured."""
+    text = (
+        f"{where['date']}, Python {where['python']}, JAX {where['jax']}, Flax {where['flax']}, "
+        f"{where['system']}: {where['devices']} {where['platform']} devices, "
+        f"{where['cores']} cores."
+    )
+    if where["platform"] == "cpu" and where["devices"] > where["cores"]:
+        text += (
+            f" The devices are simulated and take turns on {where['cores']} cores: with several "
+            "replicas the figures show overhead and contention, not scaling."
+        )
+    return text
+
+
 def usable_cores() -> int:
     """Counts the cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)

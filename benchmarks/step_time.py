@@ -30,6 +30,7 @@ from benchmarks._harness import (
     ratio,
     report_path,
     stopwatch,
+    surroundings,
     table,
 )
 from benchmarks._steps import (
@@ -196,7 +197,7 @@ def report(log: Log) -> str:
     where = log.records[0]
     parts = [
         "# Step time",
-        _surroundings(where),
+        surroundings(where),
         "## Ratio to hand-written JAX",
         "The median over the rounds of the time of a step divided by that of the donated "
         "`jit(shard_map)` over flat arrays, with its 95% interval. In the loop up to two steps are "
@@ -217,20 +218,6 @@ def report(log: Log) -> str:
         "    python -m benchmarks.step_time --report",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _surroundings(where: dict[str, Any]) -> str:
-    text = (
-        f"{where['date']}, Python {where['python']}, JAX {where['jax']}, Flax {where['flax']}, "
-        f"{where['system']}: {where['devices']} {where['platform']} devices, "
-        f"{where['cores']} cores."
-    )
-    if where["platform"] == "cpu" and where["devices"] > where["cores"]:
-        text += (
-            f" The devices are simulated and take turns on {where['cores']} cores: with several "
-            "replicas the figures show overhead and contention, not scaling."
-        )
-    return text
 
 
 def _step_tables(log: Log) -> Iterator[str]:

@@ -176,6 +176,7 @@ _PLAIN: frozenset[Primitive] = frozenset(
 )
 _PLAIN_NAMES = frozenset(
     {
+        *("bcoo_extract", "bcoo_todense"),
         *("broadcast_to", "cholesky_update", "dim_as_value", "dimension_size", "from_edtype"),
         *("geqp3", "geqrf", "iota_2x32_shape", "layout_constraint", "lu_pivots_to_permutation"),
         *("mulhi", "ormqr", "philox2x32", "philox4x32", "platform_index", "pvary"),

@@ -149,6 +149,13 @@ def call(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
     return Outcome(outs, _written(marks, finals))
 
 
+def cross_device_sum(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """Ours: all replicas run a ``CrossDeviceOps``, whose trace says if they get the same."""
+    # Met as a whole, since the equations of the trace do not know the line of the user's call.
+    walk.meet(eqn, control)
+    return call(walk, eqn, marks, control)
+
+
 def shard_map(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
     """A call, unless it binds the replicas' axis anew: then its collectives are other ones."""
     bound = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
@@ -261,10 +268,7 @@ _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "pbroadcast")
 _GATHERS = ("all_gather", "all_gather_invariant")
 _EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psend", "precv")
 _CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
-_CUSTOM_CALLS = (
-    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"),
-    "cross_device_sum",  # ours: the trace of a CrossDeviceOps
-)
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call")
 _TAGGED_CALLS = ("composite", "compute_on", "xla_metadata_call")
 _COMBINES = ("reduce", "reduce_window", "select_and_scatter")
 _SCATTERS = tuple("scatter" + kind for kind in ("", "-add", "-sub", "-mul", "-min", "-max"))
@@ -278,6 +282,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("swap", "addupdate"), write),
     "run_state": run_state,
     **dict.fromkeys(_CALLS + _CUSTOM_CALLS + _TAGGED_CALLS, call),
+    "cross_device_sum": cross_device_sum,
     "shard_map": shard_map,
     "custom_linear_solve": linear_solve,
     **dict.fromkeys(_COMBINES + _SCATTERS, combine),

@@ -67,7 +67,7 @@ def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, *, mirrored: bo
 
 def _arrays(value: Any) -> Sequence[Any]:
     if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
-        return [value.global_array]
+        return [jax.ShapeDtypeStruct(value.part_shape, value.dtype)]
     return value.values if isinstance(value, DistributedValues) else [value]
 
 

@@ -1,0 +1,377 @@
+"""Every cross-device operation gives the same numbers, as the same bits on every replica."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algorithms import ALGORITHMS, OWN, context, locals_of, on_replicas, strategy_with
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.collectives._hierarchical import _natural_size
+
+REPLICAS = [1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)]
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+every_size = pytest.mark.parametrize("replicas", REPLICAS)
+
+
+@every_algorithm
+@every_size
+def test_sum_and_mean_of_the_replica_ids_in_each_dtype(name: str, replicas: int):
+    """Replica r holds r: the sum is n (n-1) / 2 and the mean (n-1) / 2, in closed form."""
+    strategy = strategy_with(ALGORITHMS[name](), replicas)
+
+    def step():
+        rid = context().replica_id_in_sync_group
+        nest = {d: jnp.asarray(rid, d) for d in ("float32", "int32", "bfloat16")}
+        return context().all_reduce("sum", nest), context().all_reduce("mean", nest)
+
+    total, mean = strategy.run(step)
+    assert {d: (float(v), str(v.dtype)) for d, v in total.items()} == {
+        d: (replicas * (replicas - 1) / 2, d) for d in ("float32", "int32", "bfloat16")
+    }
+    assert {d: (float(v), str(v.dtype)) for d, v in mean.items()} == {
+        d: ((replicas - 1) / 2, r)
+        for d, r in {"float32": "float32", "int32": "float32", "bfloat16": "bfloat16"}.items()
+    }
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (7, 3), "b": (), "c": (0, 2), "d": (13,), "e": (1, 1)}
+
+
+def random_nests(replicas: int) -> list[Any]:
+    """Nests whose sizes divide by nothing, of three dtypes, with an empty array and scalars."""
+    draw = np.random.default_rng(replicas)
+
+    def nest():
+        floats = {k: draw.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+        return {
+            "f32": floats,
+            "bf16": jax.tree.map(lambda x: x.astype(jnp.bfloat16), floats),
+            "i32": {
+                k: draw.integers(-(2**31), 2**31, s).astype(np.int32) for k, s in SHAPES.items()
+            },
+        }
+
+    return [nest() for _ in range(replicas)]
+
+
+@functools.cache
+def summed(name: str, replicas: int) -> tuple[Any, list[Any]]:
+    """Sums of random nests: the result, and what each replica holds itself."""
+    strategy = strategy_with(ALGORITHMS[name](), replicas)
+
+    def step(nest: Any):
+        rid = context().replica_id_in_sync_group
+        total = context().all_reduce("sum", nest)
+        # What depends on the replica comes back as N values, so that none is left out.
+        return total, jax.tree.map(lambda x: jnp.where(rid >= 0, x, 0), total)
+
+    total, each = strategy.run(step, args=(on_replicas(strategy, random_nests(replicas)),))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(total)), "not mirrored"
+    return total, locals_of(strategy, each)
+
+
+def in_high_precision(replicas: int) -> tuple[Any, Any]:
+    """The sums over the replicas in float64, and the sums of magnitudes."""
+    nests = random_nests(replicas)
+    exact = jax.tree.map(lambda *x: np.stack([np.float64(v) for v in x]).sum(0), *nests)
+    magnitude = jax.tree.map(lambda *x: np.stack([np.abs(np.float64(v)) for v in x]).sum(0), *nests)
+    return exact, magnitude
+
+
+@every_algorithm
+@every_size
+def test_random_nests_have_the_sums_of_high_precision(name: str, replicas: int):
+    """int32 is equal (modulo 2**32), float32 within 1e-6, bfloat16 within one unit in the last place.
+
+    Relative to the sum of magnitudes: where large terms cancel, no two orders of additions agree.
+    """
+    result, _ = summed(name, replicas)
+    exact, magnitude = in_high_precision(replicas)
+    for key, shape in SHAPES.items():
+        assert result["f32"][key].shape == shape
+        error = np.abs(np.float64(result["f32"][key]) - exact["f32"][key])
+        assert (error <= 1e-6 * magnitude["f32"][key]).all()
+        error = np.abs(np.float64(result["bf16"][key]) - exact["bf16"][key])
+        unit = 2.0**-8 * np.abs(exact["bf16"][key]) + 1e-6 * magnitude["bf16"][key]
+        assert (error <= unit).all()
+        wrapped = np.int64(exact["i32"][key]).astype(np.int32)
+        np.testing.assert_array_equal(result["i32"][key], wrapped)
+
+
+@every_algorithm
+@every_size
+def test_all_replicas_hold_the_same_bits(name: str, replicas: int):
+    """Each element is added up in one place and copied."""
+    _, (first, *others) = summed(name, replicas)
+    assert len(others) == replicas - 1
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+@every_algorithm
+@every_size
+def test_every_operation_gives_what_the_default_gives(name: str, replicas: int):
+    """To one unit in the last place of bfloat16, which is rounded once, at the end."""
+    (ours, _), (theirs, _) = summed(name, replicas), summed("default", replicas)
+    _, magnitude = in_high_precision(replicas)
+    for key in SHAPES:
+        far = np.abs(np.float32(ours["f32"][key]) - np.float32(theirs["f32"][key]))
+        assert (far <= 1e-6 * magnitude["f32"][key]).all()
+        left, right = (np.asarray(x["bf16"][key]).view(np.int16) for x in (ours, theirs))
+        assert (np.abs(np.int32(left) - np.int32(right)) <= 1).all()
+        np.testing.assert_array_equal(ours["i32"][key], theirs["i32"][key])
+
+
+@pytest.mark.parametrize("name", [*OWN, "nccl, 2 packs"])
+def test_a_training_step_under_every_operation_is_the_step_on_one_device(name: str):
+    strategy = strategy_with(ALGORITHMS[name](), 4)
+    with strategy.scope():
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(8, 3)).astype(np.float32), draw.normal(size=(8, 2)).astype(np.float32)
+
+    def step(x: jax.Array, y: jax.Array):
+        def loss_fn(model: nnx.Linear):
+            return dj.compute_average_loss(((model(x) - y) ** 2).sum(1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        grads = context().all_reduce("sum", grads)
+        model.kernel[...] -= 0.1 * grads["kernel"][...]
+        model.bias[...] -= 0.1 * grads["bias"][...]
+        return context().all_reduce("sum", loss)
+
+    dj.testing.check_equals_one_device(strategy, step, (x, y))
+    dj.testing.check_equals_one_device(strategy, step, (x[:5], y[:5]))
+    before = model.bias[...].copy()
+    strategy.run(step, args=next(iter(strategy.distribute_dataset([(x, y)]))))
+    assert not np.allclose(model.bias[...], before)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_operation_that_not_every_replica_reaches_is_refused(name: str):
+    strategy = strategy_with(ALGORITHMS[name](), 4)
+
+    def step():
+        rid = context().replica_id_in_sync_group
+        return jax.lax.cond(
+            rid == 0, lambda: context().all_reduce("sum", jnp.float32(1)), lambda: jnp.float32(0)
+        )
+
+    with pytest.raises(dj.DeadlockError, match=r"may hang.*\n.*test_cross_device\.py:\d+"):
+        strategy.run(step)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
+@pytest.mark.parametrize("name", OWN)
+def test_both_lowerings_run_them(name: str, lowering: str):
+    strategy = strategy_with(ALGORITHMS[name](), 4)
+    (batch,) = strategy.distribute_dataset([np.arange(4)])
+    result = strategy.run(
+        lambda x: context().all_reduce("sum", x[0]),
+        args=(batch,),
+        options=dj.RunOptions(lowering=lowering),
+    )
+    assert int(result) == 6
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_several_steps_in_one_dispatch(name: str):
+    strategy = strategy_with(ALGORITHMS[name](), 4)
+    batches = iter(strategy.distribute_dataset([np.arange(4.0), np.arange(4.0) + 1]))
+    sums = strategy.run_steps(lambda x: context().all_reduce("sum", x.sum()), batches, steps=2)
+    assert sums.tolist() == [6.0, 10.0]
+
+
+def compiled_text(ops: dj.CrossDeviceOps | None, options: Any = None) -> str:
+    """The compiled program of one all_reduce of three float and two integer arrays."""
+    strategy = strategy_with(ops, 4)
+
+    def step():
+        rid = context().replica_id_in_sync_group
+        nest = [rid * jnp.ones(n) for n in (8, 4, 2)] + [rid * jnp.ones(n, int) for n in (3, 5)]
+        return context().all_reduce("sum", nest, options)
+
+    strategy.run(step)
+    (program,) = strategy._runner._programs.values()
+    return program.compiled.as_text()
+
+
+def count(text: str, operation: str) -> int:
+    """Counts an operation of a compiled program, asynchronous or not."""
+    return len(re.findall(rf" {operation}(?:-start)?\(", text))
+
+
+def test_one_collective_for_each_dtype_serves_all_leaves_of_the_default():
+    """NcclAllReduce() is the default by name: the same program, without a copy for packing."""
+    default, named = compiled_text(None), compiled_text(dj.NcclAllReduce())
+    assert count(default, "all-reduce") == count(named, "all-reduce") == 2
+    assert count(named, "concatenate") == count(default, "concatenate") == 0
+
+
+@pytest.mark.parametrize(
+    ("packs", "options", "rings"),
+    [
+        (0, None, 5),
+        (1, None, 2),  # one for each dtype
+        (2, None, 4),
+        (
+            1,
+            {"bytes_per_pack": 40},
+            3,
+        ),  # floats of 32, 16 and 8 bytes: [8, 4], [2]; integers in one
+        (2, {"bytes_per_pack": 1}, 5),
+    ],
+)
+def test_packs_are_the_collectives_of_the_program(packs: int, options: Any, rings: int):
+    """Each ring has two loops, each with one send: that of the sums and that of the copies."""
+    chosen = dj.experimental.CommunicationOptions(**options) if options else None
+    text = compiled_text(dj.RingAllReduce(packs), chosen)
+    assert count(text, "all-reduce") == 0
+    assert count(text, "collective-permute") == 2 * rings
+
+
+@pytest.mark.parametrize(
+    ("ops", "implementation", "operation"),
+    [
+        (None, "ring", "collective-permute"),
+        (None, "auto", "all-reduce"),
+        (dj.RingAllReduce(), "nccl", "all-reduce"),
+        (dj.RingAllReduce(), "auto", "collective-permute"),
+        (dj.HierarchicalCopyAllReduce(), "auto", "reduce-scatter"),
+    ],
+)
+def test_the_options_of_a_call_choose_the_algorithm(ops: Any, implementation: str, operation: str):
+    options = dj.experimental.CommunicationOptions(implementation=implementation)
+    assert count(compiled_text(ops, options), operation) > 0
+
+
+def test_options_that_are_none_are_refused(s2: dj.MirroredStrategy):
+    for call in (
+        lambda: context().all_reduce("sum", 1.0, options={"bytes_per_pack": 1}),
+        lambda: context().all_gather(jnp.ones(1), 0, options=3),
+    ):
+        with pytest.raises(ValueError, match=r"options must be None or\s+dj\.experimental"):
+            s2.run(call)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "processes", "size"),
+    # One process: the divisor next above the square root. Several: the replicas of each.
+    [
+        *((1, 1, 1), (2, 1, 2), (4, 1, 2), (6, 1, 3), (7, 1, 7), (8, 1, 4), (16, 1, 4), (12, 1, 4)),
+        *((8, 4, 2), (8, 2, 4), (6, 4, 3), (8, 8, 1)),
+    ],
+)
+def test_groups_are_processes_or_about_the_square_root(replicas: int, processes: int, size: int):
+    assert _natural_size(replicas, processes) == size
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_groups_of_any_size_give_the_sum(size: int):
+    strategy = strategy_with(dj.HierarchicalCopyAllReduce(group_size=size), 4)
+    rows = [np.arange(5) * 10**r for r in range(4)]
+    total = strategy.run(
+        lambda x: context().all_reduce("sum", x), args=(on_replicas(strategy, rows),)
+    )
+    assert total.tolist() == [0, 1111, 2222, 3333, 4444]
+
+
+def test_groups_that_do_not_divide_the_replicas_are_refused():
+    strategy = strategy_with(dj.HierarchicalCopyAllReduce(group_size=3), 4)
+    with pytest.raises(ValueError, match=r"group_size=3.* does not divide the 4 replicas"):
+        strategy.run(lambda: context().all_reduce("sum", 1.0))
+
+
+@pytest.mark.parametrize(("device", "root"), [(None, 0), ("cpu:2", 2), (1, 1)])
+def test_reduction_to_a_device_adds_up_there_in_replica_order(device: Any, root: int):
+    """1e8 + 1 - 1e8 + 1 is 1 in float32 in this order only; the sum comes from the device named."""
+    if isinstance(device, int):
+        device = jax.devices()[device]
+    seen = []
+
+    def accumulate(values: list[jax.Array]):
+        seen.append(len(values))
+        return values[0] + values[1] + values[2] + values[3] + 100 * context_id()
+
+    def context_id():
+        return jax.lax.axis_index("data").astype(jnp.float32)
+
+    values = [np.float32(v) for v in (1e8, 1, -1e8, 1)]
+    plain = strategy_with(dj.ReductionToOneDevice(device), 4)
+    total = plain.run(lambda x: context().all_reduce("sum", x), args=(on_replicas(plain, values),))
+    assert float(total) == 1.0
+    marked = strategy_with(dj.ReductionToOneDevice(device, accumulate), 4)
+    total = marked.run(
+        lambda x: context().all_reduce("sum", x), args=(on_replicas(marked, values),)
+    )
+    assert float(total) == 1.0 + 100 * root
+    assert set(seen) == {4}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dj.NcclAllReduce(num_packs=-1), r"NcclAllReduce\(num_packs=-1\).*0 or more"),
+        (lambda: dj.HierarchicalCopyAllReduce(num_packs=-1), r"num_packs=-1\).*0 or more"),
+        (lambda: dj.RingAllReduce(num_packs=1.5), r"num_packs=1\.5\).*an int"),
+        (lambda: dj.NcclAllReduce(num_packs=True), r"num_packs=True\).*an int"),
+        (lambda: dj.HierarchicalCopyAllReduce(group_size=0), r"group_size=0\).*1 or more"),
+        (lambda: dj.ReductionToOneDevice(accumulation_fn=3), r"accumulation_fn=3\).*a function"),
+        (lambda: strategy_with("nccl", 2), r"'nccl'\): this is no dj\.CrossDeviceOps.*instance"),
+        (lambda: strategy_with(dj.RingAllReduce, 2), r"this is no dj\.CrossDeviceOps.*instance"),
+        (
+            lambda: strategy_with(dj.ReductionToOneDevice(3), 2),
+            r"is none of the strategy's devices",
+        ),
+        (lambda: strategy_with(dj.ReductionToOneDevice("gpu:7"), 2), "no local device 'gpu:7'"),
+    ],
+)
+def test_what_no_operation_can_be_made_of_is_refused(make: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("wrong", [lambda values: values[0][0], lambda values: 3.0])
+def test_an_accumulation_that_gives_no_sum_is_refused(wrong: Any):
+    strategy = strategy_with(dj.ReductionToOneDevice(accumulation_fn=wrong), 2)
+    with pytest.raises(ValueError, match=r"accumulation_fn=\.\.\.\) returned .* float32\[2\]"):
+        strategy.run(lambda: context().all_reduce("sum", jnp.ones(2)))
+
+
+def test_a_collective_that_fails_leaves_the_strategy_usable():
+    """TensorFlow refuses every later collective of the process; here the next call works."""
+    fails = [True]
+
+    def accumulate(values: list[jax.Array]):
+        if fails:
+            raise KeyError("boom")
+        return sum(values)
+
+    strategy = strategy_with(dj.ReductionToOneDevice(accumulation_fn=accumulate), 4)
+    with strategy.scope():
+        weight = nnx.Param(jnp.zeros(3))
+
+    def step():
+        weight[...] += context().all_reduce("sum", jnp.ones(3))
+
+    with pytest.raises(KeyError, match="boom"):
+        strategy.run(step)
+    assert weight[...].tolist() == [0.0] * 3
+    fails.clear()
+    strategy.run(step)
+    assert weight[...].tolist() == [4.0] * 3
+
+
+def test_a_copied_strategy_keeps_its_operation():
+    strategy = copy.deepcopy(strategy_with(dj.ReductionToOneDevice("cpu:1"), 2))
+    assert isinstance(strategy._cross_device_ops, dj.ReductionToOneDevice)
+    assert float(strategy.run(lambda: context().all_reduce("sum", 2.0))) == 4.0

@@ -1,0 +1,148 @@
+"""One rule for dtypes: all_reduce in the step and strategy.reduce outside give the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algorithms import ALGORITHMS, context, locals_of, on_replicas, strategy_with
+
+import distribute_jax as dj
+
+
+def both(strategy: dj.Strategy, op: str, values: list[Any]) -> list[Any]:
+    """Reduces in the step, then outside it what the step returned, what the host made, in merge_call."""
+    value = on_replicas(strategy, values)
+    inside = strategy.run(lambda x: context().all_reduce(op, x), args=(value,))
+    outside = strategy.reduce(op, value)
+    returned = strategy.reduce(op, strategy.run(lambda x: x, args=(value,)))
+    merged = strategy.run(
+        lambda x: context().merge_call(lambda s, v: s.reduce(op, v), args=(x,)), args=(value,)
+    )
+    return [inside, outside, returned, merged]
+
+
+CASES = [
+    # Each replica holds the value; dtype of the sum, dtype of the mean.
+    ("int8", 100, "int32", "float32"),
+    ("uint8", 200, "uint32", "float32"),
+    ("int16", 30000, "int32", "float32"),
+    ("uint16", 60000, "uint32", "float32"),
+    ("int32", 2**24 + 1, "int32", "float32"),
+    ("uint32", 3, "uint32", "float32"),
+    ("float32", 0.1, "float32", "float32"),
+    ("bfloat16", 0.1, "bfloat16", "bfloat16"),
+    ("float16", 0.1, "float16", "float16"),
+    ("complex64", 1 + 2j, "complex64", "complex64"),
+]
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.wide), 4])
+@pytest.mark.parametrize(("dtype", "value", "sum_dtype", "mean_dtype"), CASES)
+def test_sums_and_means_agree_in_number_and_dtype(
+    dtype: str, value: Any, sum_dtype: str, mean_dtype: str, replicas: int
+):
+    """Narrow integers do not wrap: they are summed as jnp.sum does; a mean of integers is floating."""
+    strategy = strategy_with(None, replicas)
+    held = np.asarray(value, jnp.dtype(dtype))
+    for total in both(strategy, "sum", [held] * replicas):
+        assert str(total.dtype) == sum_dtype
+        wanted = held.astype(np.complex128) * replicas
+        np.testing.assert_allclose(np.complex128(total), wanted, rtol=2**-8)
+        if np.issubdtype(held.dtype, np.integer):
+            assert int(total) == int(held) * replicas
+    for mean in both(strategy, "mean", [held] * replicas):
+        assert str(mean.dtype) == mean_dtype
+        np.testing.assert_allclose(np.complex128(mean), np.complex128(held), rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["default", "hierarchical, 1 packs", "ring, 1 packs", "to one"])
+def test_narrow_integers_are_exact_under_every_operation(name: str):
+    strategy = strategy_with(ALGORITHMS[name](), 4)
+    total = strategy.run(lambda: context().all_reduce("sum", jnp.full(3, 127, jnp.int8)))
+    assert (str(total.dtype), total.tolist()) == ("int32", [508] * 3)
+
+
+@pytest.mark.parametrize("name", ["default", "hierarchical, 1 packs", "ring, 1 packs", "to one"])
+def test_a_mean_of_float16_does_not_overflow_before_it_is_divided(name: str):
+    """Four times 60000 is beyond float16, and their mean is not; the smallest numbers stay exact."""
+    strategy = strategy_with(ALGORITHMS[name](), 4)
+    held = np.array([60000, 2.0**-24, -65504, 0.1], np.float16)
+    for mean in both(strategy, "mean", [held] * 4):
+        assert mean.dtype == jnp.float16
+        np.testing.assert_array_equal(mean, held)
+
+
+def test_a_mean_of_float16_over_a_dim_does_not_overflow(s2: dj.MirroredStrategy):
+    """The same where a dim is reduced too, for parts of different lengths, and a mirrored value."""
+    (batch,) = s2.distribute_dataset([np.full((6, 2), 60000, np.float16)])
+    uneven = on_replicas(s2, [np.full(n, 60000, np.float16) for n in (3, 1)])
+    mirrored = s2.run(lambda: jnp.full(4, 60000, jnp.float16))
+    for value, axis in ((batch, (0, 1)), (uneven, 0), (mirrored, 0)):
+        mean = s2.reduce("mean", value, axis=axis)
+        assert (str(mean.dtype), float(mean)) == ("float16", 60000.0)
+
+
+def test_parts_of_different_lengths_and_mirrored_values_do_not_wrap(s2: dj.MirroredStrategy):
+    uneven = on_replicas(s2, [np.full((n, 1), 100, np.int8) for n in (3, 1)])
+    assert s2.reduce("sum", uneven, axis=0).tolist() == [400]
+    mirrored = s2.run(lambda: jnp.int8(100))
+    assert int(s2.reduce("sum", mirrored)) == 200
+    other = dj.OneDeviceStrategy("cpu:0")
+    assert str(other.reduce("sum", other.run(lambda: jnp.int8(100))).dtype) == "int32"
+    assert str(other.reduce("mean", other.run(lambda: jnp.int8(100))).dtype) == "float32"
+
+
+def test_the_gradient_of_a_float16_mean_is_the_mean_of_the_upstream_gradients():
+    strategy = strategy_with(None, 4)
+
+    def step(x: jax.Array):
+        scale = (context().replica_id_in_sync_group + 1).astype(jnp.float16)
+        return jax.grad(lambda v: (scale * context().all_reduce("mean", v)).sum())(x)
+
+    grad = strategy.run(step, args=(on_replicas(strategy, [np.ones(2, np.float16)] * 4),))
+    assert (str(grad.dtype), np.asarray(grad).tolist()) == ("float16", [2.5] * 2)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_bools_are_refused_everywhere_with_one_message(replicas: int, op: str):
+    """As in TensorFlow: whether a bool counts is for the user to say."""
+    strategy = strategy_with(None, replicas)
+    value = on_replicas(strategy, [np.array([True, False])] * replicas)
+    message = r"\n  the value: bool\[2\]\nIt takes floating.*value\.astype\(jnp\.int32\)"
+    calls = (
+        lambda: strategy.run(lambda x: context().all_reduce(op, x), args=(value,)),
+        lambda: strategy.reduce(op, value),
+        lambda: strategy.reduce(op, strategy.run(lambda: jnp.array([True, False]))),
+        lambda: strategy.run(
+            lambda x: context().merge_call(lambda s, v: s.reduce(op, v), args=(x,)), args=(value,)
+        ),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    for host in (True, np.bool_(False), "text", None):
+        if host is not None:
+            with pytest.raises(ValueError, match="cannot be combined over the replicas"):
+                strategy.reduce(op, host)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_bools_are_gathered_everywhere(replicas: int):
+    strategy = strategy_with(None, replicas)
+    value = on_replicas(strategy, [np.array([r == 0, True]) for r in range(replicas)])
+    wanted = [x for r in range(replicas) for x in (r == 0, True)]
+    inside = strategy.run(lambda x: context().all_gather({"m": x}, 0)["m"], args=(value,))
+    for joined in (inside, strategy.gather(value, axis=0)):
+        assert joined.dtype == bool
+        assert joined.tolist() == wanted
+    assert all(part.tolist() == wanted for part in locals_of(strategy, inside))
+
+
+def test_what_cannot_be_joined_is_named(s2: dj.MirroredStrategy):
+    with pytest.raises(ValueError, match=r"cannot be joined.*\n  \['t'\]: str 'text'"):
+        s2.run(lambda: context().all_gather({"ok": jnp.ones(1), "t": "text"}, 0))

@@ -1,0 +1,147 @@
+"""Derivatives of all_reduce: the same reduction of the upstream gradients, under every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algorithms import ALGORITHMS, context, locals_of, on_replicas, strategy_with
+
+import distribute_jax as dj
+
+Reduce = Callable[[Any], Any]
+N = 4
+
+
+def weight() -> jax.Array:
+    """A number that differs on each replica, so that a gradient that was not reduced shows."""
+    return context().replica_id_in_sync_group + 1.0
+
+
+def gradient(reduce: Reduce, x: jax.Array) -> jax.Array:
+    """The upstream gradients are 1, 2, 3, 4."""
+    return jax.grad(lambda v: (weight() * reduce(v)).sum())(x)
+
+
+def gradient_in_jit(reduce: Reduce, x: jax.Array) -> jax.Array:
+    return jax.jit(jax.grad(lambda v: (weight() * reduce(v) ** 2).sum()))(x)
+
+
+def gradient_through_scan(reduce: Reduce, x: jax.Array) -> jax.Array:
+    def loss(v: jax.Array):
+        # Divided, so that rounding is not magnified from step to step.
+        step = lambda c, _: (reduce(jnp.sin(c)) / N, reduce(c))  # noqa: E731
+        last, sums = jax.lax.scan(step, v, None, length=3)
+        return (weight() * last).sum() + (sums**2).sum()
+
+    return jax.grad(loss)(x)
+
+
+def gradient_of_gradient(reduce: Reduce, x: jax.Array) -> jax.Array:
+    inner = jax.grad(lambda v: (weight() * reduce(v**3)).sum())
+    return jax.grad(lambda v: (weight() * inner(v) ** 2).sum())(x)
+
+
+def forward_over_reverse(reduce: Reduce, x: jax.Array) -> jax.Array:
+    inner = jax.grad(lambda v: (weight() * reduce(v**3)).sum())
+    return jax.jvp(inner, (x,), (jnp.ones_like(x),))[1]
+
+
+def checkpointed(reduce: Reduce, x: jax.Array) -> jax.Array:
+    return jax.grad(lambda v: (weight() * jax.checkpoint(lambda u: reduce(u) ** 2)(v)).sum())(x)
+
+
+def of_a_nest(reduce: Reduce, x: jax.Array) -> jax.Array:
+    """One leaf has no gradient, one is used twice, one is an integer."""
+
+    def loss(v: jax.Array):
+        nest = reduce({"a": v, "b": v * 2, "i": jnp.arange(3), "unused": v})
+        return (weight() * (nest["a"] * nest["b"])).sum() + (nest["a"] * nest["i"].sum()).sum()
+
+    return jax.grad(loss)(x)
+
+
+def vmapped(reduce: Reduce, x: jax.Array) -> jax.Array:
+    rows = jnp.stack([x, 2 * x, 3 * x], axis=1)
+    per_row = jax.vmap(jax.grad(lambda v: (weight() * reduce(v) ** 2).sum()), in_axes=1, out_axes=1)
+    return per_row(rows)
+
+
+def linear_transpose(reduce: Reduce, x: jax.Array) -> jax.Array:
+    return jax.linear_transpose(reduce, x)(x)[0]
+
+
+def in_bfloat16(reduce: Reduce, x: jax.Array) -> jax.Array:
+    return jax.grad(lambda v: (weight() * reduce(v.astype(jnp.bfloat16))).sum())(x)
+
+
+DERIVATIVES = (
+    gradient,
+    gradient_in_jit,
+    gradient_through_scan,
+    gradient_of_gradient,
+    forward_over_reverse,
+    checkpointed,
+    of_a_nest,
+    vmapped,
+    linear_transpose,
+    in_bfloat16,
+)
+
+
+def result(ops: dj.CrossDeviceOps | None, derivative: Any, op: str) -> list[Any]:
+    """The derivative on each replica, at a point that differs on each."""
+    strategy = strategy_with(ops, N)
+    points = [np.linspace(-1, 1, 5, dtype=np.float32) + r for r in range(N)]
+    out = strategy.run(
+        lambda x: derivative(lambda v: context().all_reduce(op, v), x),
+        args=(on_replicas(strategy, points),),
+    )
+    return locals_of(strategy, out)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[Any, str], list[Any]]:
+    """The derivatives of the default, each computed once."""
+    known: dict[Any, list[Any]] = {}
+
+    def get(derivative: Any, op: str) -> list[Any]:
+        if (derivative, op) not in known:
+            known[derivative, op] = result(None, derivative, op)
+        return known[derivative, op]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("derivative", "op"), [*((d, "sum") for d in DERIVATIVES), (gradient_of_gradient, "mean")]
+)
+@pytest.mark.parametrize("name", ["hierarchical, 1 packs", "ring, 1 packs", "to one"])
+def test_every_derivative_is_that_of_the_default(
+    name: str, derivative: Any, op: str, expected: Any
+):
+    ours = result(ALGORITHMS[name](), derivative, op)
+    for one, other in zip(ours, expected(derivative, op), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("sum", 10.0), ("mean", 2.5)])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_is_the_same_reduction_of_the_upstream_gradients(
+    name: str, op: str, wanted: float
+):
+    """In closed form: upstream 1, 2, 3, 4 on four replicas."""
+    for part in result(ALGORITHMS[name](), gradient, op):
+        assert part.tolist() == [wanted] * 5
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_gradient_that_passed_an_all_reduce_is_proved_mirrored(name: str):
+    """So state may take it: no reduction is needed a second time."""
+    strategy = strategy_with(ALGORITHMS[name](), N)
+    out = strategy.run(lambda: gradient(lambda v: context().all_reduce("sum", v), jnp.ones(3)))
+    assert isinstance(out, jax.Array)

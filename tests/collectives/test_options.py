@@ -1,0 +1,65 @@
+"""CommunicationOptions: TensorFlow's defaults, validation and merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import distribute_jax as dj
+
+Options = dj.experimental.CommunicationOptions
+Implementation = dj.experimental.CommunicationImplementation
+
+
+def test_the_defaults_and_the_order_of_arguments_are_those_of_tensorflow():
+    assert Options() == Options(0, None, Implementation.AUTO)
+    assert [i.value for i in Implementation] == ["AUTO", "RING", "NCCL"]
+    assert dj.experimental.CollectiveCommunication is Implementation
+
+
+@pytest.mark.parametrize("name", ["ring", "RING", "Ring", Implementation.RING])
+def test_an_implementation_is_also_its_name_in_any_letter_case(name: Any):
+    assert Options(implementation=name).implementation is Implementation.RING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bytes_per_pack": -1}, r"bytes_per_pack=-1\).*an int, 0 or more"),
+        ({"bytes_per_pack": 1.5}, r"bytes_per_pack=1\.5\).*an int, 0 or more"),
+        ({"bytes_per_pack": True}, r"bytes_per_pack=True\).*an int"),
+        ({"bytes_per_pack": None}, r"bytes_per_pack=None\).*an int"),
+        ({"timeout_seconds": -0.1}, r"timeout_seconds=-0\.1\).*0 or more"),
+        ({"timeout_seconds": float("nan")}, r"timeout_seconds=nan\).*0 or more"),
+        ({"timeout_seconds": "2"}, r"timeout_seconds='2'\).*a number of seconds"),
+        ({"timeout_seconds": True}, r"timeout_seconds=True\).*a number of seconds"),
+        ({"implementation": "gloo"}, r"implementation='gloo'\).*'AUTO', 'RING', 'NCCL'"),
+        ({"implementation": None}, r"implementation=None\).*'AUTO', 'RING', 'NCCL'"),
+    ],
+)
+def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Options(**arguments)
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 2, 0.5, float("inf")])
+def test_timeouts_that_mean_something_are_kept(timeout: Any):
+    assert Options(timeout_seconds=timeout).timeout_seconds == timeout
+
+
+def test_merged_over_others_only_what_is_no_default_wins():
+    base = Options(bytes_per_pack=8, timeout_seconds=5.0, implementation="ring")
+    assert base.merge(None) == base
+    assert base.merge(Options()) == base
+    assert base.merge(Options(bytes_per_pack=2)) == Options(2, 5.0, "ring")
+    assert base.merge(Options(timeout_seconds=0)) == Options(8, 0, "ring")
+    assert base.merge(Options(implementation="nccl")) == Options(8, 5.0, "nccl")
+    assert Options().merge(base) == base
+    with pytest.raises(ValueError, match=r"merge\(options=3\)"):
+        base.merge(3)
+
+
+def test_options_do_not_change():
+    with pytest.raises(AttributeError):
+        Options().bytes_per_pack = 3
