@@ -29,6 +29,7 @@ from distribute_jax.program._compare_replicas import difference
 from distribute_jax.program._entry import Entry
 from distribute_jax.program._leak import copied
 from distribute_jax.program._options import RunOptions
+from distribute_jax.program._own_values import as_read, components_on
 from distribute_jax.program._program import build
 from distribute_jax.program._rows import per_example_results
 from distribute_jax.program._trace import Call
@@ -69,11 +70,12 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
     """Runs the step both ways from copies of the state, and raises where they differ."""
     replicas = num_replicas(call.mesh)
     if replicas > 1:
-        before = [on_host(x) for x in _state_leaves(entry)]
-        many = entry.execute(copied(entry.flat_inputs(values, call.arguments)))
-        single_call, single = _on_one_device(call, entry)
-        flat = single.placed(single.flat_inputs(values, single_call.arguments))
-        one = single.execute(flat)
+        before = as_read(entry, _state_leaves(entry))
+        many = as_read(entry, entry.execute(copied(entry.flat_inputs(values, call.arguments))))
+        with components_on(entry.binding, replica_mesh([call.mesh.devices.flat[0]])):
+            single_call, single = _on_one_device(call, entry)
+            flat = single.placed(single.flat_inputs(values, single_call.arguments))
+            one = as_read(entry, single.execute(flat))
         if entry.program.per_example is None and call.arguments.has_batch:
             entry.program.per_example = per_example_results(call, entry)
         lines, small = _differences(call, entry, before, many, one)
@@ -126,6 +128,8 @@ def _differences(
     unequal: list[str] = []
     small: list[str] = []
     for index, (name, a, b) in enumerate(zip(entry.output_names(), many, one, strict=True)):
+        if a is None:  # an ON_READ variable without aggregation has no value to compare
+            continue
         left, right, eps = on_host(a), on_host(b), spacing_of(a)
         result = index - entry.state_size
         if result >= 0 and not entry.program.plan.mirrored[result]:
@@ -137,7 +141,7 @@ def _differences(
                 f"{name}: shape {left.shape} on the replicas, {right.shape} on one device"
             )
         else:
-            old = before[index] if result < 0 else 0.0
+            old = on_host(before[index]) if result < 0 else 0.0
             verdict = compared(left, right, old, eps=eps)
             if verdict is Verdict.UNEQUAL:
                 unequal.append(f"{name}: {_apart(left, right, old, call)}")

@@ -6,12 +6,17 @@ from distribute_jax.variables._kinds import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
 )
-from distribute_jax.variables._variable import Variable as Variable, on_replicas as on_replicas
+from distribute_jax.variables._variable import (
+    Variable as Variable,
+    aggregated as aggregated,
+    on_replicas as on_replicas,
+)
 
 __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "aggregated",
     "first_replica",
     "noting_created",
     "on_replicas",

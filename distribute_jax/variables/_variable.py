@@ -339,6 +339,13 @@ def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
     return _components.relaid(variable.get_raw_value(), mesh, variable.aggregation)
 
 
+def aggregated(variable: Variable, components: jax.Array) -> jax.Array | None:
+    """Gives the value that components of a variable read as; None for aggregation NONE."""
+    if variable.aggregation is _NONE:
+        return None
+    return _components.combined(components, variable.aggregation, variable.name)
+
+
 def _inside_replica() -> bool:
     """Tells whether the code runs as one replica."""
     top = _context.entered()

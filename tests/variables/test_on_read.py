@@ -187,3 +187,23 @@ def test_in_merge_call_it_reads_and_assigns_as_outside(strategy: dj.Strategy):
     assert int(strategy.run(step)) == n * (n - 1) // 2
     assert int(variable.numpy()) == n * (n - 1) // 2 + 5
     assert np.ptp([int(v) for v in variable.values]) <= n
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_verify_compares_what_it_reads_as(s4: dj.MirroredStrategy, wrong: bool):
+    """A count of examples equals that of one device; times the number of replicas it does not."""
+    variable, free = made(s4, Agg.SUM, 1.0), made(s4, Agg.NONE, 1.0)
+    (batch,) = s4.distribute_dataset([np.ones((8, 2), np.float32)])
+
+    def step(x: jax.Array) -> None:
+        times = dj.get_replica_context().num_replicas_in_sync if wrong else 1
+        variable.assign_add(x[:, 0].sum() * times)
+        free.assign_add(1.0)
+
+    if wrong:
+        with pytest.raises(dj.NotEqualError, match=r"variable.*4\.000"):
+            dj.testing.check_equals_one_device(s4, step, (batch,))
+    else:
+        dj.testing.check_equals_one_device(s4, step, (batch,))
+    assert float(variable.numpy()) == (1.0 if wrong else 9.0)  # the step itself ran after the check
+    assert [float(v) for v in free.values] == [1.0 if wrong else 2.0] * 4
