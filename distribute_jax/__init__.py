@@ -4,11 +4,12 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 ``strategy.run`` executes it on all. A tour of the folders, each importing only from those above it:
 
 - ``collectives``: sums, means and gathers over the replicas;
+- ``variables``: what it means that several replicas write one variable;
 - ``program``: a per-replica function becomes one compiled program: bind, trace, prove, lower, call;
 - ``data``: global batches spread over the replicas, exact to the last example;
 - ``strategies``: one file each: a mesh and a few choices;
 - ``metrics``: as in ``flax.nnx.metrics``, exact for any number of replicas;
-- ``training``: losses over the global batch;
+- ``training``: losses over the global batch, and the optimizer that sums gradients;
 - ``experimental``: names that TensorFlow has in ``tf.distribute.experimental``;
 - ``testing``: equivalence checks and simulated devices for your own tests.
 """
