@@ -63,6 +63,7 @@ from distribute_jax.program import (
     ReplicaContext as ReplicaContext,
     RunOptions as RunOptions,
     per_example as per_example,
+    same_on_all_replicas as same_on_all_replicas,
     snapshot as snapshot,
 )
 from distribute_jax.strategies import (
@@ -144,6 +145,7 @@ __all__ = [
     "in_cross_replica_context",
     "metrics",
     "per_example",
+    "same_on_all_replicas",
     "scale_regularization_loss",
     "simulate",
     "snapshot",
