@@ -65,6 +65,7 @@ from distribute_jax.program import (
     RunOptions as RunOptions,
     per_example as per_example,
     register_aggregation as register_aggregation,
+    same_on_all_replicas as same_on_all_replicas,
     snapshot as snapshot,
 )
 from distribute_jax.strategies import (
@@ -147,6 +148,7 @@ __all__ = [
     "metrics",
     "per_example",
     "register_aggregation",
+    "same_on_all_replicas",
     "scale_regularization_loss",
     "simulate",
     "snapshot",

@@ -12,6 +12,7 @@ from distribute_jax.program._merge import (
 )
 from distribute_jax.program._options import RunOptions as RunOptions
 from distribute_jax.program._per_example import per_example as per_example
+from distribute_jax.program._random import same_on_all_replicas as same_on_all_replicas
 from distribute_jax.program._replica import (
     MergedValues as MergedValues,
     ReplicaContext as ReplicaContext,
@@ -31,5 +32,6 @@ __all__ = [
     "per_example",
     "register_aggregation",
     "register_merge",
+    "same_on_all_replicas",
     "snapshot",
 ]

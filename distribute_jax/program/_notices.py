@@ -11,7 +11,7 @@ from flax import nnx
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._bind import Binding
 from distribute_jax.program._program import Program
-from distribute_jax.program._random import SAME_ON_ALL
+from distribute_jax.program._random import draws_its_own
 
 _log = logging.getLogger("distribute_jax")
 
@@ -22,8 +22,8 @@ _STATISTICS = (
 )
 _RANDOM = (
     "%s (%s) draws other random numbers on each replica, so this step is not exactly that of one device. "
-    "To compare runs, turn randomness off with model.eval(); a stream named params draws the same "
-    "numbers everywhere."
+    "To compare runs, turn randomness off with model.eval(), or let the stream draw the same numbers "
+    "everywhere with dj.same_on_all_replicas(stream)."
 )
 
 _NOT_COUNTED = (
@@ -62,8 +62,10 @@ def _reasons(binding: Binding, program: Program) -> Iterator[tuple[str, str]]:
         variable, name = binding.variables[index], binding.names[index]
         if Combine.MEAN in rule:
             yield _STATISTICS, name
-        if isinstance(variable, nnx.RngCount) and variable.tag not in SAME_ON_ALL:
-            yield _RANDOM, name
+        if isinstance(variable, nnx.RngCount):
+            owner, _, _ = name.rpartition(".")
+            if draws_its_own(variable, _node(binding, owner)):
+                yield _RANDOM, name
 
 
 def _node(binding: Binding, owner: str) -> Any:

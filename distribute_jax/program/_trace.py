@@ -142,7 +142,7 @@ class _Recorder:
             stack.enter_context(swapped_arrays(binding, arrays))
             stack.enter_context(swapped_state(binding.variables, nodes, raws))
             stack.enter_context(_context.frame(call.strategy, context))
-            given = per_replica_keys(binding.variables, num_replicas(call.mesh))
+            given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
             noted = stack.enter_context(noting_created())
             result = call.fn(*self._positional(data), **self._keywords)
             if kept := kept_variables(call, noted):

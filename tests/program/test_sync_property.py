@@ -1,8 +1,9 @@
 """No random program has an output that is proved mirrored and yet differs between replicas.
 
 The programs are small trees of statements: arithmetic, collectives with and without groups, refs,
-branches, loops, jit, recomputation, vmap and gradients, with predicates and trip counts of any
-kind. A program that the proof accepts as free of deadlocks is run on four replicas, so it must end.
+callbacks, random bits, linear solves and custom derivatives with sources inside, branches, loops,
+jit, recomputation, vmap and gradients, with predicates and trip counts of any kind. A program that
+the proof accepts as free of deadlocks is run on four replicas, so it must end.
 """
 
 from __future__ import annotations
@@ -36,6 +37,53 @@ def replica() -> Any:
     return lax.axis_index("data").astype(jnp.float32)
 
 
+FLOATS = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+noise = np.random.default_rng(0)
+
+
+def called_back(v: Any) -> Any:
+    """Calls Python for numbers that are others at each call, so on each replica."""
+    fresh = lambda a: a + noise.normal(size=a.shape).astype(np.float32)  # noqa: E731
+    # What goes in has no tangent, since JAX cannot differentiate a callback.
+    return jax.pure_callback(fresh, FLOATS, lax.stop_gradient(v), vmap_method="expand_dims")
+
+
+def solved(solve: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Solves 2 x = v with a solver that may hold anything."""
+    return lambda v: lax.custom_linear_solve(
+        lambda x: x * 2, v, lambda _, b: solve(b), lambda _, b: b / 2
+    )
+
+
+def bits(v: Any) -> Any:
+    key = jnp.zeros(4, jnp.uint32) + v[0].astype(jnp.int32).astype(jnp.uint32)
+    return (lax.rng_bit_generator(key, (SIZE,))[1] >> 20).astype(jnp.float32)
+
+
+@jax.custom_jvp
+def odd_tangent(v: Any) -> Any:
+    return v * 3
+
+
+odd_tangent.defjvp(lambda vs, ts: (vs[0] * 3, ts[0] * (1 + replica())))
+
+
+@jax.custom_vjp
+def odd_gradient(v: Any) -> Any:
+    return v * 3
+
+
+odd_gradient.defvjp(lambda v: (v * 3, v), lambda v, g: (g * v + replica(),))
+
+
+@jax.custom_vjp
+def summed_gradient(v: Any) -> Any:
+    return v
+
+
+summed_gradient.defvjp(lambda v: (v, None), lambda _, g: (lax.psum(g, "data"),))
+
+
 UNARY: dict[str, Callable[[Any], Any]] = {
     "sin": jnp.sin,
     "reverse": lambda v: v[::-1],
@@ -58,7 +106,17 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "vmap": jax.vmap(lambda e: lax.psum(e, "data") * e),
     "gradient": jax.grad(lambda v: (lax.psum(v, "data") * v).sum()),
     "random": lambda v: jax.random.normal(jax.random.key(v[0].astype(jnp.int32)), (SIZE,)),
+    "random bits": bits,
     "cumsum": jnp.cumsum,
+    "callback": called_back,
+    "pmax in groups": lambda v: lax.pmax(v, "data", axis_index_groups=HALVES),
+    "linear solve": solved(lambda b: b / 2),
+    "linear solve with a source": solved(lambda b: b / 2 + replica()),
+    "linear solve with a sum": solved(lambda b: lax.psum(b, "data") / (2 * N)),
+    "custom tangent": odd_tangent,
+    "custom gradient with a source": jax.grad(lambda v: odd_gradient(v).sum()),
+    "custom gradient with a sum": jax.grad(lambda v: (summed_gradient(v) * v).sum()),
+    "dot": lambda v: jnp.outer(v, v) @ v / 8,
 }
 
 

@@ -1,0 +1,338 @@
+"""Anything of JAX and Flax inside a step: it trains as undistributed code does, or is refused by name.
+
+Each way of computing the same kind of layer is part of a whole training step: a loss over the batch,
+gradients, an ``all_reduce``, an optimizer with momentum and a counter. The reference is the step
+itself, called as a plain function without this library's ``run``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import checkify, pallas as pl
+
+import distribute_jax as dj
+
+WIDTH = 4
+DEPTH = 3
+Forward = Callable[["Net", jax.Array], jax.Array]
+
+
+class Net(nnx.Module):
+    """Weights of a few equal layers, stacked and as layers, and the number of steps so far."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.stack = nnx.Param(rngs.params.normal((DEPTH, WIDTH, WIDTH)) / 4)
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.step = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+def context() -> Any:
+    """The context of this replica."""
+    return dj.get_replica_context()
+
+
+def replica_id() -> jax.Array:
+    """The id of this replica."""
+    return context().replica_id_in_sync_group
+
+
+def mean(value: jax.Array) -> jax.Array:
+    """The mean over the rows of the global batch; the shares are equal."""
+    return context().all_reduce("mean", jnp.mean(value))
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    """One layer."""
+    return jnp.tanh(x @ w) + x
+
+
+def plain(net: Net, x: jax.Array) -> jax.Array:
+    """The layers one by one."""
+    for i in range(DEPTH):
+        x = layer(x, net.stack[i])
+    return x
+
+
+# Ways to compute it, or something like it
+
+
+def by_scan(net: Net, x: jax.Array) -> jax.Array:
+    return lax.scan(lambda x, w: (layer(x, w), None), x, net.stack[...])[0]
+
+
+def by_nested_scan(net: Net, x: jax.Array) -> jax.Array:
+    def twice(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return lax.scan(lambda x, _: (layer(x, w), x.sum()), x, None, length=2)
+
+    x, sums = lax.scan(jax.checkpoint(twice), x, net.stack[...])
+    return x + jnp.tanh(sums.sum()) * 0 + sums.shape[0]
+
+
+def by_fori(net: Net, x: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, DEPTH, lambda i, x: layer(x, net.stack[i]), x)
+
+
+def by_while_of_each_replica(net: Net, x: jax.Array) -> jax.Array:
+    """Each row is halved until it is short: replicas take different numbers of turns."""
+    shrink = lambda x: jnp.where(jnp.abs(x) > 0.1, x / 2, x)  # noqa: E731
+    shrunk = lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 0.1), shrink, lax.stop_gradient(x))
+    return layer(x + shrunk, net.stack[0])
+
+
+def by_cond_of_state(net: Net, x: jax.Array) -> jax.Array:
+    return lax.cond(net.step[...] % 2 == 0, layer, lambda x, w: x @ w, x, net.stack[0])
+
+
+def by_cond_of_each_row(net: Net, x: jax.Array) -> jax.Array:
+    row = lambda r: lax.cond(r[0] > 0, jnp.sin, lambda r: layer(r, net.stack[1]), r)  # noqa: E731
+    return jnp.stack([row(r) for r in x])
+
+
+def by_switch(net: Net, x: jax.Array) -> jax.Array:
+    branches = [lambda x: x, lambda x: layer(x, net.stack[0]), jnp.sin]
+    return lax.switch(net.step[...] % 3, branches, x)
+
+
+def by_remat(net: Net, x: jax.Array) -> jax.Array:
+    for i in range(DEPTH):
+        x = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)(x, net.stack[i])
+    return x
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    """The identity, whose gradient is clipped."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+def by_custom_vjp(net: Net, x: jax.Array) -> jax.Array:
+    return clipped(layer(x, net.stack[0]))
+
+
+@jax.custom_jvp
+def softsign(x: jax.Array) -> jax.Array:
+    """With a derivative of its own."""
+    return x / (1 + jnp.abs(x))
+
+
+softsign.defjvp(lambda xs, ts: (softsign(xs[0]), ts[0] / (1 + jnp.abs(xs[0])) ** 2))
+
+
+def by_jit(net: Net, x: jax.Array) -> jax.Array:
+    inner = jax.jit(layer)
+    return jax.jit(lambda x, w: inner(inner(x, w[0]), w[1]))(x, net.stack[...])
+
+
+def by_vmap_of_a_scan(net: Net, x: jax.Array) -> jax.Array:
+    def one(row: jax.Array) -> jax.Array:
+        return lax.scan(lambda r, w: (layer(r, w), None), row, net.stack[...])[0]
+
+    return jax.vmap(one)(x)
+
+
+def by_jacobian(net: Net, x: jax.Array) -> jax.Array:
+    """Uses second derivatives, as a gradient penalty does."""
+    energy = lambda r: jnp.sum(layer(r, net.stack[0]) ** 2)  # noqa: E731
+    return x - jax.vmap(jax.grad(energy))(x) + jax.vmap(jax.hessian(energy))(x).sum(-1)
+
+
+def by_custom_root(net: Net, x: jax.Array) -> jax.Array:
+    """A fixed point with implicit derivatives, through a linear solve."""
+    w = net.stack[0] / 4
+
+    def solve(f: Any, start: Any) -> Any:
+        return lax.fori_loop(0, 30, lambda _, z: z - f(z), start)
+
+    def tangent(f: Any, y: Any) -> Any:
+        return lax.custom_linear_solve(f, y, solve=solve, transpose_solve=solve)
+
+    return lax.custom_root(lambda z: z - jnp.tanh(z @ w) - x, x, solve, tangent)
+
+
+def by_associative_scan(net: Net, x: jax.Array) -> jax.Array:
+    total = lax.associative_scan(lambda a, b: a * b, jax.nn.sigmoid(x @ net.stack[0]), axis=1)
+    return layer(total, net.stack[1])
+
+
+def by_ref(net: Net, x: jax.Array) -> jax.Array:
+    ref = jax.new_ref(x)
+    for i in range(DEPTH):
+        ref[...] = layer(ref[...], net.stack[i])
+    return ref[...]
+
+
+def printing(net: Net, x: jax.Array) -> jax.Array:
+    jax.debug.print("first {}", x[0, 0])
+    jax.debug.callback(lambda value: None, x)
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        lax.cond(x[0, 0] > 9.0, lambda: jax.debug.print("large {}", x), lambda: None)
+        return layer(x, w), None
+
+    return lax.scan(body, x, net.stack[...])[0]
+
+
+def by_callback(net: Net, x: jax.Array) -> jax.Array:
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    rounded = jax.pure_callback(lambda a: np.round(a, 1), like, lax.stop_gradient(x))
+    return layer(rounded, net.stack[0])
+
+
+def kernel(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
+    """A layer in Pallas."""
+    out_ref[...] = jnp.tanh(jnp.dot(x_ref[...], w_ref[...])) + x_ref[...]
+
+
+@jax.custom_vjp
+def pallas_layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A layer whose value comes from a kernel; its gradient from the plain one."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=like, interpret=True)(x, w)
+
+
+pallas_layer.defvjp(
+    lambda x, w: (pallas_layer(x, w), (x, w)), lambda xw, g: jax.vjp(layer, *xw)[1](g)
+)
+
+
+def by_pallas(net: Net, x: jax.Array) -> jax.Array:
+    return pallas_layer(pallas_layer(x, net.stack[0]), net.stack[1])
+
+
+@jax.custom_vjp
+def ffi_softmax(x: jax.Array) -> jax.Array:
+    """A foreign function that every CPU build of JAX registers: the Cholesky factor of LAPACK."""
+    gram = x.T @ x + jnp.eye(WIDTH)
+    outs = (jax.ShapeDtypeStruct(gram.shape, gram.dtype), jax.ShapeDtypeStruct((), jnp.int32))
+    factor, _ = jax.ffi.ffi_call("lapack_spotrf_ffi", outs)(gram, uplo=np.uint8(ord("U")))
+    return jnp.tanh(x) + factor.sum() * 0
+
+
+ffi_softmax.defvjp(lambda x: (ffi_softmax(x), x), lambda x, g: (g / jnp.cosh(x) ** 2,))
+
+
+def by_ffi(net: Net, x: jax.Array) -> jax.Array:
+    return ffi_softmax(x @ net.stack[0])
+
+
+def checked(net: Net, x: jax.Array) -> jax.Array:
+    def checked_layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        checkify.check(jnp.all(jnp.isfinite(x)), "not finite")
+        return layer(x, w)
+
+    error, out = checkify.checkify(checked_layer)(x, net.stack[0])
+    # A user would return the error; here it only has to be carried.
+    return out + jnp.zeros_like(out) * len(jax.tree.leaves(error))
+
+
+def by_nnx_jit_and_remat(net: Net, x: jax.Array) -> jax.Array:
+    return nnx.jit(nnx.remat(lambda head, x: head(x)))(net.head, plain(net, x))
+
+
+def by_nnx_scan(net: Net, x: jax.Array) -> jax.Array:
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def through(w: nnx.Param[jax.Array], x: jax.Array) -> jax.Array:
+        return layer(x, w[...])
+
+    return through(net.stack, x)
+
+
+def by_nnx_vmap(net: Net, x: jax.Array) -> jax.Array:
+    every = nnx.vmap(lambda w, x: layer(x, w[...]), in_axes=(0, None), out_axes=0)
+    return every(net.stack, x).mean(0)
+
+
+def by_nnx_cond(net: Net, x: jax.Array) -> jax.Array:
+    return nnx.cond(net.step[...] > 0, lambda n, x: n.head(x), lambda n, x: x, net, x)
+
+
+def by_nnx_fori(net: Net, x: jax.Array) -> jax.Array:
+    body = lambda i, carry: (carry[0], carry[0].head(carry[1]))  # noqa: E731
+    return nnx.fori_loop(0, 2, body, (net, x))[1]
+
+
+def by_merge(net: Net, x: jax.Array) -> jax.Array:
+    graph, state = nnx.split(net.head)
+    return jax.checkpoint(lambda s, x: nnx.merge(graph, s, copy=True)(x))(state, plain(net, x))
+
+
+WAYS: list[Forward] = [
+    plain, by_scan, by_nested_scan, by_fori, by_while_of_each_replica, by_cond_of_state,
+    by_cond_of_each_row, by_switch, by_remat, by_custom_vjp, by_jit, by_vmap_of_a_scan, by_jacobian,
+    by_custom_root, by_associative_scan, by_ref, printing, by_callback, by_pallas, by_ffi, checked,
+    by_nnx_jit_and_remat, by_nnx_scan, by_nnx_vmap, by_nnx_cond, by_nnx_fori, by_merge,
+    lambda net, x: softsign(layer(x, net.stack[0])),
+]  # fmt: skip
+
+
+def grads_of(net: Net, forward: Forward, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
+    """The loss and the gradients of this replica."""
+
+    def loss_fn(net: Net) -> jax.Array:
+        return dj.compute_average_loss(jnp.mean((net.head(forward(net, x)) - y) ** 2, axis=-1))
+
+    return nnx.value_and_grad(loss_fn)(net)
+
+
+def usual_step(net: Net, optimizer: Any, forward: Forward, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A training step around a way to compute the layers."""
+    loss, grads = grads_of(net, forward, x, y)
+    loss, grads = context().all_reduce("sum", (loss, grads))
+    optimizer.update(net, grads)
+    net.step[...] += 1
+    return loss
+
+
+Step = Callable[[Net, Any, jax.Array, jax.Array], jax.Array]
+ROWS = np.random.default_rng(0).normal(size=(3, 2, 8, WIDTH)).astype(np.float32)
+
+
+def trained(step: Step, strategy: dj.Strategy | None) -> dict[str, Any]:
+    """Three steps of training; gives the losses and all state."""
+    with (strategy or dj.get_strategy()).scope():
+        net = Net()
+        optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    if strategy is None:
+        losses = [step(net, optimizer, *map(jnp.asarray, rows)) for rows in ROWS]
+    else:
+        batches = strategy.distribute_dataset([tuple(rows) for rows in ROWS])
+        losses = [strategy.run(step, args=(net, optimizer, *batch)) for batch in batches]
+        dj.check_in_sync((net, optimizer))
+    state = {"net": nnx.state(net), "optimizer": nnx.state(optimizer)}
+    return {"losses": [float(loss) for loss in losses], **nnx.to_pure_dict(nnx.State(state))}
+
+
+def assert_trains_as_plain_code(step: Step, strategy: dj.Strategy, reference: Any = None) -> None:
+    """Compares all that three steps leave behind."""
+    many, one = trained(step, strategy), trained(step, reference)
+    assert many["losses"][0] != many["losses"][-1]
+    for (path, a), (_, b) in zip(
+        jax.tree_util.tree_leaves_with_path(many),
+        jax.tree_util.tree_leaves_with_path(one),
+        strict=True,
+    ):
+        a, b = np.asarray(a), np.asarray(b)
+        scale = max(1e-3, np.abs(b).max(initial=0.0))
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=str(path))
+
+
+@pytest.mark.parametrize("forward", WAYS, ids=lambda forward: forward.__name__)
+def test_a_training_step_with_it_trains_as_plain_code(strategy: dj.Strategy, forward: Forward):
+    step = lambda net, optimizer, x, y: usual_step(net, optimizer, forward, x, y)  # noqa: E731
+    assert_trains_as_plain_code(step, strategy)
+
+
+# Collectives at any depth

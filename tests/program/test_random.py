@@ -1,0 +1,267 @@
+"""Random streams: other numbers on each replica, one stored state, the same run from the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+SHAPE = (64,)
+
+
+def parts(strategy: dj.Strategy, value: Any) -> list[np.ndarray]:
+    """The value on each replica."""
+    return [np.asarray(part) for part in strategy.experimental_local_results(value)]
+
+
+def number_of_values(strategy: dj.Strategy, value: Any) -> int:
+    """How many replicas differ."""
+    return len({part.tobytes() for part in parts(strategy, value)})
+
+
+class Block(nnx.Module):
+    """A linear layer with dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(32, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(self.linear(x))
+
+
+def plain(block: Block) -> Callable[[jax.Array], jax.Array]:
+    """Calls the block as it is."""
+    return block
+
+
+def recomputed(block: Block) -> Callable[[jax.Array], jax.Array]:
+    """Calls the block under rematerialisation."""
+    return lambda x: nnx.remat(lambda block, x: block(x))(block, x)
+
+
+def scanned(block: Block) -> Callable[[jax.Array], jax.Array]:
+    """Calls the block three times in a scan that carries it."""
+
+    @nnx.scan(length=3, in_axes=nnx.Carry, out_axes=nnx.Carry)
+    def three_times(carry: tuple[Block, jax.Array]) -> tuple[Block, jax.Array]:
+        block, x = carry
+        return block, block(x)
+
+    return lambda x: three_times((block, x))[1]
+
+
+WAYS = [plain, recomputed, scanned]
+
+
+def training(strategy: dj.Strategy, way: Any, seed: int = 0) -> tuple[Block, list[Any]]:
+    """Three steps of training with dropout; gives the model and what the steps returned."""
+    with strategy.scope():
+        block = Block(nnx.Rngs(params=0, dropout=seed))
+        optimizer = nnx.Optimizer(block, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(x: jax.Array) -> jax.Array:
+        def loss_fn(block: Block) -> tuple[jax.Array, jax.Array]:
+            out = way(block)(x)
+            return dj.compute_average_loss(jnp.sum(out**2, axis=-1)), out
+
+        grads, out = nnx.grad(loss_fn, has_aux=True)(block)
+        optimizer.update(block, dj.get_replica_context().all_reduce("sum", grads))
+        return out
+
+    rows = np.ones((8, 32), np.float32)
+    return block, [strategy.run(step, args=b) for b in strategy.distribute_dataset([(rows,)] * 3)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_of_dropout_differ_and_the_stored_state_is_equal_to_the_last_bit(
+    strategy: dj.Strategy, way: Any
+):
+    replicas = strategy.num_replicas_in_sync
+    block, outs = training(strategy, way)
+    for out in outs:
+        assert number_of_values(strategy, out) == replicas
+    assert len({np.asarray(strategy.gather(out, axis=0)).tobytes() for out in outs}) == 3
+    dj.check_in_sync(block)
+    counter = block.dropout.rngs.count[...]
+    assert counter.is_fully_replicated
+    assert int(counter) == 3 * (3 if way is scanned else 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(s4: dj.Strategy, way: Any):
+    runs = [training(s4, way, seed) for seed in (7, 7, 8)]
+    states = [
+        [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(nnx.state(block, nnx.Param))]
+        for block, _ in runs
+    ]
+    assert states[0] == states[1]
+    assert states[0] != states[2]
+    first, second = (s4.gather(outs[-1], axis=0) for _, outs in runs[:2])
+    np.testing.assert_array_equal(first, second)
+
+
+def test_recomputation_draws_the_masks_again_that_it_drew_first(s4: dj.Strategy):
+    straight, _ = training(s4, plain)
+    again, _ = training(s4, recomputed)
+    np.testing.assert_allclose(straight.linear.kernel[...], again.linear.kernel[...], rtol=1e-5)
+
+
+def test_rngs_passed_as_an_argument_are_state_and_draw_anew_at_each_step(strategy: dj.Strategy):
+    with strategy.scope():
+        rngs = nnx.Rngs(params=0, noise=1)
+
+    def step(rngs: nnx.Rngs) -> dict[str, jax.Array]:
+        return {"params": rngs.params.normal(SHAPE), "noise": rngs.noise.normal(SHAPE)}
+
+    first, second = (strategy.run(step, args=(rngs,)) for _ in range(2))
+    for drawn in (first, second):
+        assert number_of_values(strategy, drawn["noise"]) == strategy.num_replicas_in_sync
+        assert isinstance(drawn["params"], jax.Array)
+    assert not np.array_equal(parts(strategy, first["noise"]), parts(strategy, second["noise"]))
+    alone = nnx.Rngs(params=0, noise=1)
+    np.testing.assert_array_equal(parts(strategy, first["noise"])[0], alone.noise.normal(SHAPE))
+    np.testing.assert_array_equal(first["params"], alone.params.normal(SHAPE))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_keys_of_jax_that_go_in_plain_draw_the_same_until_the_replica_id_is_folded_in(
+    s4: dj.Strategy, captured: bool
+):
+    with s4.scope():
+        key = jax.random.key(5)
+
+    def step(key: jax.Array = key) -> tuple[jax.Array, jax.Array]:
+        own = jax.random.fold_in(key, dj.get_replica_context().replica_id_in_sync_group)
+        return jax.random.normal(key, SHAPE), jax.random.normal(own, SHAPE)
+
+    same, own = s4.run(step, args=() if captured else (key,))
+    assert isinstance(same, jax.Array)
+    np.testing.assert_array_equal(same, jax.random.normal(key, SHAPE))
+    assert number_of_values(s4, own) == 4
+
+
+# Opting out
+
+
+def test_one_stream_is_made_the_same_and_the_others_still_differ(strategy: dj.Strategy):
+    with strategy.scope():
+        rngs = nnx.Rngs(dropout=0, augment=1)
+        assert dj.same_on_all_replicas(rngs.augment) is rngs.augment
+    drawn = strategy.run(lambda: (rngs.dropout.normal(SHAPE), rngs.augment.normal(SHAPE)))
+    assert number_of_values(strategy, drawn[0]) == strategy.num_replicas_in_sync
+    assert isinstance(drawn[1], jax.Array)
+    np.testing.assert_array_equal(drawn[1], nnx.Rngs(augment=1).augment.normal(SHAPE))
+    assert rngs.augment.tag == "augment"
+
+
+def marked_before(rngs: nnx.Rngs) -> nnx.Dropout:
+    """The layer forks the stream of ``rngs`` when it is built."""
+    return nnx.Dropout(0.5, rngs=dj.same_on_all_replicas(rngs))
+
+
+def marked_stream_before(rngs: nnx.Rngs) -> nnx.Dropout:
+    """Only the stream that the layer uses."""
+    dj.same_on_all_replicas(rngs.dropout)
+    return nnx.Dropout(0.5, rngs=rngs)
+
+
+def marked_after(rngs: nnx.Rngs) -> nnx.Dropout:
+    """The whole module."""
+    return dj.same_on_all_replicas(nnx.Dropout(0.5, rngs=rngs))
+
+
+def marked_and_cloned(rngs: nnx.Rngs) -> nnx.Dropout:
+    """A copy keeps the mark."""
+    return nnx.clone(marked_after(rngs))
+
+
+def marked_and_merged(rngs: nnx.Rngs) -> nnx.Dropout:
+    """So does what is split and merged."""
+    return nnx.merge(*nnx.split(marked_after(rngs)))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [marked_before, marked_stream_before, marked_after, marked_and_cloned, marked_and_merged],
+)
+def test_dropout_with_a_marked_stream_equals_that_of_one_device(
+    strategy: dj.Strategy, build: Callable[[nnx.Rngs], nnx.Dropout]
+):
+    with strategy.scope():
+        dropout = build(nnx.Rngs(dropout=3))
+    alone = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=3))
+    for _ in range(2):
+        mask = strategy.run(lambda: dropout(jnp.ones(SHAPE)))
+        assert isinstance(mask, jax.Array)
+        np.testing.assert_array_equal(mask, alone(jnp.ones(SHAPE)))
+
+
+def test_a_stream_marked_between_two_runs_is_noticed(s4: dj.Strategy):
+    with s4.scope():
+        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=3))
+    step = lambda: dropout(jnp.ones(SHAPE))  # noqa: E731
+    assert isinstance(s4.run(step), dj.PerReplica)
+    kept = dj.snapshot(dropout)
+    dj.same_on_all_replicas(dropout)
+    first = s4.run(step)
+    assert isinstance(first, jax.Array)
+    nnx.update(dropout, kept)
+    np.testing.assert_array_equal(s4.run(step), first)
+
+
+def test_streams_of_scanned_layers_have_a_key_each_and_can_be_marked(s4: dj.Strategy):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def through(block: Block, x: jax.Array) -> jax.Array:
+        return block(x)
+
+    with s4.scope():
+        blocks = make(nnx.Rngs(params=0, dropout=1))
+    step = lambda: through(blocks, jnp.ones((2, 32)))  # noqa: E731
+    assert number_of_values(s4, s4.run(step)) == 4
+    dj.check_in_sync(blocks)
+    dj.same_on_all_replicas(blocks)
+    assert isinstance(s4.run(step), jax.Array)
+    assert blocks.dropout.rngs.count[...].tolist() == [2, 2, 2]
+
+
+def test_a_marked_stream_is_not_among_the_reasons_why_a_step_differs_from_one_device(
+    s4: dj.Strategy, caplog: pytest.LogCaptureFixture
+):
+    with s4.scope():
+        same, own = (nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=i)) for i in range(2))
+        dj.same_on_all_replicas(same)
+    s4.run(lambda: (same(jnp.ones(4)), own(jnp.ones(4))))
+    [record] = caplog.records
+    assert "own.rngs (RngStream)" in record.getMessage()
+    assert "dj.same_on_all_replicas(stream)" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "value", [nnx.Linear(1, 1, rngs=nnx.Rngs(0)), jax.random.key(0), "dropout"]
+)
+def test_what_holds_no_stream_cannot_be_marked(value: Any):
+    with pytest.raises(ValueError, match=r"no random stream.*dj\.same_on_all_replicas\(rngs"):
+        dj.same_on_all_replicas(value)
+
+
+def test_a_stream_cannot_be_marked_inside_a_step(s2: dj.Strategy):
+    with s2.scope():
+        rngs = nnx.Rngs(noise=0)
+    with pytest.raises(
+        RuntimeError, match=r"dj\.same_on_all_replicas was called inside a function"
+    ):
+        s2.run(lambda: dj.same_on_all_replicas(rngs).noise())
