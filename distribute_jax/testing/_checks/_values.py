@@ -1,0 +1,114 @@
+"""What goes into ``run`` and comes out of it, and how it becomes one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._values import PerReplica
+from distribute_jax.testing._checks._facts import Fact, on_all, on_each, refuses, same
+from distribute_jax.testing._checks._subject import Subject, number, power, replica
+
+
+def _as_float(*values: float) -> list[np.ndarray]:
+    return [np.asarray(value, np.float32) for value in values]
+
+
+def replica_order(s: Subject) -> Iterator[Fact]:
+    """Replica i is called i, lies on the i-th device, and gets the i-th of everything."""
+    yield Fact("the devices of strategy.mesh", list(s.strategy.mesh.devices.flat), [*s.devices])
+    ids = s.run(lambda: replica().replica_id_in_sync_group + 0)
+    yield from on_each("replica_id_in_sync_group", s.parts(ids), list(np.arange(s.n, dtype="int32")))
+    if isinstance(ids, PerReplica):
+        devices = [str(*part.devices()) for part in ids.values]
+        yield Fact("the devices of a result's parts", devices, [str(d) for d in s.devices])
+    given = s.own(_as_float(*range(s.n)))
+    difference = s.seen(lambda x: x - (number() - 1), given)
+    yield from on_all("a value from a function, less the replica's id", difference, np.float32(0))
+
+
+def arguments(s: Subject) -> Iterator[Fact]:
+    """Per-replica values are divided; arrays and numbers go whole to each; also as keywords."""
+    own = s.own(_as_float(*(2.0**i for i in range(s.n))))
+    whole = jnp.arange(3.0)
+
+    def step(mine, nest, *, scale, flag):  # type: ignore[no-untyped-def]
+        return (mine * scale + nest["whole"]) if flag else None
+
+    options, kwargs = s.options, {"scale": own, "flag": True}
+    result = s.strategy.run(step, args=(own, {"whole": whole}), kwargs=kwargs, options=options)
+    expected = [np.arange(3, dtype=np.float32) + np.float32(4.0**i) for i in range(s.n)]
+    yield from on_each("own value squared + [0, 1, 2]", s.parts(result), expected)
+
+
+def results(s: Subject) -> Iterator[Fact]:
+    """Equal arrays come back as one array, others per replica; other objects as themselves."""
+    mirrored, own, text, nothing = s.run(
+        lambda: (replica().all_reduce("sum", 1.0), {"own": power()}, "a", None)
+    )
+    yield Fact("the equal result is one jax.Array", isinstance(mirrored, jax.Array), True)
+    yield Fact("the equal result", float(mirrored), float(s.n))
+    yield Fact("a text and None", (text, nothing), ("a", None))
+    if s.n > 1:
+        kind = isinstance(own["own"], PerReplica)
+        yield Fact("results that differ are a PerReplica", kind, True)
+        yield refuses("float() of a PerReplica", lambda: float(own["own"]), ValueError)
+        yield refuses("a PerReplica + 1", lambda: own["own"] + 1, TypeError)
+    yield from on_each("own results", s.parts(own), [{"own": x} for x in _powers(s)])
+    yield from on_each("copies of the equal result", s.parts(mirrored), _as_float(*[s.n] * s.n))
+
+
+def _powers(s: Subject) -> list[np.ndarray]:
+    return _as_float(*(2.0**i for i in range(s.n)))
+
+
+def reduce(s: Subject) -> Iterator[Fact]:
+    """SUM adds, MEAN divides by the replicas; with an axis, by the number of elements."""
+    rows = np.arange(3, dtype=np.float32)
+    mine, numbers = s.run(lambda: (power() * jnp.arange(3.0), jnp.int32(power())))
+    total = 2**s.n - 1
+    equal = s.run(lambda: replica().all_reduce("sum", 1.0))
+    yield from same("sum", s.strategy.reduce("sum", mine), total * rows)
+    yield from same("MEAN", s.strategy.reduce("MEAN", mine, axis=None), total / s.n * rows)
+    yield from same("sum over axis 0", s.strategy.reduce("sum", mine, 0), np.float32(3 * total))
+    mean = np.float32(total / s.n)
+    yield from same("mean over axis 0", s.strategy.reduce("mean", mine, axis=0), mean)
+    yield from same("sum of integers", s.strategy.reduce("sum", numbers), np.int32(total))
+    yield from same("mean of integers", s.strategy.reduce("mean", numbers), mean)
+    yield from same("sum of an equal result", s.strategy.reduce("sum", equal), np.float32(s.n**2))
+    uneven = s.own([np.full(i, 2.0**i, np.float32) for i in range(1, s.n + 1)])
+    elements = [2.0**i for i in range(1, s.n + 1) for _ in range(i)]
+    mean = np.float32(np.mean(elements))
+    yield from same("mean of uneven parts", s.strategy.reduce("mean", uneven, axis=0), mean)
+    yield refuses("reduce_op 'max'", lambda: s.strategy.reduce("max", mine), ValueError)
+
+
+def gather(s: Subject) -> Iterator[Fact]:
+    """The replicas' arrays are joined in replica order, along any dim, of any lengths."""
+    mine = s.run(lambda: number() * jnp.ones((2, 3)))
+    parts = [np.full((2, 3), i, np.float32) for i in range(1, s.n + 1)]
+    for axis in (0, 1, -1):
+        joined = s.strategy.gather(mine, axis=axis)
+        yield from same(f"gather along {axis}", joined, np.concatenate(parts, axis))
+    uneven = [np.full(i, i, np.float32) for i in range(1, s.n + 1)]
+    joined = s.strategy.gather(s.own(uneven), axis=0)
+    yield from same("gather of uneven parts", joined, np.concatenate(uneven))
+    scalar = s.run(number)
+    yield refuses("gather of scalars", lambda: s.strategy.gather(scalar, axis=0), ValueError)
+
+
+def dataset(s: Subject) -> Iterator[Fact]:
+    """A global batch is cut into consecutive shares; a partial one is padded, and none is lost."""
+    whole, rest = np.arange(8, dtype=np.float32), np.arange(5, dtype=np.float32)
+    full, partial = s.batches([whole, rest])
+    yield from on_each("the share", s.parts(full), np.split(whole, s.n))
+    yield from same("all shares", s.strategy.gather(full, axis=0), whole)
+    yield from same("all shares of a partial batch", s.strategy.gather(partial, axis=0), rest)
+    found = s.strategy.reduce("mean", partial, axis=0)
+    yield from same("the mean of a partial batch", found, np.float32(2))
+
+
+CHECKS = (replica_order, arguments, results, reduce, gather, dataset)
