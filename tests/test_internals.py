@@ -159,6 +159,18 @@ def test_owned_by_current_trace_gives_back_after_an_error() -> None:
         assert float(counter.count[...]) == 1.0
 
 
+def test_adopt_lets_code_outside_write_what_a_trace_made() -> None:
+    made: list[nnx.Variable[jax.Array]] = []
+    jax.make_jaxpr(lambda x: made.append(nnx.Param(x)) or x)(1.0)
+    _internals.write_raw(made, [jnp.ones(())])
+    with promised("adopt", "Flax"):
+        with pytest.raises(flax.errors.TraceContextError):
+            made[0][...] = jnp.zeros(())
+        _internals.adopt(made)
+        made[0][...] = jnp.full((), 2.0)
+        assert float(made[0][...]) == 2.0
+
+
 def test_hidden_attributes_are_all_that_flax_adds_to_a_module() -> None:
     with promised("HIDDEN_ATTRIBUTES", "Flax"):
         assert set(vars(Counter())) - {"count", "last"} == set(_internals.HIDDEN_ATTRIBUTES)

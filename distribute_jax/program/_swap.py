@@ -60,7 +60,8 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
     traced = {key: value for key, value in changed.items() if _holds_tracers(value)}
     if traced:
         made = any(isinstance(value, (nnx.Variable, nnx.Pytree)) for value in traced.values())
-        names = ", ".join(f"{key} ({type(value).__name__})" for key, value in traced.items())
+        kinds = (f"{key} ({type(value).__name__})" for key, value in traced.items())
+        names = ", ".join(kinds if made else traced)
         message = _MADE if made else _ASSIGNED
         raise StaleCaptureError(message.format(names=names, node=type(node).__name__))
     owner = HIDDEN_ATTRIBUTES[0]

@@ -56,7 +56,7 @@ def _equal_numbers(
 def same(what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> Iterator[Fact]:
     """Compares two nests leaf by leaf; where their structures differ, these."""
     found, wanted = (jax.tree_util.tree_flatten_with_path(nest) for nest in (received, expected))
-    if found[1] != wanted[1]:
+    if str(found[1]) != str(wanted[1]):
         yield Fact(f"the structure of {what}", str(found[1]), str(wanted[1]))
         return
     for (path, leaf), (_, expectation) in zip(found[0], wanted[0], strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -39,7 +40,7 @@ def data(sizes: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def example_losses(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """Gives the loss of each example."""
-    return (model(x)[:, 0] - y) ** 2
+    return jnp.square(model(x)[:, 0] - y)
 
 
 def trained(losses: Any, model: Any, optimizer: Any) -> Trained:
@@ -65,4 +66,4 @@ def by_hand(start: list[np.ndarray], sizes: tuple[int, ...]) -> Trained:
         momenta = [_MOMENTUM * m + scale * g for m, g in zip(momenta, gradients, strict=True)]
         b, w = b - _RATE * momenta[0], w - _RATE * momenta[1]
     rounded = [np.float32(leaf) for leaf in (b, w, *momenta)]
-    return Trained(np.float32(losses), rounded[:2], rounded[2:])
+    return Trained(np.asarray(losses, np.float32), rounded[:2], rounded[2:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,24 +46,26 @@ def metrics_over_replicas(s: Subject) -> Iterator[Fact]:
     yield succeeds("all copies of the metrics are equal", lambda: check_in_sync(metric))
 
 
+def _normalisation(axis: str | None) -> nnx.BatchNorm:
+    return nnx.BatchNorm(1, momentum=0.5, axis_name=axis, rngs=nnx.Rngs(0))
+
+
 def batch_norm(s: Subject) -> Iterator[Fact]:
     """Running statistics are those of the global batch, or the replicas' own ones averaged."""
     x = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
     (batch,) = s.batches([x])
     own_variance = float(np.mean([part.var() for part in np.split(x, s.n)]))
     for kind, axis, variance in (("synchronised", "data", 5.25), ("local", None, own_variance)):
-        norm = s.made(
-            lambda axis=axis: nnx.BatchNorm(1, momentum=0.5, axis_name=axis, rngs=nnx.Rngs(0))
-        )
-        out = s.run(lambda x, norm=norm: norm(x), batch)
-        yield from same(f"the {kind} running mean", norm.mean[...], np.float32([2.25]))
-        wanted = np.float32([0.5 + 0.5 * variance])
+        norm = s.made(partial(_normalisation, axis))
+        out = s.run(norm, batch)
+        yield from same(f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32))
+        wanted = np.asarray([0.5 + 0.5 * variance], np.float32)
         yield from same(f"the {kind} running variance", norm.var[...], wanted)
         if kind == "synchronised":
             wanted = (x - 4.5) / np.sqrt(np.float32(5.25 + 1e-5))
             joined = s.strategy.gather(out, axis=0)
             yield from same("the normalised batch", joined, wanted, rtol=1e-4)
-        yield succeeds(f"the {kind} statistics are equal", lambda norm=norm: check_in_sync(norm))  # type: ignore[misc]
+        yield succeeds(f"the {kind} statistics are equal", partial(check_in_sync, norm))
 
 
 def random_streams(s: Subject) -> Iterator[Fact]:

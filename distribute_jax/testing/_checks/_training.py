@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -91,7 +92,7 @@ def run_steps(s: Subject) -> Iterator[Fact]:
     model, optimizer = _made(s, _flax_optimizer)
     wanted = by_hand(trained([], model, optimizer).parameters, sizes)
     step, iterator = _step(model, optimizer), iter(s.strategy.distribute_dataset(data(sizes)))
-    take = lambda: s.strategy.run_steps(step, iterator, 3, s.options)  # noqa: E731
+    take = partial(s.strategy.run_steps, step, iterator, 3, s.options)
     losses = [np.asarray(take()), np.asarray(take())]
     yield Fact("how many steps ran in each call", [len(part) for part in losses], [3, 1])
     yield from _as_by_hand(trained(np.concatenate(losses), model, optimizer), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def arguments(s: Subject) -> Iterator[Fact]:
     own = s.own(_as_float(*(2.0**i for i in range(s.n))))
     whole = jnp.arange(3.0)
 
-    def step(mine, nest, *, scale, flag):  # type: ignore[no-untyped-def]
+    def step(mine: Any, nest: Any, *, scale: Any, flag: bool) -> Any:
         return (mine * scale + nest["whole"]) if flag else None
 
     options, kwargs = s.options, {"scale": own, "flag": True}

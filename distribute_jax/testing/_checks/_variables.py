@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
     for aggregation in VariableAggregation:
         for method, variable in _made(s, aggregation).items():
             keeps, sign = _METHODS[method]
-            s.made(lambda variable=variable, method=method: getattr(variable, method)(4.0))
+            s.made(partial(getattr(variable, method), 4.0))
             copies = [np.asarray(copy) for copy in variable.values]
             wanted = np.float32(10 * keeps + sign * 4.0)
             yield from on_all(f"{method}(4) outside under {aggregation.name}", copies, wanted)
@@ -127,7 +128,7 @@ def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
         variable = _on_read(s, aggregation)
         yield Fact(f"the initial value under {name}", float(variable.numpy()), 10.0)
         if aggregation is _SUM and s.n > 1:
-            yield refuses("assign_add outside under SUM", lambda: variable.assign_add(4), ValueError)
+            yield refuses("assign_add outside under SUM", partial(variable.assign_add, 4), ValueError)
         elif aggregation is not _SUM:
             variable.assign_add(4.0)
             yield Fact(f"assign_add(4) outside under {name}", float(variable.numpy()), 14.0)
