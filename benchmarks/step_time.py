@@ -44,13 +44,13 @@ from benchmarks._steps import (
     with_shard_map,
 )
 from distribute_jax.program import RunOptions
-from distribute_jax.program._arguments import take_apart
-from distribute_jax.program._bind import Binding
 from distribute_jax.program._entry import Entry
-from distribute_jax.program._plan import input_marks
 from distribute_jax.program._program import build
-from distribute_jax.program._sync import prove
-from distribute_jax.program._trace import Call, trace
+from distribute_jax.program.binding._arguments import take_apart
+from distribute_jax.program.binding._bind import Binding
+from distribute_jax.program.lowering._plan import input_marks
+from distribute_jax.program.proof._prove import prove
+from distribute_jax.program.tracing._trace import Call, trace
 
 BASELINE = "hand-written shard_map"
 FIXED_US, PER_VARIABLE_US = 30.0, 0.45

@@ -1,24 +1,24 @@
 """A per-replica function becomes one program: bind, trace, prove, lower, call."""
 
-from distribute_jax.program._aggregation import (
+from distribute_jax.program._options import RunOptions as RunOptions
+from distribute_jax.program._run import Runner as Runner
+from distribute_jax.program._snapshot import snapshot as snapshot
+from distribute_jax.program.binding._aggregation import (
     Combine as Combine,
     register_aggregation as register_aggregation,
 )
-from distribute_jax.program._home import Home as Home
-from distribute_jax.program._merge import (
+from distribute_jax.program.lowering._home import Home as Home
+from distribute_jax.program.lowering._merge import (
     MergeRule as MergeRule,
     moments_combined as moments_combined,
     register_merge as register_merge,
 )
-from distribute_jax.program._options import RunOptions as RunOptions
-from distribute_jax.program._per_example import per_example as per_example
-from distribute_jax.program._random import same_on_all_replicas as same_on_all_replicas
-from distribute_jax.program._replica import (
+from distribute_jax.program.tracing._per_example import per_example as per_example
+from distribute_jax.program.tracing._random import same_on_all_replicas as same_on_all_replicas
+from distribute_jax.program.tracing._replica import (
     MergedValues as MergedValues,
     ReplicaContext as ReplicaContext,
 )
-from distribute_jax.program._run import Runner as Runner
-from distribute_jax.program._snapshot import snapshot as snapshot
 
 __all__ = [
     "Combine",

@@ -15,13 +15,13 @@ from distribute_jax._errors import DonatedError
 from distribute_jax._internals import read_raw, write_raw
 from distribute_jax._tree import listed
 from distribute_jax._values import PerReplica, mark_mirrored
-from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._bind import Binding
 from distribute_jax.program._failed import failed, not_finite
-from distribute_jax.program._place_state import own_copy
 from distribute_jax.program._program import Program
-from distribute_jax.program._results import rebuild
-from distribute_jax.program._traced_value import compilable
+from distribute_jax.program.binding._arguments import Arguments
+from distribute_jax.program.binding._bind import Binding
+from distribute_jax.program.lowering._place_state import own_copy
+from distribute_jax.program.tracing._results import rebuild
+from distribute_jax.program.tracing._traced_value import compilable
 
 _DONATED = """\
 These arrays were given to an earlier step, which reused their memory, so they can no longer be read:

@@ -8,10 +8,10 @@ from typing import Any
 
 from flax import nnx
 
-from distribute_jax.program._aggregation import Combine
-from distribute_jax.program._bind import Binding
 from distribute_jax.program._program import Program
-from distribute_jax.program._random import draws_its_own
+from distribute_jax.program.binding._aggregation import Combine
+from distribute_jax.program.binding._bind import Binding
+from distribute_jax.program.tracing._random import draws_its_own
 
 _log = logging.getLogger("distribute_jax")
 

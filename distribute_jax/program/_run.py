@@ -14,22 +14,11 @@ from jax.sharding import Mesh
 
 from distribute_jax._mesh import num_replicas
 from distribute_jax._typing import StepFunction
-from distribute_jax.program._arguments import Arguments, check_call, check_function, take_apart
-from distribute_jax.program._bind import Binding
-from distribute_jax.program._capture import roots, without_jit
-from distribute_jax.program._created import check_made_once, give_first_values
 from distribute_jax.program._entry import Entry, OutdatedError
 from distribute_jax.program._failed import failed, named
-from distribute_jax.program._home import Home
-from distribute_jax.program._leak import run_checked_for_leaks
-from distribute_jax.program._left_behind import check_left_behind, contents_restored_on_error
-from distribute_jax.program._lowerings import COMPILERS
 from distribute_jax.program._notices import Notices
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._place_state import kept_shardings, place_state
 from distribute_jax.program._program import Program, build
-from distribute_jax.program._recompile import Recompilations
-from distribute_jax.program._rows import wrap_partial
 from distribute_jax.program._steps import (
     can_scan,
     run_scanned,
@@ -37,9 +26,28 @@ from distribute_jax.program._steps import (
     stacked_results,
     take_batches,
 )
-from distribute_jax.program._trace import Call
-from distribute_jax.program._traced_value import compilable, step_name
-from distribute_jax.program._verify import verify
+from distribute_jax.program.binding._arguments import (
+    Arguments,
+    check_call,
+    check_function,
+    take_apart,
+)
+from distribute_jax.program.binding._bind import Binding
+from distribute_jax.program.binding._capture import roots, without_jit
+from distribute_jax.program.binding._left_behind import (
+    check_left_behind,
+    contents_restored_on_error,
+)
+from distribute_jax.program.binding._recompile import Recompilations
+from distribute_jax.program.checks._leak import run_checked_for_leaks
+from distribute_jax.program.checks._rows import wrap_partial
+from distribute_jax.program.checks._verify import verify
+from distribute_jax.program.lowering._home import Home
+from distribute_jax.program.lowering._lowerings import COMPILERS
+from distribute_jax.program.lowering._place_state import kept_shardings, place_state
+from distribute_jax.program.tracing._created import check_made_once, give_first_values
+from distribute_jax.program.tracing._trace import Call
+from distribute_jax.program.tracing._traced_value import compilable, step_name
 
 _MOST_PROGRAMS = 64
 _DEFAULT = RunOptions()

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._values import PerReplica, mark_mirrored, step_of
-from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._entry import Entry
-from distribute_jax.program._lower import input_avals
 from distribute_jax.program._program import Program
-from distribute_jax.program._trace import Call
+from distribute_jax.program.binding._arguments import Arguments
+from distribute_jax.program.lowering._lower import input_avals
+from distribute_jax.program.tracing._trace import Call
 
 
 def take_batches(

@@ -102,9 +102,6 @@ def check_strategy(
         Traceback (most recent call last):
         distribute_jax.NotEqualError: check_strategy: 1 of 1 checks failed.
           all_reduce_mean, 2 replicas, shard_map:
-            the mean of 1, 2, 4, … over the replicas on replica 0, leaf 'bfloat16':
-              expected 1.5
-              received 1
         ...
     """
     names = _checked_names(only)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from distribute_jax._errors import DeadlockError
-from distribute_jax.program._sync import prove
+from distribute_jax.program.proof._prove import prove
 
 N = 4
 SIZE = 4

@@ -52,7 +52,9 @@ def context_of_run(s: Subject) -> Iterator[Fact]:
     yield Fact("what is current in run", found["run"], (s.strategy, False, True))
     yield Fact("num_replicas_in_sync in run", found["count"], s.n)
     yield Fact("the strategy of the replica context", found["strategy"], s.strategy)
-    yield Fact("what is current in merge_call", found["merge_call"], ((s.strategy, True, False), True))
+    yield Fact(
+        "what is current in merge_call", found["merge_call"], ((s.strategy, True, False), True)
+    )
 
 
 def context_refusals(s: Subject) -> Iterator[Fact]:

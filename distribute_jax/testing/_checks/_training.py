@@ -146,7 +146,9 @@ def unreduced_gradients_refused(s: Subject) -> Iterator[Fact]:
         own.update(model, replica().all_reduce("sum", _gradients(model, x, y)[1]))
 
     if s.n > 1:
-        yield refuses("gradients that were not summed", lambda: s.run(forgets, *batch), OutOfSyncError)
+        yield refuses(
+            "gradients that were not summed", lambda: s.run(forgets, *batch), OutOfSyncError
+        )
         yield refuses("gradients summed twice", lambda: s.run(twice, *batch), OutOfSyncError)
 
 

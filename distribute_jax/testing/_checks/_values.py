@@ -22,7 +22,9 @@ def replica_order(s: Subject) -> Iterator[Fact]:
     """Replica i is called i, lies on the i-th device, and gets the i-th of everything."""
     yield Fact("the devices of strategy.mesh", list(s.strategy.mesh.devices.flat), [*s.devices])
     ids = s.run(lambda: replica().replica_id_in_sync_group + 0)
-    yield from on_each("replica_id_in_sync_group", s.parts(ids), list(np.arange(s.n, dtype="int32")))
+    yield from on_each(
+        "replica_id_in_sync_group", s.parts(ids), list(np.arange(s.n, dtype="int32"))
+    )
     if isinstance(ids, PerReplica):
         devices = [str(*part.devices()) for part in ids.values]
         yield Fact("the devices of a result's parts", devices, [str(d) for d in s.devices])

@@ -128,7 +128,9 @@ def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
         variable = _on_read(s, aggregation)
         yield Fact(f"the initial value under {name}", float(variable.numpy()), 10.0)
         if aggregation is _SUM and s.n > 1:
-            yield refuses("assign_add outside under SUM", partial(variable.assign_add, 4), ValueError)
+            yield refuses(
+                "assign_add outside under SUM", partial(variable.assign_add, 4), ValueError
+            )
         elif aggregation is not _SUM:
             variable.assign_add(4.0)
             yield Fact(f"assign_add(4) outside under {name}", float(variable.numpy()), 14.0)

@@ -1,0 +1,50 @@
+"""A step that keeps recompiling: said once, with what changed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from distribute_jax.program.binding._arguments import Arguments
+from distribute_jax.program.binding._bind import Binding
+
+_MANY = 5
+
+
+class Recompilations:
+    """Counts the programs of each step, and remembers what the last one was made for."""
+
+    def __init__(self) -> None:
+        """Starts with no step seen."""
+        self._seen: dict[Any, tuple[int, dict[str, Any]]] = {}
+
+    def note(self, code: Any, fn: Any, binding: Binding, arguments: Arguments) -> None:
+        """Notes that a program is being built; warns at the fifth for the same code."""
+        facts = {**binding.statics, **_argument_facts(arguments)}
+        times, before = self._seen.get(code, (0, {}))
+        self._seen[code] = (times + 1, facts)
+        if times + 1 == _MANY:
+            changed = [
+                f"{name} ({before[name]} then {facts[name]})"
+                for name in facts
+                if name in before and before[name] != facts[name]
+            ]
+            what = ", ".join(changed[:4]) or "an object or function that it captures is made anew"
+            warnings.warn(
+                f"{getattr(fn, '__qualname__', fn)} was compiled {_MANY} times. What changed last: "
+                f"{what}. Each new value or shape compiles a new program: pass a number that changes "
+                "in args, where it is data, and keep batch shapes equal.",
+                stacklevel=5,
+            )
+
+
+def _argument_facts(arguments: Arguments) -> dict[str, Any]:
+    facts = zip(arguments.names, arguments.kinds, arguments.leaves, strict=True)
+    described: dict[str, Any] = {}
+    for name, kind, leaf in facts:
+        if kind == "static":
+            described[name] = leaf
+        elif kind == "data":
+            value = getattr(leaf, "global_array", leaf)
+            described[name] = getattr(value, "shape", type(value).__name__)
+    return described

@@ -1,0 +1,1 @@
+"""What no proof can show, tried on numbers: padding, rows that are counted, one device."""

@@ -1,0 +1,222 @@
+"""The padding of a partial batch must not be seen: checked the first time a program meets one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from distribute_jax._errors import PaddingLeakError
+from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
+from distribute_jax._padding import other_padding
+from distribute_jax._tree import error_text, listed
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._entry import Entry
+from distribute_jax.program._notices import padding_not_counted
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._program import build
+from distribute_jax.program.binding._arguments import Arguments
+from distribute_jax.program.checks._batch_norm import CURE, check_batch_norms, written_batch_norms
+from distribute_jax.program.checks._compare import (
+    equal_to_rounding,
+    exactly_equal,
+    largest,
+    on_host,
+)
+from distribute_jax.program.checks._rows import Cause, Unknown, per_example_results, shares
+from distribute_jax.program.tracing._trace import Call, batch_share
+
+_LEAK = """\
+The padding of a partial batch changes what the step computes:
+{lines}
+The batch has {real} real examples of {rows} rows; the rest is padding, which must not be seen. The \
+step was run on copies of the state with {how}; the state is as before the call.
+Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(mask, value, 0) with \
+mask = dj.get_replica_context().batch_mask, and count examples with \
+dj.get_replica_context().real_examples. Or feed no partial batches: InputOptions(partial="drop")."""
+
+_NORMS = f"""
+The step also updates the statistics of a batch norm, which sees the padding unless it is called with mask=:
+{{lines}}
+{CURE}"""
+
+Finding = tuple[str, str]
+
+
+def run_checked_for_leaks(
+    call: Call, entry: Entry, values: Sequence[Any], flat: list[Any]
+) -> list[Any]:
+    """Runs a program on a padded batch; the first time also with other padding, and more of it."""
+    program = entry.program
+    check_batch_norms(entry, call.arguments.counts or ())
+    if program.per_example is None:
+        program.per_example = per_example_results(call, entry)
+    if program.padding_checked:
+        return entry.execute(flat)
+    _check_mirrored_rows(call, entry)
+    outs = entry.execute(copied(flat))
+    _check_other_padding(call, entry, flat, outs)
+    _check_more_padding(call, entry, values, flat, outs)
+    program.padding_checked = True
+    return outs
+
+
+def _check_mirrored_rows(call: Call, entry: Entry) -> None:
+    """Refuses an array of all replicas' rows, as from all_gather: nobody could cut its padding."""
+    program = entry.program
+    names = program.results.names
+    results = zip(names, program.plan.mirrored, program.per_example or (), strict=True)
+    found = [
+        (
+            name,
+            f"{name} holds rows of all replicas; return them per replica, and use strategy.gather",
+        )
+        for name, mirrored, rows in results
+        if mirrored and isinstance(rows, Unknown) and rows.cause is Cause.RESIZED
+    ]
+    _refuse(call, entry, found, "another batch size, where the result has another shape")
+
+
+def copied(flat: Sequence[Any]) -> list[Any]:
+    """Copies the arrays among flat inputs, so that donating them loses nothing."""
+    return [jnp.copy(x) if isinstance(x, jax.Array) else x for x in flat]
+
+
+def _check_other_padding(call: Call, entry: Entry, flat: list[Any], outs: list[Any]) -> None:
+    """Runs the program with other padding rows: no number may change."""
+    batch = [v for v in call.arguments.data if _is_padded(v)]
+    other = iter(other_padding(batch))
+    data = [next(other) if _is_padded(v) else v for v in call.arguments.data]
+    again = entry.with_data(flat, Arguments.with_data(call.arguments, data))
+    found = list(_unequal(call, entry, outs, entry.execute(copied(again))))
+    found = _without_noise(call, entry, flat, outs, found)
+    _refuse(call, entry, found, "two different paddings")
+
+
+def _without_noise(
+    call: Call, entry: Entry, flat: list[Any], outs: list[Any], found: list[Finding]
+) -> list[Finding]:
+    """Leaves out what differs from run to run anyway: that is no leak."""
+    if not found:
+        return found
+    repeated = _unequal(call, entry, outs, entry.execute(copied(flat)))
+    noisy = {name for name, _ in repeated}
+    return [finding for finding in found if finding[0] not in noisy]
+
+
+def _check_more_padding(
+    call: Call, entry: Entry, values: Sequence[Any], flat: list[Any], outs: list[Any]
+) -> None:
+    """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
+    data = [_doubled_batch(v) if _is_padded(v) else v for v in call.arguments.data]
+    longer = replace(call, arguments=Arguments.with_data(call.arguments, data))
+    options = RunOptions(check_sync=False, donate_state=False)
+    try:
+        program = build(longer, options)
+    except Exception as error:  # the user's code may not work at another size
+        why = f"it could not be traced with more rows ({type(error).__name__}: {error_text(error)})"
+        padding_not_counted(entry.step, why)
+        return
+    if _drawn(program.traced.jaxpr.jaxpr) != _drawn(entry.program.traced.jaxpr.jaxpr):
+        padding_not_counted(entry.step, "with more rows it draws other random numbers")
+        return
+    twin = Entry(program, call.binding, entry.step)
+    others = twin.execute(twin.flat_inputs(values, longer.arguments))
+    before = [on_host(x) for x in flat[: entry.state_size]]
+    found = list(_apart(call, entry, before, outs, others))
+    found = _without_noise(call, entry, flat, outs, found)
+    _refuse(call, entry, found, "more padding, which gave another result")
+
+
+_DRAWING = {
+    "random_bits", "random_split", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform",
+}  # fmt: skip
+
+
+def _drawn(jaxpr: jex_core.Jaxpr) -> list[Any]:
+    """Gives the shapes of the random numbers of a program: where they stay, the numbers do."""
+    own = [
+        (eqn.primitive.name, *(str(v.aval) for v in eqn.outvars))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in _DRAWING
+    ]
+    return own + [one for inner in jex_core.subjaxprs(jaxpr) for one in _drawn(inner)]
+
+
+def _is_padded(value: Any) -> bool:
+    return isinstance(value, PerReplica) and value.counts is not None
+
+
+def _doubled_batch(value: PerReplica) -> PerReplica:
+    with outside_mesh():
+        array = _doubling(value.mesh)(value.global_array)
+    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=value.counts)
+
+
+@functools.lru_cache(maxsize=16)
+def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    replicas = num_replicas(mesh)
+
+    def double(array: jax.Array) -> jax.Array:
+        parts = array.reshape(replicas, array.shape[0] // replicas, *array.shape[1:])
+        longer = jnp.concatenate([parts, parts], axis=1)
+        return longer.reshape(2 * array.shape[0], *array.shape[1:])
+
+    return jax.jit(double, out_shardings=split_sharding(mesh))
+
+
+def _unequal(
+    call: Call, entry: Entry, one: Sequence[Any], other: Sequence[Any]
+) -> Iterator[Finding]:
+    """Names the outputs of which a real number differs."""
+    for index, name in enumerate(entry.output_names()):
+        left, right = (_real(call, entry, index, outs[index]) for outs in (one, other))
+        if left is not None and not exactly_equal(left, right):
+            yield name, f"{name} differs by up to {largest(left - right):.3g}"
+
+
+def _apart(
+    call: Call, entry: Entry, before: Sequence[Any], one: Sequence[Any], other: Sequence[Any]
+) -> Iterator[Finding]:
+    """Names the outputs that differ by more than rounding."""
+    for index, name in enumerate(entry.output_names()):
+        left, right = (_real(call, entry, index, outs[index]) for outs in (one, other))
+        if left is None or left.shape != right.shape:
+            continue
+        old = before[index] if index < min(entry.state_size, len(before)) else 0.0
+        if not equal_to_rounding(right, left, old):
+            yield name, f"{name} differs by up to {largest(left - right):.3g}"
+
+
+def _real(call: Call, entry: Entry, index: int, array: jax.Array) -> Any:
+    """Gives the real part of an output on the host; None where it is not known."""
+    host = on_host(array)
+    result = index - entry.state_size
+    if result < 0:
+        return host
+    rows = (entry.program.per_example or ())[result]
+    if isinstance(rows, Unknown):
+        return None
+    counts = call.arguments.counts or ()
+    if rows is False:
+        return host
+    if entry.program.plan.mirrored[result]:
+        return host[: sum(counts)]
+    return np.concatenate([part[:count] for part, count in zip(host, counts, strict=True)])
+
+
+def _refuse(call: Call, entry: Entry, found: Sequence[Finding], how: str) -> None:
+    if found:
+        counts = call.arguments.counts or ()
+        rows = batch_share(call.arguments, shares(call)) * len(counts)
+        lines = listed([line for _, line in found])
+        text = _LEAK.format(lines=lines, real=sum(counts), rows=rows, how=how)
+        norms = written_batch_norms(entry)
+        raise PaddingLeakError(f"{text}{_NORMS.format(lines=listed(norms)) if norms else ''}")

@@ -1,0 +1,230 @@
+"""From the proof to decisions: how state is combined, which results are mirrored, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from distribute_jax._errors import OutOfSyncError
+from distribute_jax._mesh import num_replicas
+from distribute_jax._tree import is_array, is_number, listed
+from distribute_jax._values import PerReplica
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program.binding._aggregation import Combine, keeps_own_values, rule_for
+from distribute_jax.program.lowering._merge import Merge, as_merge, written_metrics
+from distribute_jax.program.proof._increments import Relation, relation
+from distribute_jax.program.proof._prove import Mark, prove
+from distribute_jax.program.tracing._trace import Call, Traced
+
+_MIRRORED: Mark = frozenset()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the lowered program does with each output."""
+
+    combine: tuple[Combine, ...]
+    """For each output that is state."""
+    mirrored: tuple[bool, ...]
+    """For each array of the result: whether every replica has the same."""
+    merges: tuple[Merge, ...] = ()
+    """State outputs that are combined together."""
+
+
+def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
+    """Proves what is mirrored, and raises where state or a model-shaped result would drift."""
+    state = sum(traced.written_sizes)
+    results = len(traced.jaxpr.jaxpr.outvars) - state
+    replicas = num_replicas(call.mesh)
+    if replicas == 1:
+        own = (keeps_own_values(variable) for variable, _, _ in _written(call, traced))
+        rules = (Combine.OWN if is_own else Combine.MIRRORED for is_own in own)
+        return Plan(tuple(rules), (True,) * results)
+    marks = prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
+    metrics = list(written_metrics(call, traced))
+    merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
+    special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
+    special |= {k: Combine.TOGETHER for merge in merges for k in merge.outputs}
+    combine = tuple(_combine(call, traced, marks, options, special))
+    mirrored = tuple(not mark for mark in marks[state:])
+    if options.check_sync:
+        _check_model_shaped(call, traced, marks[state:])
+    return Plan(combine, mirrored, merges)
+
+
+def input_marks(call: Call, traced: Traced) -> list[Mark]:
+    """Gives the mark of each flat input: per-replica arguments and ON_READ variables differ."""
+    variables, arrays, _, counts = traced.sizes
+    names = traced.input_names[variables + arrays :]
+    data = [
+        frozenset({name}) if isinstance(value, PerReplica) else _MIRRORED
+        for name, value in zip(names, call.arguments.data, strict=False)
+    ]
+    state = [
+        frozenset({f"{name}, of which each replica has its own"})
+        if keeps_own_values(variable)
+        else _MIRRORED
+        for variable, name in zip(call.binding.variables, call.binding.names, strict=True)
+        for _ in jax.tree.leaves(variable.get_raw_value())
+    ]
+    return state + [_MIRRORED] * arrays + data + [_MIRRORED] * counts
+
+
+def _combine(
+    call: Call,
+    traced: Traced,
+    marks: Sequence[Mark],
+    options: RunOptions,
+    special: Mapping[int, Combine],
+) -> Iterator[Combine]:
+    """Gives the rule of each state output, and raises for those that would drift apart.
+
+    ``special`` holds the outputs that belong to a metric with a rule of its own.
+    """
+    drifting: list[str] = []
+    reset: list[str] = []
+    for output, (variable, name, inputs) in enumerate(_written(call, traced)):
+        rule = special.get(output, rule_for(variable))
+        to_old = Relation.PLUS
+        if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
+            to_old = relation(traced.jaxpr.jaxpr, output, inputs)
+        if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
+            rule = Combine.MIRRORED
+        if rule is Combine.MIRRORED and marks[output]:
+            found = reset if to_old is Relation.NONE else drifting
+            found.append(_drift(name, variable, marks[output], to_old))
+        if rule in (Combine.MEAN, Combine.FIRST) and not marks[output]:
+            rule = Combine.MIRRORED
+        yield rule
+    if drifting and options.check_sync:
+        raise OutOfSyncError(
+            _DRIFT.format(replicas=num_replicas(call.mesh), lines=listed(drifting))
+        )
+    if reset and options.check_sync:
+        raise OutOfSyncError(_RESET.format(lines=listed(reset)))
+
+
+def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation) -> str:
+    line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
+    if to_old is Relation.OTHER:
+        line += (
+            ", and is not its old value plus something, so what the replicas did to it cannot be added "
+            "up: combine the numbers before, as with all_reduce, or keep them in a dj.Variable"
+        )
+    return line
+
+
+def _written(
+    call: Call, traced: Traced
+) -> Iterator[tuple[nnx.Variable[Any], str, tuple[int, ...]]]:
+    """Gives variable, name and flat inputs for each state output."""
+    starts = traced.input_starts
+    for index, size in zip(traced.written, traced.written_sizes, strict=True):
+        inputs = tuple(range(starts[index], starts[index + 1]))
+        for _ in range(size):
+            yield call.binding.variables[index], call.binding.names[index], inputs
+
+
+_DRIFT = """\
+The step would leave these variables different on each of the {replicas} replicas:
+{lines}
+A variable must end mirrored, or the replicas train different models. Usually the gradients were not \
+combined: write grads = dj.get_replica_context().all_reduce("sum", grads) before the update. A value \
+that you know to be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns \
+the proof off."""
+
+_RESET = """\
+The step gives these parts of a metric a new value that does not depend on the old one, as reset() does \
+before update(), so the replicas' updates cannot be added to it:
+{lines}
+A metric's state is what all replicas added to it, so reset a metric outside of run, metric.reset(), or in \
+a step of its own, strategy.run(metric.reset), and only call metric.update(...) in this one."""
+
+_MODEL_SHAPED = """\
+The step returns {what}, which has the structure and shapes of {argument}, an argument that came in \
+equal on every replica, but it would come back as {replicas} different ones:
+{lines}
+Combine the gradients first: grads = dj.get_replica_context().all_reduce("sum", grads). If \
+different values are what you want, use RunOptions(check_sync=False)."""
+
+
+def _sources(mark: Mark) -> str:
+    names = sorted(mark)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
+    """Refuses a per-replica result that is the next value of a mirrored argument."""
+    shapes = [
+        var.aval
+        for var in traced.jaxpr.jaxpr.outvars[len(traced.jaxpr.jaxpr.outvars) - len(marks) :]
+    ]
+    template = traced.results
+    tree = jax.tree.unflatten(
+        template.treedef, [_ResultLeaf(kind, content) for kind, content in template.leaves]
+    )
+    for argument, structure, avals in _mirrored_arguments(call):
+        for what, subtree in _subtrees(tree, structure):
+            leaves = [leaf.content for leaf in subtree if leaf.kind == "array"]
+            if len(leaves) != len(avals) or not all(map(_fits, avals, (shapes[k] for k in leaves))):
+                continue
+            bad = [
+                f"{traced.results.names[k]} depends on {_sources(marks[k])}"
+                for k in leaves
+                if marks[k]
+            ]
+            if bad:
+                raise OutOfSyncError(
+                    _MODEL_SHAPED.format(
+                        what=what,
+                        argument=argument,
+                        replicas=num_replicas(call.mesh),
+                        lines=listed(bad),
+                    )
+                )
+
+
+@dataclass(frozen=True)
+class _ResultLeaf:
+    kind: str
+    content: Any
+
+
+def _shape(leaf: Any) -> tuple[Any, ...]:
+    return (jnp.shape(leaf), getattr(leaf, "dtype", None))
+
+
+def _fits(wanted: tuple[Any, ...], aval: Any) -> bool:
+    """Tells whether an output has the shape and dtype of an argument; a number has no dtype yet."""
+    return bool(wanted[0] == aval.shape and wanted[1] in (None, aval.dtype))
+
+
+def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[tuple[Any, ...]]]]:
+    """Gives name, structure and shapes of each argument that is a nest of mirrored arrays."""
+    arguments = call.arguments
+    args, kwargs = jax.tree.unflatten(arguments.treedef, arguments.leaves)
+    named = [(f"args[{i}]", value) for i, value in enumerate(args)]
+    named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
+    for name, value in named:
+        leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PerReplica))
+        arrays = all(is_array(leaf) or is_number(leaf) for leaf in leaves)
+        if leaves and arrays and not jax.tree_util.treedef_is_leaf(structure):
+            shapes = [_shape(leaf) for leaf in leaves]
+            if any(shape for shape, _ in shapes):
+                yield name, structure, shapes
+
+
+def _subtrees(tree: Any, structure: Any) -> Iterator[tuple[str, list[_ResultLeaf]]]:
+    """Finds the parts of a result with a given structure."""
+
+    def matches(part: Any) -> bool:
+        return bool(jax.tree.structure(part) == structure)
+
+    for path, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches):
+        if matches(part):
+            yield "result" + jax.tree_util.keystr(path), jax.tree.leaves(part)

@@ -1,0 +1,42 @@
+"""The usual lowering, ``jit(shard_map)``: what a hand-written data-parallel step compiles to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from distribute_jax._mesh import DATA
+from distribute_jax.program.lowering._lower import Layouts
+from distribute_jax.program.tracing._trace import Call
+
+_WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
+
+
+def compile_shard_map(
+    call: Call,
+    one_replica: Callable[..., list[jax.Array]],
+    lies: Layouts,
+    avals: Sequence[Any],
+    donated: Sequence[int],
+) -> Callable[..., list[jax.Array]]:
+    """Compiles for the mesh; the result takes and gives flat global arrays."""
+    mesh = call.mesh
+    mapped = jax.shard_map(
+        one_replica,
+        mesh=mesh,
+        in_specs=tuple(_SPLIT if split else _WHOLE for split in lies.split),
+        out_specs=[_WHOLE if mirrored else _SPLIT for mirrored in lies.mirrored],
+        axis_names={DATA},
+        check_vma=False,
+    )
+    jitted = jax.jit(
+        mapped,
+        in_shardings=lies.in_shardings(mesh),
+        out_shardings=lies.out_shardings(mesh),
+        donate_argnums=tuple(donated),
+    )
+    compiled: Callable[..., list[jax.Array]] = jitted.lower(*avals).compile()
+    return compiled

@@ -1,0 +1,1 @@
+"""One trace of the step, as one replica sees it."""

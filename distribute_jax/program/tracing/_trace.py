@@ -1,0 +1,221 @@
+"""Tracing: the step becomes one jaxpr, in the very context that ``shard_map`` will give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax import _context
+from distribute_jax._internals import read_raw, write_raw
+from distribute_jax._mesh import DATA, inside_replica, num_replicas
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program.binding._aggregation import keeps_own_values
+from distribute_jax.program.binding._arguments import Arguments
+from distribute_jax.program.binding._bind import Binding
+from distribute_jax.program.binding._swap import swapped_arrays, swapped_state
+from distribute_jax.program.proof._marks import ClosedJaxpr
+from distribute_jax.program.tracing._constants import check_constants
+from distribute_jax.program.tracing._created import kept_variables
+from distribute_jax.program.tracing._random import per_replica_keys
+from distribute_jax.program.tracing._replica import ReplicaContext
+from distribute_jax.program.tracing._results import Results, sort_results
+from distribute_jax.program.tracing._traced_value import explained
+from distribute_jax.variables import noting_created
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """One step as a jaxpr over flat arrays, and what its inputs and outputs are."""
+
+    jaxpr: ClosedJaxpr
+    """Inputs: raw values of the variables, captured arrays, data, maybe a count; in this order."""
+    written: tuple[int, ...]
+    """Indices of the variables that the step changed; their new values are the first outputs."""
+    results: Results
+    """What ``fn`` returned; its arrays are the remaining outputs."""
+    input_names: tuple[str, ...]
+    """Where each flat input came from, in the user's words."""
+    sizes: tuple[int, int, int, int]
+    """Numbers of flat inputs: variables, captured arrays, data, counts."""
+    written_sizes: tuple[int, ...]
+    """Number of flat outputs of each written variable."""
+    written_trees: tuple[Any, ...]
+    """Structure of the new value of each written variable."""
+    constant_arrays: frozenset[int]
+    """Captured arrays that ended as constants of the jaxpr, since their place cannot be assigned."""
+    input_starts: tuple[int, ...]
+    """Index of the first flat input of each variable, and one past the last."""
+    created: tuple[nnx.Variable[Any], ...] = ()
+    """Variables that the step made and kept. Then the results are their first values, no more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What is traced: a function, its binding and its arguments, for a number of replicas."""
+
+    fn: Callable[..., Any]
+    binding: Binding
+    arguments: Arguments
+    strategy: Any
+    mesh: Mesh
+
+    def share_of(self, value: Any) -> Any:
+        """Gives the abstract value of a data leaf as one replica sees it."""
+        if isinstance(value, PerReplica):
+            return jax.ShapeDtypeStruct(value.part_shape, value.dtype)
+        return abstract(value)
+
+
+def abstract(value: Any) -> Any:
+    """Gives shape, dtype and weakness of an array; numbers and nests stay what they are."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, complex)):
+            return leaf
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype(leaf), weak_type=weak)
+
+    return jax.tree.map(one, value)
+
+
+def own_value(variable: nnx.Variable[Any]) -> Any:
+    """Gives the abstract raw value of a variable as one replica sees it."""
+    whole = abstract(variable.get_raw_value())
+    if not keeps_own_values(variable):
+        return whole
+    return jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
+
+
+def _dtype(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
+    """Traces a step once for one replica of the mesh.
+
+    Args:
+        call: what to trace.
+        data: abstract values to trace with instead of the call's own shares.
+    """
+    binding, masked = call.binding, call.arguments.counts is not None
+    raws = [own_value(variable) for variable in binding.variables]
+    arrays = [place.get() for _, place, _ in binding.arrays]
+    shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
+    counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []
+    recorder = _Recorder(call)
+    with jax.sharding.use_abstract_mesh(inside_replica(call.mesh)), explained(call):
+        jaxpr = jax.make_jaxpr(recorder.step, axis_env=[(DATA, num_replicas(call.mesh))])(
+            raws, [abstract(array) for array in arrays], shares, counts
+        )
+    check_constants(jaxpr, arrays)
+    return recorder.traced(jaxpr, (raws, arrays, shares, counts))
+
+
+class _Recorder:
+    """Runs the user's function under the trace, and notes what went in and came out."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.written: tuple[int, ...] = ()
+        self.written_sizes: tuple[int, ...] = ()
+        self.written_trees: tuple[Any, ...] = ()
+        self.results: Results | None = None
+        self.created: tuple[nnx.Variable[Any], ...] = ()
+
+    def step(self, raws: list[Any], arrays: list[Any], data: list[Any], counts: list[Any]) -> Any:
+        """The function that is traced: swaps the tracers in, runs ``fn``, collects the outcome."""
+        call, binding = self.call, self.call.binding
+        share = batch_share(call.arguments, data) if call.arguments.has_batch else None
+        context = ReplicaContext(call.strategy, share=share, counts=counts[0] if counts else None)
+        nodes = [node for ref in binding.nodes if (node := ref()) is not None]
+        with ExitStack() as stack:
+            stack.enter_context(swapped_arrays(binding, arrays))
+            stack.enter_context(swapped_state(binding.variables, nodes, raws))
+            stack.enter_context(_context.frame(call.strategy, context))
+            given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
+            noted = stack.enter_context(noting_created())
+            result = call.fn(*self._positional(data), **self._keywords)
+            if kept := kept_variables(call, noted):
+                return self._first_values(kept)
+            now = read_raw(binding.variables)
+            self.written = tuple(
+                i for i, (new, old) in enumerate(zip(now, given, strict=True)) if new is not old
+            )
+            new_values = [jax.tree.leaves(now[i]) for i in self.written]
+            self.results, arrays_out = sort_results(result, binding, nodes)
+            self.written_trees = tuple(jax.tree.structure(now[i]) for i in self.written)
+        self.written_sizes = tuple(map(len, new_values))
+        return [leaf for leaves in new_values for leaf in leaves] + arrays_out
+
+    def _first_values(self, kept: list[tuple[Any, Any]]) -> list[Any]:
+        """Ends a trace in which variables were made: the step is traced anew once they exist."""
+        self.created = tuple(variable for variable, _ in kept)
+        arrays = [raw for _, raw in kept]
+        # What is left on the user's objects must be no tracer.
+        write_raw(self.created, [abstract(raw) for raw in arrays])
+        self.results, arrays = sort_results(arrays, self.call.binding, [])
+        return arrays
+
+    def _positional(self, data: list[Any]) -> tuple[Any, ...]:
+        arguments = self.call.arguments
+        flow = iter(data)
+        leaves = [
+            next(flow) if kind == "data" else leaf
+            for kind, leaf in zip(arguments.kinds, arguments.leaves, strict=True)
+        ]
+        args, self._keywords = jax.tree.unflatten(arguments.treedef, leaves)
+        return tuple(args)
+
+    def traced(self, jaxpr: ClosedJaxpr, inputs: tuple[list[Any], ...]) -> Traced:
+        """Puts the outcome together."""
+        binding, arguments = self.call.binding, self.call.arguments
+        assert self.results is not None
+        raws, arrays, shares, counts = inputs
+        variable_names = [
+            name + jax.tree_util.keystr(path)
+            for name, raw in zip(binding.names, raws, strict=True)
+            for path, _ in jax.tree_util.tree_leaves_with_path(raw)
+        ]
+        names = [*variable_names, *(name for name, _, _ in binding.arrays), *data_names(arguments)]
+        return Traced(
+            jaxpr=jaxpr,
+            written=self.written,
+            results=self.results,
+            input_names=(*names, *("the batch mask" for _ in counts)),
+            sizes=(len(variable_names), len(arrays), len(shares), len(counts)),
+            written_sizes=self.written_sizes,
+            written_trees=self.written_trees,
+            constant_arrays=_constant_arrays(jaxpr, self.call.binding),
+            input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
+            created=self.created,
+        )
+
+
+def _constant_arrays(jaxpr: ClosedJaxpr, binding: Binding) -> frozenset[int]:
+    constants = {id(constant) for constant in jaxpr.consts}
+    found = [i for i, (_, place, _) in enumerate(binding.arrays) if id(place.get()) in constants]
+    return frozenset(found)
+
+
+def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:
+    """Gives the number of rows in one replica's share of the batch."""
+    for value, leaf in zip(arguments.data, data, strict=True):
+        if isinstance(value, PerReplica) and value.layout is Layout.JOINED:
+            return int(leaf.shape[0])
+    raise AssertionError("no batch among the arguments")
+
+
+def data_names(arguments: Arguments) -> list[str]:
+    """Names the leaves that are inputs of the program."""
+    from_names = zip(arguments.names, arguments.kinds, strict=True)
+    return [name for name, kind in from_names if kind == "data"]
