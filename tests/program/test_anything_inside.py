@@ -225,6 +225,7 @@ ffi_softmax.defvjp(lambda x: (ffi_softmax(x), x), lambda x, g: (g / jnp.cosh(x) 
 
 
 def by_ffi(net: Net, x: jax.Array) -> jax.Array:
+    jax.jit(jnp.linalg.cholesky).lower(jnp.eye(2))  # JAX loads LAPACK when it lowers the first use
     return ffi_softmax(x @ net.stack[0])
 
 

@@ -164,7 +164,7 @@ def test_what_a_step_puts_on_a_module_is_named(s2: dj.MirroredStrategy, kind: st
     advice = {
         "sow": r"seen \(Intermediate\) on Net.*return it from the step instead of self\.sow",
         "layer": r"layer \(Linear\) on Net.*made before, in __init__",
-        "array": r"seen \(\w+\) on Net, an array.*nnx\.Variable\(value\) in __init__",
+        "array": r"seen on Net, an array.*nnx\.Variable\(value\) in __init__",
     }
     with pytest.raises(dj.StaleCaptureError, match=advice[kind]):
         s2.run(step, args=(jnp.ones((2, 2)),))

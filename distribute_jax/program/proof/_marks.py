@@ -18,7 +18,7 @@ MIRRORED: Mark = frozenset()
 ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 """A jaxpr with its constants. JAX 0.12 has one class for both, under both names."""
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[2])
 _FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)? \(.*\)")
 
 
