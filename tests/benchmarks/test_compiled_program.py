@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks._steps import DEEP, MLP, Workload, run_parts, shard_map_parts
 
-REPLICAS = [1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)]
-
 
 def counted(compiled: Any) -> dict[str, float]:
     """Gives what can be counted in a compiled program: arithmetic, traffic, collectives, memory."""
@@ -41,10 +39,12 @@ def hand_written(work: Workload, replicas: int) -> Any:
     return jitted.lower(*state, *batch).compile()
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize(
-    "work", [MLP, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["wide", "deep"]
-)
+    ("work", "replicas"),
+    [*((MLP, n) for n in (1, 4)), *(pytest.param(MLP, n, marks=pytest.mark.wide) for n in (2, 8)),
+     *(pytest.param(DEEP, n, marks=pytest.mark.slow) for n in (1, 4))],
+    ids=lambda value: value if isinstance(value, int) else f"{len(value.sizes) - 1} layers",
+)  # fmt: skip
 def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int) -> None:
     ours, theirs = counted(program_of_run(work, replicas)), counted(hand_written(work, replicas))
     # XLA adds up in float32, so the order of the operations shows in the last digit.

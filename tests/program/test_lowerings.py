@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -349,12 +350,22 @@ def trained(strategy: dj.Strategy, options: dj.RunOptions | None, *, sharded: bo
     return losses, params, model, optimizer
 
 
+@functools.cache
+def _mirrored(replicas: int) -> Any:
+    return trained(dj.MirroredStrategy(list(range(replicas))), None, sharded=False)
+
+
+def mirrored(strategy: dj.Strategy) -> Any:
+    """What mirrored state gives, once for each number of replicas."""
+    return _mirrored(strategy.num_replicas_in_sync)
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_sharded_parameters_and_optimizer_state_stay_sharded_and_train_alike(
     strategy: dj.Strategy, steps: int
 ):
     """A 2-layer Adam step: each of N devices holds an Nth of the state, and the numbers are the same."""
-    losses, params, *whole = trained(strategy, None, sharded=False)
+    losses, params, *whole = mirrored(strategy)
     found, mine, *divided = trained(strategy, VMAP, sharded=True, steps=steps)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mine), strict=True):

@@ -1,0 +1,170 @@
+"""A background thread that stays a bounded number of elements ahead of the loop."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_SILENT_AFTER = 60
+"""Seconds without an element after which the log says what the loop waits for."""
+
+_AT_EXIT = 2.0
+"""Seconds that the exit of Python waits for a source that is just being read."""
+
+_IN_THREAD = (
+    "This was raised while a batch was read ahead, in a background thread. To read in the thread of the "
+    "loop, pass InputOptions(experimental_per_replica_buffer_size=0)."
+)
+
+_log = logging.getLogger("distribute_jax")
+
+
+class Prefetcher(Iterator[T], Generic[T]):
+    """Gives the elements of a generator, which runs in a thread of its own.
+
+    At most ``depth`` elements are made and not yet taken, the one being made included. An exception
+    of the generator is raised by ``next`` where its element would have been, with its own traceback.
+    The thread ends, and closes the generator, at the end of the elements, after an exception, on
+    ``close``, when nobody refers to the prefetcher any more, and when Python exits.
+
+    Args:
+        elements: what to read ahead; only the thread touches it from now on.
+        depth: the bound, at least 1.
+        context: makes the context in which the thread works, such as the strategy's scope.
+        waited: is told how many seconds each ``next`` waited.
+    """
+
+    def __init__(
+        self,
+        elements: Generator[T, None, None],
+        depth: int,
+        context: Callable[[], AbstractContextManager[Any]],
+        waited: Callable[[float], None],
+    ) -> None:
+        self._waited = waited
+        self._buffer = _Buffer(depth)
+        # The thread refers to the buffer and not to this object, which can so be collected.
+        thread = threading.Thread(
+            target=_read_ahead,
+            args=(elements, self._buffer, context),
+            name="distribute_jax prefetch",
+            daemon=True,
+        )
+        self.close = weakref.finalize(self, self._buffer.stop)
+        self.close.atexit = False
+        _running[thread] = self._buffer
+        thread.start()
+
+    def __next__(self) -> T:
+        """Waits for the next element; StopIteration at the end."""
+        start = time.perf_counter()
+        element: T = self._buffer.take()
+        self._waited(time.perf_counter() - start)
+        return element
+
+
+class _Buffer:
+    """What the thread has made and the loop has not taken, and how it ended."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._elements: deque[Any] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._ended = False
+
+    def wait_for_room(self) -> bool:
+        """Blocks the thread until one more may be made; False where none is wanted any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or len(self._elements) < self._depth)
+            return not self._ended
+
+    def put(self, element: Any) -> None:
+        """Hands over an element."""
+        with self._changed:
+            if not self._ended:
+                self._elements.append(element)
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Says that no more elements come, and why."""
+        with self._changed:
+            if not self._ended:
+                self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Says that no more elements are wanted."""
+        with self._changed:
+            self._ended = True
+            self._elements.clear()
+            self._changed.notify_all()
+
+    def take(self) -> Any:
+        """Blocks the loop until there is an element, an error or the end."""
+        with self._changed:
+            self._wait_for_element()
+            if self._elements:
+                element = self._elements.popleft()
+                self._changed.notify_all()
+                return element
+            error, self._error = self._error, None
+        if error is None:
+            raise StopIteration
+        error.add_note(_IN_THREAD)
+        raise error
+
+    def _wait_for_element(self) -> None:
+        silent = 0
+        while not (self._elements or self._ended):
+            if self._changed.wait(timeout=1.0):
+                continue
+            silent += 1
+            if silent == _SILENT_AFTER:
+                _log.warning(
+                    "The input pipeline has given no batch for %d s, and the loop waits for it. It is "
+                    "still being asked: look at what the source reads from.",
+                    silent,
+                )
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKeyDictionary()
+
+
+def _read_ahead(
+    elements: Generator[Any, None, None],
+    buffer: _Buffer,
+    context: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """What the thread does."""
+    try:
+        with context():
+            try:
+                while buffer.wait_for_room():
+                    buffer.put(next(elements))
+            except StopIteration:
+                pass
+            finally:
+                elements.close()
+    except BaseException as error:  # whatever it is, the loop must hear of it
+        buffer.end(error)
+    else:
+        buffer.end()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the threads before Python and JAX take down what they use."""
+    for buffer in list(_running.values()):
+        buffer.stop()
+    for thread in list(_running):
+        thread.join(timeout=_AT_EXIT)

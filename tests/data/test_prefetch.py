@@ -1,0 +1,206 @@
+"""The background thread stays within its bound, passes on what happens, and always ends."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from distribute_jax.data import _pace
+from distribute_jax.data._pace import Pace
+from distribute_jax.data._prefetch import Prefetcher
+
+LONG = 30.0
+"""Seconds after which something hangs."""
+
+
+def prefetched(elements: Generator[Any, None, None], depth: int = 2) -> Prefetcher[Any]:
+    """Reads ahead without any context or measurement."""
+    return Prefetcher(elements, depth, nullcontext, lambda _: None)
+
+
+def threads() -> list[threading.Thread]:
+    """The prefetch threads that live."""
+    return [t for t in threading.enumerate() if t.name == "distribute_jax prefetch"]
+
+
+def all_ended() -> bool:
+    """Waits until no prefetch thread is left."""
+    end = time.monotonic() + LONG
+    while threads() and time.monotonic() < end:
+        time.sleep(0.005)
+    return not threads()
+
+
+class Counted:
+    """Endless elements, with a count of those made and a note of being closed."""
+
+    def __init__(self) -> None:
+        self.made, self.taken, self.most_ahead, self.closed = 0, 0, 0, False
+
+    def __call__(self) -> Generator[int, None, None]:
+        """Makes 0, 1, 2, …"""
+        try:
+            while True:
+                self.made += 1
+                self.most_ahead = max(self.most_ahead, self.made - self.taken)
+                yield self.made - 1
+        finally:
+            self.closed = True
+
+
+def test_elements_come_in_order_and_end() -> None:
+    found = prefetched(i for i in range(50))
+    assert list(found) == list(range(50))
+    assert next(found, "ended") == "ended"
+    assert all_ended()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_more_than_the_bound_is_made_ahead_of_the_loop(depth: int) -> None:
+    source = Counted()
+    found = prefetched(source(), depth)
+    for i in range(20):
+        end = time.monotonic() + LONG
+        while source.made - source.taken < depth and time.monotonic() < end:
+            time.sleep(0.001)  # until the thread is as far ahead as it may be
+        assert next(found) == i
+        source.taken += 1
+    time.sleep(0.05)
+    # The one just taken makes room before this test counts it.
+    assert depth <= source.most_ahead <= depth + 1
+    assert source.made <= 20 + depth
+
+
+def test_an_exception_comes_in_its_place_with_its_own_traceback() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ZeroDivisionError("in the source")
+
+    found = prefetched(broken())
+    assert next(found) == 1
+    with pytest.raises(ZeroDivisionError, match="in the source") as caught:
+        next(found)
+    assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "experimental_per_replica_buffer_size=0" in caught.value.__notes__[0]
+    assert next(found, "ended") == "ended"
+    assert all_ended()
+
+
+def test_leaving_the_loop_ends_the_thread_and_closes_the_source() -> None:
+    source = Counted()
+    for element in prefetched(source()):
+        if element == 3:
+            break
+    assert all_ended()
+    assert source.closed
+
+
+def test_an_exception_in_the_loop_ends_the_thread() -> None:
+    source = Counted()
+
+    def loop() -> None:
+        for _ in prefetched(source()):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        loop()
+    assert all_ended()
+    assert source.closed
+
+
+def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
+    source = Counted()
+    cycle: list[Any] = [prefetched(source())]
+    cycle.append(cycle)
+    next(cycle[0])
+    del cycle
+    gc.collect()
+    assert all_ended()
+    assert source.closed
+
+
+def test_close_ends_it_at_once() -> None:
+    source = Counted()
+    found = prefetched(source())
+    next(found)
+    found.close()
+    assert next(found, "ended") == "ended"
+    assert all_ended()
+
+
+PROGRAM = """
+import sys, time
+from contextlib import nullcontext
+from distribute_jax.data._prefetch import Prefetcher
+
+def source():
+    yield 1
+    {rest}
+
+found = Prefetcher(source(), 2, nullcontext, lambda _: None)
+print(next(found), flush=True)
+{end}
+"""
+
+
+def started(rest: str, end: str) -> subprocess.Popen[str]:
+    """Starts a Python that reads ahead, and gives it once its first element is there."""
+    code = textwrap.dedent(PROGRAM).format(rest=rest, end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "1\n"
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rest", ["while True: yield 2", "time.sleep(3600)"])
+def test_python_exits_while_a_thread_reads_or_waits_for_room(rest: str) -> None:
+    process = started(rest, "")
+    _, errors = process.communicate(timeout=LONG)
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_a_loop_that_waits_for_its_source() -> None:
+    process = started("time.sleep(3600)", "next(found)")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=LONG)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in errors
+
+
+def test_a_loop_that_waits_for_its_data_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(_pace.time, "perf_counter", lambda: now[0])
+
+    def loop(waiting: float, step: float) -> None:
+        for _ in range(200):
+            now[0] += waiting + step
+            pace.waited(waiting)
+
+    with caplog.at_level(logging.WARNING):
+        pace = Pace()
+        loop(0.01, 0.19)  # 5 %
+        assert caplog.messages == []
+        pace.restart()
+        loop(0.3, 0.1)  # 75 %
+        loop(0.3, 0.1)
+    assert len(caplog.messages) == 1
+    assert "waited for data 75 % of the time, 300 of 400 ms for each batch" in caplog.messages[0]
