@@ -47,6 +47,12 @@ def is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
+def is_given_away(value: Any) -> bool:
+    """Tells whether a step has taken the memory of an array: to use it crashes JAX 0.10."""
+    concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return concrete and value.is_deleted()
+
+
 def is_number(value: Any) -> bool:
     """Tells whether a value is a Python number that a step takes as data; a bool is not."""
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)

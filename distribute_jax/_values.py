@@ -12,10 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distribute_jax._errors import PerReplicaError, PerReplicaTypeError, StepFailedError
+from distribute_jax._errors import (
+    DonatedError,
+    PerReplicaError,
+    PerReplicaTypeError,
+    StepFailedError,
+)
 from distribute_jax._internals import uncommitted
 from distribute_jax._mesh import num_replicas, outside_mesh
-from distribute_jax._tree import error_text, is_key
+from distribute_jax._tree import error_text, is_given_away, is_key, leaf_text
 
 
 class Layout(enum.Enum):
@@ -233,6 +238,11 @@ def reading(value: Any) -> Iterator[None]:
     Steps run in the background, and this does not wait for them.
     """
     array = getattr(value, "global_array", value)
+    if is_given_away(array):
+        raise DonatedError(
+            f"{leaf_text(array)} was given to an earlier step, which reused its memory, so it can no longer "
+            "be read. Use what that step returned or wrote instead, or keep dj.snapshot(value) before it."
+        )
     try:
         if _can_tell(array) and array.is_ready():
             array.block_until_ready()

@@ -8,6 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distribute_jax._errors import DonatedError
+from distribute_jax._tree import is_given_away, listed, path_text
+
+_GONE = """\
+dj.snapshot got arrays that an earlier step has taken, so they cannot be copied any more:
+{lines}
+Take a snapshot before the step that changes the state: best = dj.snapshot(model). An array read from \
+a variable, nnx.clone(model) and jax.tree.map over its state share its memory; none of them is a copy."""
+
 
 def snapshot(tree: Any) -> Any:
     """Copies the arrays of a model, an optimizer or a nest, so that later steps cannot take them.
@@ -22,6 +31,9 @@ def snapshot(tree: Any) -> Any:
         For an NNX object its ``nnx.State``, which ``nnx.update(model, state)`` puts back; for a nest
         the nest. All arrays are copies with the same placement.
 
+    Raises:
+        DonatedError: a later step has taken the arrays already.
+
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
         >>> from flax import nnx
@@ -32,7 +44,15 @@ def snapshot(tree: Any) -> Any:
         ([0.0, 0.0], [1.0, 1.0])
     """
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
+    held = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
+    gone = [path_text(path) for path, x in held if any(map(is_given_away, jax.tree.leaves(x)))]
+    if gone:
+        raise DonatedError(_GONE.format(lines=listed(gone)))
     return jax.tree.map(_copied, state)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _copied(leaf: Any) -> Any:

@@ -60,6 +60,7 @@ def run_checked_for_leaks(
         program.per_example = per_example_results(call, entry)
     if program.padding_checked:
         return entry.execute(flat)
+    entry.check_readable(flat)
     _check_mirrored_rows(call, entry)
     outs = entry.execute(copied(flat))
     _check_other_padding(call, entry, flat, outs)

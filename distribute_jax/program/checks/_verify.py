@@ -70,8 +70,10 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
     """Runs the step both ways from copies of the state, and raises where they differ."""
     replicas = num_replicas(call.mesh)
     if replicas > 1:
+        flat = entry.flat_inputs(values, call.arguments)
+        entry.check_readable(flat)
         before = as_read(entry, _state_leaves(entry))
-        many = as_read(entry, entry.execute(copied(entry.flat_inputs(values, call.arguments))))
+        many = as_read(entry, entry.execute(copied(flat)))
         with components_on(entry.binding, replica_mesh([call.mesh.devices.flat[0]])):
             single_call, single = _on_one_device(call, entry)
             flat = single.placed(single.flat_inputs(values, single_call.arguments))

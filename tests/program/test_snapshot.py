@@ -1,0 +1,281 @@
+"""A second copy of the weights: averaged, held fixed for a while, or kept for the end.
+
+State is donated, so that a copy of the arrays has to be one that steps do not take: a model of its
+own that the step knows, or a ``dj.snapshot``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+STEPS = 5
+EVERY = 3
+random = np.random.default_rng(0)
+X = random.normal(size=(STEPS, 8, 3)).astype(np.float32)
+X *= np.array([3, 1, 1, 0.2, 4], np.float32)[:, None, None]  # the fourth loss is the smallest
+ACTIONS = random.integers(0, 2, size=(STEPS, 8))
+Run = Callable[..., Any]
+
+
+class Agent(nnx.Module):
+    """Two models of one shape, an optimizer for the first, and the number of steps."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.model = nnx.Linear(3, 2, rngs=rngs)
+        self.other = nnx.clone(self.model)
+        self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.1, momentum=0.5), wrt=nnx.Param)
+        self.steps = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+def learn(agent: Agent, x: jax.Array, action: jax.Array) -> jax.Array:
+    """A step towards what the other model expects of the next state, as Q-learning does."""
+
+    def loss_fn(model: nnx.Linear) -> jax.Array:
+        chosen = jnp.take_along_axis(model(x), action[:, None], 1)[:, 0]
+        wanted = 1.0 + 0.9 * agent.other(x[:, ::-1]).max(1)
+        return dj.compute_average_loss((chosen - wanted) ** 2)
+
+    loss, grads = nnx.value_and_grad(loss_fn)(agent.model)
+    loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
+    agent.optimizer.update(agent.model, grads)
+    agent.steps[...] += 1
+    return loss
+
+
+def towards(model: nnx.Module, new: nnx.Module, share: Any) -> None:
+    """Moves the weights of a model by a share of the way to those of another."""
+    mixed = lambda old, new: (1 - share) * old + share * new  # noqa: E731
+    nnx.update(model, jax.tree.map(mixed, nnx.state(model), nnx.state(new)))
+
+
+# Ways to use a copy: each takes what runs a step, and the batches
+
+
+def averaged(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
+    def step(agent: Agent, x: jax.Array, action: jax.Array) -> jax.Array:
+        loss = learn(agent, x, action)
+        towards(agent.other, agent.model, 0.25)
+        return loss
+
+    return [run(step, agent, *batch) for batch in batches]
+
+
+def copied_inside(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
+    def step(agent: Agent, x: jax.Array, action: jax.Array) -> jax.Array:
+        loss = learn(agent, x, action)
+        towards(agent.other, agent.model, jnp.where(agent.steps[...] % EVERY == 0, 1.0, 0.0))
+        return loss
+
+    return [run(step, agent, *batch) for batch in batches]
+
+
+def copied_outside(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
+    losses = []
+    for i, batch in enumerate(batches):
+        if i % EVERY == 0:
+            nnx.update(agent.other, dj.snapshot(agent.model))
+        losses.append(run(learn, agent, *batch))
+    return losses
+
+
+def copied_outside_without_a_snapshot(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
+    """Both models hold the same arrays, which the next step would take from both."""
+    losses = []
+    for i, batch in enumerate(batches):
+        if i % EVERY == 0:
+            nnx.update(agent.other, nnx.state(agent.model))
+        losses.append(run(learn, agent, *batch))
+    return losses
+
+
+def best_kept(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
+    """The weights before the smallest loss come back at the end."""
+    losses, best, lowest = [], None, np.inf
+    for batch in batches:
+        before = dj.snapshot(agent.model)
+        losses.append(run(learn, agent, *batch))
+        if float(losses[-1]) < lowest:
+            best, lowest = before, float(losses[-1])
+    nnx.update(agent.model, best)
+    return losses
+
+
+WAYS = [averaged, copied_inside, copied_outside, copied_outside_without_a_snapshot, best_kept]
+
+
+@functools.cache
+def trained(way: Callable[..., list[Any]], strategy: dj.Strategy | None) -> dict[str, Any]:
+    """What a way leaves behind: under a strategy, or in plain Flax where there is none."""
+    if strategy is None:
+        agent, plain = Agent(), {}
+        run = lambda step, *args: plain.setdefault(step, nnx.jit(step))(*args)  # noqa: E731
+        losses = way(agent, run, list(zip(X, ACTIONS, strict=True)))
+    else:
+        with strategy.scope():
+            agent = Agent()
+        batches = strategy.distribute_dataset(list(zip(X, ACTIONS, strict=True)))
+        losses = way(agent, lambda step, *args: strategy.run(step, args=args), list(batches))
+        dj.check_in_sync(agent)
+    return {"losses": [float(loss) for loss in losses], "state": nnx.to_pure_dict(nnx.state(agent))}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_it_equals_plain_flax_on_one_device(strategy: dj.Strategy, way: Any):
+    """Losses, both models and the optimizer, with state donated, as undistributed code leaves them."""
+    many, one = trained(way, strategy), trained(way, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), many, one)
+    state = many["state"]
+    assert not np.allclose(state["model"]["kernel"], state["other"]["kernel"], atol=1e-3)
+
+
+def test_the_copies_do_what_they_say():
+    """The reference itself: the best is not the last, the target changes only now and then."""
+    losses = trained(best_kept, None)["losses"]
+    assert 0 < int(np.argmin(losses)) < STEPS - 1
+    inside, outside = trained(copied_inside, None), trained(copied_outside, None)
+    np.testing.assert_allclose(inside["losses"], outside["losses"], rtol=1e-5)
+    assert not np.allclose(inside["losses"], trained(averaged, None)["losses"], rtol=1e-2)
+
+
+def test_a_snapshot_survives_later_steps_and_can_be_used_in_one(s2: dj.MirroredStrategy):
+    """It keeps the first values and their placement, and ``run`` takes it without taking it away."""
+    agent = made(s2)
+    before = np.asarray(agent.model.kernel[...])
+    kept = dj.snapshot(agent.model)
+    whole = dj.snapshot({"agent": nnx.to_pure_dict(nnx.state(agent)), "note": "first"})
+    for batch in batches_of(s2):
+        s2.run(learn, args=(agent, *batch))
+    assert not np.allclose(agent.model.kernel[...], before)
+    assert kept["kernel"][...].sharding == agent.model.kernel[...].sharding
+    assert whole["note"] == "first"
+    np.testing.assert_array_equal(whole["agent"]["model"]["kernel"], before)
+    for _ in range(2):
+        total = s2.run(lambda state: state["kernel"][...].sum(), args=(kept,))
+        assert float(total) == pytest.approx(before.sum())
+    s2.run(lambda model, state: nnx.update(model, state), args=(agent.model, kept))
+    np.testing.assert_array_equal(agent.model.kernel[...], before)
+    np.testing.assert_array_equal(kept["kernel"][...], before)
+
+
+# Copies that are none
+
+
+def made(strategy: dj.Strategy) -> Agent:
+    """An agent under a strategy."""
+    with strategy.scope():
+        return Agent()
+
+
+def batches_of(strategy: dj.Strategy) -> list[Any]:
+    """The first two batches."""
+    return list(strategy.distribute_dataset(list(zip(X[:2], ACTIONS[:2], strict=True))))
+
+
+NO_COPIES: dict[str, Callable[[nnx.Linear], Any]] = {
+    "to_pure_dict": lambda model: nnx.to_pure_dict(nnx.state(model)),
+    "tree.map": lambda model: jax.tree.map(lambda array: array, nnx.state(model)),
+    "clone": lambda model: nnx.state(nnx.clone(model)),
+}
+"""What users take for copies: other trees that hold the very arrays of the model."""
+
+
+@pytest.mark.parametrize("how", NO_COPIES)
+def test_arrays_that_a_step_has_taken_are_refused_with_the_advice(
+    s2: dj.MirroredStrategy, how: str
+):
+    """Whatever is done with them next: our error names them and ``dj.snapshot``, none of JAX's."""
+    agent, (first, second) = made(s2), batches_of(s2)
+    s2.run(learn, args=(agent, *first))  # the two models began with the same arrays
+    best = NO_COPIES[how](agent.model)
+    s2.run(learn, args=(agent, *first))
+    array = jax.tree.leaves(best)[0]
+    uses: dict[str, Callable[[], Any]] = {
+        "as an argument": lambda: s2.run(lambda b: jax.tree.map(jnp.sum, b), args=(best,)),
+        "captured": lambda: s2.run(lambda: jax.tree.map(jnp.sum, best)),
+        "a snapshot of them": lambda: dj.snapshot(best),
+        "compared": lambda: dj.check_in_sync(best),
+        "reduced": lambda: s2.reduce("mean", array, axis=None),
+        "gathered": lambda: s2.gather(array, axis=0),
+    }
+    for use in uses.values():
+        with pytest.raises(dj.DonatedError, match=r"dj\.snapshot\("):
+            use()
+    nnx.update(agent.model, best)
+    verified = dj.RunOptions(verify="first")
+    partial = next(iter(s2.distribute_dataset([(X[0][:5], ACTIONS[0][:5])])))
+    for batch, options in ((second, None), (second, verified), (partial, None)):
+        with pytest.raises(
+            dj.DonatedError, match=r"agent\.model\.kernel(.|\n)*dj\.snapshot\(model"
+        ):
+            s2.run(lambda *args: learn(agent, *args), args=batch, options=options)
+    nnx.update(agent.model, jax.tree.map(jnp.zeros_like, nnx.state(agent.other)))
+    s2.run(learn, args=(agent, *second))
+
+
+def test_arrays_put_back_after_another_step_took_them_are_refused(s2: dj.MirroredStrategy):
+    """A step meets just the arrays of its own last call, which another step has taken in between."""
+    agent, (first, second) = made(s2), batches_of(s2)
+
+    def reads(x: jax.Array, action: jax.Array) -> jax.Array:
+        return agent.model(x)
+
+    s2.run(learn, args=(agent, *second))
+    for step in (reads, functools.partial(learn, agent)):
+        s2.run(step, args=first)
+        same = nnx.to_pure_dict(nnx.state(agent.model))
+        s2.run(learn, args=(agent, *second))
+        nnx.update(agent.model, same)
+        with pytest.raises(dj.DonatedError, match=r"model\.kernel"):
+            s2.run(step, args=first)
+        nnx.update(agent.model, jax.tree.map(jnp.zeros_like, nnx.state(agent.other)))
+
+
+def test_a_numpy_array_in_a_variable_is_read_at_each_call(s2: dj.MirroredStrategy):
+    """Also where the step does not write it, so that it stays the user's own."""
+    agent, (first, second) = made(s2), batches_of(s2)
+    s2.run(learn, args=(agent, *first))
+    own = np.zeros((3, 2), np.float32)
+    agent.other.kernel.set_raw_value(own)
+    losses = [float(s2.run(learn, args=(agent, *second))) for _ in range(2)]
+    assert losses[1] != losses[0]
+    assert agent.other.kernel.get_raw_value() is own
+
+
+def test_state_on_another_device_that_was_taken_is_refused_too(s2: dj.MirroredStrategy):
+    """An array that the user's own jit took, in a variable that ``run`` would first have to move."""
+    gone = jnp.ones((3, 2))
+    jax.jit(lambda a: a + 1, donate_argnums=0)(gone)
+    agent = made(s2)
+    agent.model.kernel.set_raw_value(gone)
+    with pytest.raises(dj.DonatedError, match=r"kernel"):
+        s2.run(learn, args=(agent, *batches_of(s2)[0]))
+
+
+def test_a_stale_copy_that_the_step_does_not_read_is_no_error(s2: dj.MirroredStrategy):
+    """An agent may carry dead arrays along; only what reads them is refused."""
+    agent, (first, second) = made(s2), batches_of(s2)
+    s2.run(learn, args=(agent, *second))
+    agent.stale = nnx.clone(agent.model)
+    s2.run(learn, args=(agent, *second))
+    s2.run(learn, args=(agent, *first))
+
+
+def test_the_state_of_a_model_is_the_model_and_follows_it(s2: dj.MirroredStrategy):
+    """``nnx.state(model)`` holds the model's own variables, with a strategy as without."""
+    agent = made(s2)
+    alias = nnx.state(agent.model)
+    s2.run(learn, args=(agent, *batches_of(s2)[0]))
+    assert alias["kernel"] is agent.model.kernel
+    np.testing.assert_array_equal(alias["kernel"][...], agent.model.kernel[...])
