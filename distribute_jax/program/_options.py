@@ -31,7 +31,8 @@ class RunOptions:
     lowering: Lowering = "shard_map"
     """What the traced step is compiled through. ``"vmap"`` runs it as a ``vmap`` over the replicas in
     one program that XLA partitions, and keeps state sharded where it lies sharded over ``"data"``; it
-    refuses by name the few operations that JAX cannot batch. ``"pmap"`` is for comparison."""
+    refuses by name the few operations that JAX cannot batch. ``"pmap"`` is for comparison, and gives
+    away no array."""
     check_sync: bool = True
     """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
     verify: Verify | None = None

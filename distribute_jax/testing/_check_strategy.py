@@ -11,14 +11,21 @@ from typing import Any, cast
 
 import jax
 
-from distribute_jax._errors import ArgumentError, NotEqualError
+from distribute_jax._errors import ArgumentError, LoweringError, NotEqualError
 from distribute_jax._tree import leaf_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
-from distribute_jax.testing._checks import CHECKS, Subject, error_line
+from distribute_jax.testing._checks import CHECKS, Fact, Subject, error_line
 from distribute_jax.testing._devices import first_devices, replica_counts
+from distribute_jax.testing._factories import (
+    Combination,
+    checked_factory,
+    factory_name,
+    possible_counts,
+)
 
 _LOWERINGS = ("shard_map", "vmap", "pmap")
+_log = logging.getLogger("distribute_jax")
 _SHOWN = 8
 """Wrong facts of one check that are listed."""
 
@@ -29,6 +36,10 @@ What a check does is said in its docstring, in distribute_jax/testing/_checks. R
 with
   dj.testing.check_strategy(factory, [{replicas}], lowerings=[{lowering!r}], only=[{name!r}])"""
 
+_REFUSED = (
+    "check_strategy: %d of %d checks were not run, see `refused` in the report; the first is %s"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyReport:
@@ -37,27 +48,33 @@ class StrategyReport:
     Example:
         >>> import distribute_jax as dj
         >>> dj.testing.check_strategy(dj.MirroredStrategy, [2], only=["gather"])
-        StrategyReport(checks=('gather',), replicas=(2,), lowerings=('shard_map',))
+        StrategyReport(checks=('gather',), replicas=(2,), lowerings=('shard_map',), refused=())
     """
 
     checks: tuple[str, ...]
-    """The names of the checks that passed, for each number of replicas and each lowering."""
+    """The names of the checks that passed, for each number of replicas and each lowering, but those
+    in ``refused``."""
     replicas: tuple[int, ...]
     """The numbers of replicas."""
     lowerings: tuple[str, ...]
     """The lowerings of ``RunOptions``."""
+    refused: tuple[str, ...]
+    """The checks that a lowering did not run, as ``"training, 4 replicas, vmap: "`` and the reason:
+    vmap refuses by name the operations that JAX cannot batch."""
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _Outcome:
     check: str
     replicas: int
     lowering: str
-    lines: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
+    """What was wrong, as lines of the message."""
+    refused: str = ""
+    """Why the lowering did not run the check, where it did not."""
 
     def __str__(self) -> str:
-        where = f"  {self.check}, {self.replicas} replicas, {self.lowering}:"
-        return "\n".join([where, *self.lines])
+        return f"{self.check}, {self.replicas} replicas, {self.lowering}"
 
 
 def check_strategy(
@@ -84,7 +101,8 @@ def check_strategy(
         only: names of checks, to run these alone; None means all.
 
     Returns:
-        What was checked: names, numbers of replicas, lowerings.
+        What was checked: names, numbers of replicas, lowerings, and what a lowering refused to run;
+        this is logged, too.
 
     Raises:
         ValueError: a check failed (``NotEqualError``): names the check, what it looked at, what was
@@ -105,24 +123,25 @@ def check_strategy(
         ...
     """
     names = _checked_names(only)
-    counts = replica_counts(replicas, "check_strategy")
+    checked_factory(factory, "check_strategy")
+    counts = replica_counts(replicas, "check_strategy", possible_counts(factory))
     _check_lowerings(lowerings)
-    failures = [
-        failure
-        for count in counts
-        for lowering in lowerings
-        for failure in _failures(_subject(factory, count, lowering), names)
-    ]
+    outcomes = list(_outcomes(factory, counts, lowerings, names))
+    failures = [outcome for outcome in outcomes if outcome.wrong]
     if failures:
-        raise _all_of(failures, len(names) * len(counts) * len(lowerings))
-    return StrategyReport(checks=names, replicas=counts, lowerings=tuple(lowerings))
+        raise _all_of(failures, len(outcomes))
+    refused = tuple(f"{outcome}: {outcome.refused}" for outcome in outcomes if outcome.refused)
+    if refused:
+        _log.warning(_REFUSED, len(refused), len(outcomes), refused[0])
+    return StrategyReport(
+        checks=names, replicas=counts, lowerings=tuple(lowerings), refused=refused
+    )
 
 
 def _checked_names(only: Sequence[str] | None) -> tuple[str, ...]:
     if only is None:
         return tuple(CHECKS)
-    unknown = [name for name in only if name not in CHECKS]
-    if unknown or isinstance(only, str) or not only:
+    if not _is_list_of(only, tuple(CHECKS)):
         raise ArgumentError(
             f"check_strategy(only={only!r}): `only` is a list of names of checks. There are: "
             f"{', '.join(CHECKS)}."
@@ -131,72 +150,69 @@ def _checked_names(only: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _check_lowerings(lowerings: Sequence[str]) -> None:
-    if isinstance(lowerings, str) or not lowerings or not set(lowerings) <= set(_LOWERINGS):
+    if not _is_list_of(lowerings, _LOWERINGS):
         raise ArgumentError(
             f"check_strategy(lowerings={lowerings!r}): a list of some of "
             f"{', '.join(map(repr, _LOWERINGS))}."
         )
 
 
-def _subject(factory: Any, count: int, lowering: str) -> Subject:
-    devices = first_devices(count)
-    if not callable(factory):
-        raise ArgumentError(
-            f"check_strategy({factory!r:.80}): `factory` must be a function that makes a strategy from a "
-            "list of devices, since each number of replicas needs its own: pass dj.MirroredStrategy, or "
-            "lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())."
-        )
-    strategy = factory(devices)
-    if not isinstance(strategy, Strategy):
-        raise ArgumentError(
-            f"check_strategy: the factory returned {strategy!r:.80} for {count} device(s), which is no "
-            "dj.Strategy. Return the strategy that it made."
-        )
-    found = strategy.num_replicas_in_sync
-    if found != count:
-        raise ArgumentError(
-            f"check_strategy: the factory was given {count} device(s) and made {strategy!r} with {found} "
-            "replica(s). Make one replica for each device it is given, or say with replicas=[1] how "
-            "many there can be."
-        )
-    return Subject(strategy, tuple(devices), RunOptions(lowering=cast("Any", lowering)))
+def _is_list_of(asked: Any, names: Sequence[str]) -> bool:
+    is_list = isinstance(asked, (list, tuple)) and len(asked) > 0
+    return is_list and all(name in names for name in asked)
 
 
-def _failures(subject: Subject, names: Sequence[str]) -> Iterator[_Failure]:
-    for name in names:
-        lines = tuple(_wrong(subject, name))
-        if lines:
-            yield _Failure(name, subject.n, subject.options.lowering, lines)
+def _outcomes(
+    factory: Any, counts: Sequence[int], lowerings: Sequence[str], names: Sequence[str]
+) -> Iterator[_Outcome]:
+    combinations = [
+        Combination(factory_name(factory), factory, count, "check_strategy") for count in counts
+    ]
+    for combination in combinations:
+        for lowering in lowerings:
+            devices = tuple(first_devices(combination.replicas))
+            options = RunOptions(lowering=cast("Any", lowering))
+            subject = Subject(combination.made(), devices, options)
+            yield from (_outcome(subject, name) for name in names)
 
 
-def _wrong(subject: Subject, name: str) -> Iterator[str]:
-    """Says what a check found wrong; an error that it did not expect ends it."""
-    wrong = 0
+def _outcome(subject: Subject, name: str) -> _Outcome:
+    """Runs one check; an error that it did not expect ends it."""
+    wrong: list[Fact] = []
+    refused, ended = "", ["    expected no error"]
     with _quiet():
         try:
-            for fact in CHECKS[name](subject):
-                wrong += not fact.holds()
-                if not fact.holds() and wrong <= _SHOWN:
-                    yield f"    {fact.what}:\n      expected {_shown(fact.expected)}"
-                    yield f"      received {_shown(fact.received)}"
+            wrong.extend(fact for fact in CHECKS[name](subject) if not fact.holds())
+            ended = []
         except Exception as error:
-            yield f"    expected no error\n      received {error_line(error)}"
-    if wrong > _SHOWN:
-        yield f"    and {wrong - _SHOWN} more"
+            if isinstance(error, LoweringError) and subject.options.lowering != "shard_map":
+                refused, ended = str(error).partition("\n")[0], []
+            else:
+                ended.append(f"      received {error_line(error)}")
+    lines = (*_lines(wrong), *ended)
+    return _Outcome(name, subject.n, subject.options.lowering, lines, refused)
+
+
+def _lines(wrong: Sequence[Fact]) -> Iterator[str]:
+    for fact in wrong[:_SHOWN]:
+        yield f"    {fact.what}:"
+        yield f"      expected {_shown(fact.expected)}"
+        yield f"      received {_shown(fact.received)}"
+    if len(wrong) > _SHOWN:
+        yield f"    and {len(wrong) - _SHOWN} more"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps back what the library says about batches and layers as unusual as those of the checks."""
-    log = logging.getLogger("distribute_jax")
     silent = logging.Filter("distribute_jax.nothing")
-    log.addFilter(silent)
+    _log.addFilter(silent)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.removeFilter(silent)
+        _log.removeFilter(silent)
 
 
 def _shown(value: Any) -> str:
@@ -204,13 +220,13 @@ def _shown(value: Any) -> str:
     return " ".join(text.split())
 
 
-def _all_of(failures: Sequence[_Failure], total: int) -> NotEqualError:
+def _all_of(failures: Sequence[_Outcome], total: int) -> NotEqualError:
     first = failures[0]
     return NotEqualError(
         _FAILED.format(
             failed=len(failures),
             total=total,
-            lines="\n".join(map(str, failures)),
+            lines="\n".join("\n".join([f"  {failure}:", *failure.wrong]) for failure in failures),
             replicas=first.replicas,
             lowering=first.lowering,
             name=first.check,

@@ -288,6 +288,18 @@ def test_padding_that_leaks_is_found_in_every_lowering(s4: dj.MirroredStrategy, 
     assert float(s4.run(step, args=(x,), options=options)) == 10.0
 
 
+@pytest.mark.parametrize("lowering", ["vmap", "pmap"])
+def test_a_step_to_which_nothing_is_split_runs_in_every_lowering(
+    strategy: dj.Strategy, lowering: Any
+):
+    """Nothing in its arguments says how many replicas there are."""
+    step = lambda: (replica_id() + 1, dj.get_replica_context().all_reduce("sum", 2.0))  # noqa: E731
+    own, total = strategy.run(step, options=dj.RunOptions(lowering=lowering))
+    numbers = [int(i) for i in strategy.experimental_local_results(own)]
+    assert numbers == list(range(1, strategy.num_replicas_in_sync + 1))
+    assert float(total) == 2.0 * strategy.num_replicas_in_sync
+
+
 class Net(nnx.Module):
     """Two layers, each dim a multiple of 8."""
 

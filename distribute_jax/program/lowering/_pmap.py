@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distribute_jax._mesh import DATA, outside_mesh
 from distribute_jax.program.lowering._lower import Layouts
@@ -24,7 +25,8 @@ def compile_pmap(
     del avals, donated
     mesh = call.mesh
 
-    def unstacked(*flat: jax.Array) -> list[jax.Array]:
+    def unstacked(number: jax.Array, *flat: jax.Array) -> list[jax.Array]:
+        del number  # pmap refuses a function of which no argument is split
         again = [x[None] if stacked else x for x, stacked in zip(flat, lies.stacked, strict=True)]
         outs = one_replica(*again)
         return [x if whole else x[0] for x, whole in zip(outs, lies.mirrored, strict=True)]
@@ -32,7 +34,7 @@ def compile_pmap(
     mapped = jax.pmap(
         unstacked,
         axis_name=DATA,
-        in_axes=tuple(0 if split else None for split in lies.split),
+        in_axes=(0, *(0 if split else None for split in lies.split)),
         out_axes=[None if whole else 0 for whole in lies.mirrored],
         devices=list(mesh.devices.flat),
     )
@@ -44,7 +46,7 @@ def compile_pmap(
                 _with_replica_dim(x, mesh.shape[DATA]) if s and not stacked else x
                 for x, s, stacked in zip(flat, lies.split, lies.stacked, strict=True)
             ]
-            outs = mapped(*inputs)
+            outs = mapped(np.arange(mesh.shape[DATA]), *inputs)
             return [jax.device_put(x, to) for x, to in zip(outs, wanted, strict=True)]
 
     return compiled

@@ -24,6 +24,11 @@ def _current() -> tuple[Any, bool, bool]:
     return get_strategy(), in_cross_replica_context(), get_replica_context() is not None
 
 
+def _enter(strategy: Any) -> None:
+    with strategy.scope():
+        pass
+
+
 def context_of_scope(s: Subject) -> Iterator[Fact]:
     """In ``scope`` the strategy is current, also nested and again, and afterwards it is not."""
     before = _current()
@@ -62,7 +67,7 @@ def context_refusals(s: Subject) -> Iterator[Fact]:
     strategy = s.strategy
     calls = {
         "run": lambda: strategy.run(lambda: 1),
-        "scope": lambda: strategy.scope().__enter__(),
+        "scope": lambda: _enter(strategy),
         "reduce": lambda: strategy.reduce("sum", jnp.ones(())),
         "gather": lambda: strategy.gather(jnp.ones(1), axis=0),
         "distribute_dataset": lambda: strategy.distribute_dataset([]),
@@ -80,7 +85,7 @@ def mixed_strategies_refused(s: Subject) -> Iterator[Fact]:
         with outer.scope():
             for name, call in (
                 ("run", lambda inner=inner: inner.run(number)),
-                ("scope", lambda inner=inner: inner.scope().__enter__()),
+                ("scope", lambda inner=inner: _enter(inner)),
                 ("reduce", lambda inner=inner: inner.reduce("mean", 1.0)),
             ):
                 yield refuses(f"{name} {names}", call, MixedStrategiesError)

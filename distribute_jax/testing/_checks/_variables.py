@@ -78,14 +78,17 @@ def variables_on_write_equal(s: Subject) -> Iterator[Fact]:
 
 
 def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
-    """Outside of ``run`` 4 is assigned, added and taken away as with a plain variable."""
+    """Outside of ``run`` 4 is assigned, added and taken away as with a plain variable, in all copies."""
+    homes = len(s.strategy.extended.parameter_devices)
     for aggregation in VariableAggregation:
         for method, variable in _made(s, aggregation).items():
             keeps, sign = _METHODS[method]
             s.made(partial(getattr(variable, method), 4.0))
             copies = [np.asarray(copy) for copy in variable.values]
             wanted = np.float32(10 * keeps + sign * 4.0)
-            yield from on_all(f"{method}(4) outside under {aggregation.name}", copies, wanted)
+            what = f"{method}(4) outside under {aggregation.name}"
+            yield Fact(f"the number of copies after {what}", len(copies), homes)
+            yield from on_all(what, copies, wanted)
 
 
 def variables_drift_refused(s: Subject) -> Iterator[Fact]:

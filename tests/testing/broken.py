@@ -1,0 +1,160 @@
+"""Strategies and operations that are wrong in one way each, for the suite to find."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import distribute_jax as dj
+
+
+class ForgetsReplica0(dj.CrossDeviceOps):
+    """Adds all but the first."""
+
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        gathered = jax.lax.all_gather(value, axis_name)
+        return jnp.sum(gathered[1:], axis=0, dtype=value.dtype)
+
+
+class Averages(dj.CrossDeviceOps):
+    """Gives the mean, as pmean would."""
+
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        total = jax.lax.psum(value, axis_name)
+        return (total / jax.lax.axis_size(axis_name)).astype(value.dtype)
+
+
+class Rounds(dj.CrossDeviceOps):
+    """Sends bfloat16."""
+
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        return jax.lax.psum(value.astype(jnp.bfloat16), axis_name).astype(value.dtype)
+
+
+class AddsInFloat32(dj.CrossDeviceOps):
+    """Adds large integers as numbers that cannot hold them."""
+
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        return jax.lax.psum(value.astype(jnp.float32), axis_name).astype(value.dtype)
+
+
+class AddsInOwnOrder(dj.CrossDeviceOps):
+    """Adds from its own replica on, so that the copies differ in the last bits."""
+
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        own = jax.lax.axis_index(axis_name)
+        parts = jnp.roll(jax.lax.all_gather(value, axis_name), -own, axis=0)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return dj.assume_mirrored(total)
+
+
+class PassesOn(dj.CrossDeviceOps):
+    """Adds by passing on, and does not say that the result is the same everywhere."""
+
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        n = jax.lax.axis_size(axis_name)
+        total = moving = value
+        for _ in range(n - 1):
+            moving = jax.lax.ppermute(moving, axis_name, [(i, (i + 1) % n) for i in range(n)])
+            total = total + moving
+        return total
+
+
+class Reversed(dj.MirroredStrategy):
+    """Replica 0 lies on the last device."""
+
+    def __init__(self, devices: Any) -> None:
+        super().__init__(devices[::-1])
+
+
+class HasNoScope(dj.MirroredStrategy):
+    """Is never current outside of run."""
+
+    def scope(self) -> Any:
+        return nullcontext(self)
+
+
+class Delegates(dj.MirroredStrategy):
+    """Runs its steps on another strategy."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        return dj.MirroredStrategy(list(self.mesh.devices.flat)).run(fn, args, kwargs, options)
+
+
+class RunsTwice(dj.MirroredStrategy):
+    """Runs each step two times."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        super().run(fn, args, kwargs, options)
+        return super().run(fn, args, kwargs, options)
+
+
+class TrustsEveryStep(dj.MirroredStrategy):
+    """Turns the checks of a step off, and the verification."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        options = dataclasses.replace(options or dj.RunOptions(), check_sync=False, verify=None)
+        return super().run(fn, args, kwargs, options)
+
+
+class ForgetsKeywords(dj.MirroredStrategy):
+    """Gives no keyword arguments to the step."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        return super().run(fn, args, None, options)
+
+
+class ReturnsOfReplica0(dj.MirroredStrategy):
+    """Takes the first replica's value for that of all."""
+
+    def experimental_local_results(self, value: Any) -> Any:
+        return super().experimental_local_results(value)[:1]
+
+
+class NeverDonates(dj.MirroredStrategy):
+    """Keeps the old arrays."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        options = dataclasses.replace(options or dj.RunOptions(), donate_state=False)
+        return super().run(fn, args, kwargs, options)
+
+
+class DropsTheRest(dj.MirroredStrategy):
+    """Leaves partial batches out."""
+
+    def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        return super().distribute_dataset(dataset, dj.InputOptions(partial="drop"))
+
+
+class ReducesAnywhere(dj.MirroredStrategy):
+    """Adds the parts by hand, whatever is current and whatever was asked for."""
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        return sum(map(jnp.sum, jax.tree.leaves(value)))
+
+
+class GathersReversed(dj.MirroredStrategy):
+    """Joins from the last replica to the first."""
+
+    def gather(self, value: Any, axis: int) -> Any:
+        parts = [jnp.asarray(part) for part in self.experimental_local_results(value)]
+        return jnp.concatenate(parts[::-1], axis=axis)
+
+
+class StepsShort(dj.MirroredStrategy):
+    """Runs one step less than asked for."""
+
+    def run_steps(self, fn: Any, iterator: Any, steps: int, options: Any = None) -> Any:
+        return super().run_steps(fn, iterator, steps - 1, options)
+
+
+def using(ops: type[dj.CrossDeviceOps]) -> Callable[[Any], dj.Strategy]:
+    """Makes mirrored strategies with an operation."""
+    return lambda devices: dj.MirroredStrategy(devices, cross_device_ops=ops())

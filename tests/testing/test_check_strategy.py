@@ -1,0 +1,245 @@
+"""The conformance suite: every strategy of the library passes, and what is wrong is found and named."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import broken
+import jax
+import pytest
+
+import distribute_jax as dj
+from distribute_jax.testing._checks import CHECKS
+
+COUNTS = [1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)]
+THEMES: dict[str, list[str]] = {}
+for _name, _check in CHECKS.items():
+    THEMES.setdefault(_check.__module__.rpartition("._")[2], []).append(_name)
+
+OPERATIONS = {
+    "nccl": dj.NcclAllReduce,
+    "hierarchical": dj.HierarchicalCopyAllReduce,
+    "to_one": dj.ReductionToOneDevice,
+    "ring": dj.RingAllReduce,
+}
+FACTORIES: dict[str, Callable[[Any], dj.Strategy]] = {
+    "mirrored": dj.MirroredStrategy,
+    "central_storage": dj.CentralStorageStrategy,
+    **{name: broken.using(ops) for name, ops in OPERATIONS.items()},
+}
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_mirrored_strategy_passes(theme: str):
+    """On four replicas, every check."""
+    report = dj.testing.check_strategy(dj.MirroredStrategy, [4], only=THEMES[theme])
+    assert report.checks == tuple(THEMES[theme])
+    assert (report.replicas, report.lowerings, report.refused) == ((4,), ("shard_map",), ())
+
+
+def test_central_storage_strategy_passes():
+    """Where it differs from a mirrored one; the other checks run with the slow tests."""
+    only = [*THEMES["variables"], "training", "donation", "random_streams"]
+    dj.testing.check_strategy(dj.CentralStorageStrategy, [4], only=only)
+
+
+def test_one_device_strategy_passes():
+    """It can be checked on one replica only, and is asked for no more."""
+    only = [*THEMES["context"], *THEMES["values"], "training"]
+    report = dj.testing.check_strategy(dj.OneDeviceStrategy, only=only)
+    assert report.replicas == (1,)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_cross_device_operations_pass(name: str):
+    """Their sums and the derivatives of these; everything else runs with the slow tests."""
+    only = ["all_reduce_sum", "all_reduce_mean", "all_reduce_copies", "all_reduce_gradient"]
+    dj.testing.check_strategy(FACTORIES[name], [4], only=only)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+@pytest.mark.parametrize("replicas", COUNTS)
+@pytest.mark.parametrize("name", ["one_device", *FACTORIES])
+def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: str):
+    """Only vmap refuses some, and only for the operations that JAX cannot batch."""
+    if name == "one_device" and replicas > 1:
+        pytest.skip("OneDeviceStrategy has one replica")
+    factory = FACTORIES.get(name, dj.OneDeviceStrategy)
+    report = dj.testing.check_strategy(factory, [replicas], lowerings=[lowering])
+    assert report.checks == tuple(CHECKS)
+    unbatched = name == "hierarchical" or (name == "to_one" and replicas > 1)
+    assert bool(report.refused) == (unbatched and lowering == "vmap")
+
+
+def test_what_a_lowering_refuses_is_reported_and_logged(caplog: pytest.LogCaptureFixture):
+    """Also where the check wanted to see an error of another kind."""
+    factory, only = FACTORIES["hierarchical"], ["gather", "all_reduce_is_proved", "verify_option"]
+    report = dj.testing.check_strategy(factory, [2], lowerings=["vmap"], only=only)
+    assert [line.partition(": ")[0] for line in report.refused] == [
+        "all_reduce_is_proved, 2 replicas, vmap",
+        "verify_option, 2 replicas, vmap",
+    ]
+    assert all("cannot run reduce_scatter: axis_index_groups" in line for line in report.refused)
+    assert "2 of 3 checks were not run" in caplog.text
+
+
+BROKEN: dict[Any, dict[int, list[str]]] = {
+    broken.ForgetsReplica0: {
+        2: ["all_reduce_mean", "all_reduce_options", "all_reduce_transformed"]
+    },
+    broken.Averages: {2: ["all_reduce_gradient"]},
+    broken.Rounds: {4: ["all_reduce_sum"]},
+    broken.AddsInFloat32: {4: ["all_reduce_sum"]},
+    broken.AddsInOwnOrder: {4: ["all_reduce_copies"]},
+    broken.PassesOn: {2: ["all_reduce_is_proved"]},
+    broken.Reversed: {2: ["replica_order"]},
+    broken.HasNoScope: {
+        2: ["context_of_scope", "variables_on_write_outside", "variables_on_read_outside"]
+    },
+    broken.Delegates: {1: ["context_of_run"]},
+    broken.RunsTwice: {
+        1: ["training_with_dj_optimizer", "metrics_over_replicas", "batch_norm"],
+        2: [
+            *("variables_on_write", "variables_on_write_equal", "variables_rows"),
+            *("training", "random_streams", "random_parameters"),
+        ],
+    },
+    broken.TrustsEveryStep: {
+        2: ["variables_drift_refused", "unreduced_gradients_refused", "verify_option"]
+    },
+    broken.ForgetsKeywords: {1: ["arguments"]},
+    broken.ReturnsOfReplica0: {2: ["results", "all_gather", "merge_call", "variables_on_read"]},
+    broken.NeverDonates: {1: ["donation"]},
+    broken.DropsTheRest: {2: ["dataset", "partial_batches"]},
+    broken.ReducesAnywhere: {1: ["context_refusals", "mixed_strategies_refused"], 2: ["reduce"]},
+    broken.GathersReversed: {2: ["gather"]},
+    broken.StepsShort: {1: ["run_steps"]},
+}
+"""What is wrong, and for some numbers of replicas the checks that must see it."""
+
+
+def found_wrong(cls: Any, replicas: int, only: list[str]) -> str:
+    """Gives what the suite says about something broken."""
+    factory = broken.using(cls) if issubclass(cls, dj.CrossDeviceOps) else cls
+    with pytest.raises(dj.NotEqualError) as caught:
+        dj.testing.check_strategy(factory, [replicas], only=only)
+    return str(caught.value)
+
+
+SLOW = [broken.RunsTwice]  # training, twice
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [pytest.param(cls, marks=[pytest.mark.slow] * (cls in SLOW)) for cls in BROKEN],
+    ids=[cls.__name__ for cls in BROKEN],
+)
+def test_what_is_broken_is_found_by_every_check_that_should_see_it(cls: Any):
+    """The failures of all checks come together, and are named."""
+    for replicas, only in BROKEN[cls].items():
+        text = found_wrong(cls, replicas, only)
+        assert (
+            re.findall(rf"^  (\w+), {replicas} replicas, shard_map:$", text, re.MULTILINE) == only
+        )
+        assert text.startswith(f"check_strategy: {len(only)} of {len(only)} checks failed.")
+
+
+def test_every_check_has_something_broken_that_it_finds():
+    """None of them passes whatever it is given."""
+    assert {check for counts in BROKEN.values() for only in counts.values() for check in only} == {
+        *CHECKS
+    }
+
+
+def test_the_message_says_what_was_looked_at_and_how_to_repeat_the_check():
+    text = found_wrong(broken.GathersReversed, 2, ["dataset", "gather", "arguments"])
+    assert text.startswith("check_strategy: 2 of 3 checks failed.")
+    assert (
+        "\n    gather of uneven parts:\n      expected [1. 2. 2.]\n      received [2. 2. 1.]"
+        in text
+    )
+    assert text.endswith("check_strategy(factory, [2], lowerings=['shard_map'], only=['dataset'])")
+
+
+def test_an_error_in_a_check_is_reported_beside_the_facts_before_it():
+    """The check cannot go on, and the others can."""
+
+    class BreaksLater(dj.MirroredStrategy):
+        entered = 0
+
+        def scope(self) -> Any:
+            self.entered += 1
+            if self.entered > 2:
+                raise OSError("scope is broken\nin two lines")
+            return broken.HasNoScope.scope(self)
+
+    text = found_wrong(BreaksLater, 1, ["context_of_scope", "context_of_run"])
+    assert "1 of 2 checks failed" in text
+    assert text.index("what is current in scope():") < text.index("expected no error")
+    assert "expected no error\n      received OSError: scope is broken\n" in text
+
+
+def test_a_check_that_finds_much_shows_the_first_of_it():
+    text = found_wrong(broken.ForgetsReplica0, 2, ["all_reduce_sum"])
+    assert text.count("expected") == 8
+    assert re.search(r"\n    and \d+ more\n", text)
+
+
+def test_the_suite_leaves_the_logger_as_it_was(caplog: pytest.LogCaptureFixture):
+    """It keeps back what the library says about its own odd steps only."""
+    dj.testing.check_strategy(dj.MirroredStrategy, [2], only=["batch_norm"])
+    assert caplog.text == ""
+    logging.getLogger("distribute_jax").warning("heard")
+    assert "heard" in caplog.text
+
+
+WRONG = {
+    "made already": (lambda: dj.testing.check_strategy(dj.MirroredStrategy()), "is no factory"),
+    "no strategy": (
+        lambda: dj.testing.check_strategy(lambda devices: devices, [1]),
+        "no dj.Strategy",
+    ),
+    "fixed size": (
+        lambda: dj.testing.check_strategy(lambda devices: dj.MirroredStrategy([0, 1]), [1]),
+        r"given 1 device\(s\) and made .* with 2 replica",
+    ),
+    "three": (lambda: dj.testing.check_strategy(dj.MirroredStrategy, [3]), "some of 1, 2, 4, 8"),
+    "a number": (lambda: dj.testing.check_strategy(dj.MirroredStrategy, 4), "some of 1, 2, 4, 8"),
+    "none": (lambda: dj.testing.check_strategy(dj.MirroredStrategy, []), "some of 1, 2, 4, 8"),
+    "check": (
+        lambda: dj.testing.check_strategy(dj.MirroredStrategy, only=["sum"]),
+        "all_reduce_sum",
+    ),
+    "text": (
+        lambda: dj.testing.check_strategy(dj.MirroredStrategy, only="gather"),
+        "list of names",
+    ),
+    "lowering": (
+        lambda: dj.testing.check_strategy(dj.MirroredStrategy, lowerings=["jit"]),
+        "'shard_map', 'vmap', 'pmap'",
+    ),
+    "lowering as text": (
+        lambda: dj.testing.check_strategy(dj.MirroredStrategy, lowerings="vmap"),
+        "'shard_map', 'vmap', 'pmap'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_refused_before_anything_runs(case: str):
+    call, wanted = WRONG[case]
+    with pytest.raises(dj.ArgumentError, match=f"check_strategy.*{wanted}"):
+        call()
+
+
+def test_more_replicas_than_devices_are_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch):
+    devices = jax.local_devices()[:3]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    with pytest.raises(ValueError, match=r"has 3 device\(s\). Call dj.simulate\(4\) before JAX"):
+        dj.testing.check_strategy(dj.MirroredStrategy, [4])
+    report = dj.testing.check_strategy(dj.MirroredStrategy, only=["context_of_scope"])
+    assert report.replicas == (1, 2)
