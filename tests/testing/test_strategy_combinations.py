@@ -1,0 +1,273 @@
+"""A user's test under every strategy: one item for each in pytest, one report of all elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import traceback
+import unittest
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import distribute_jax as dj
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ["one_device-1"] + [
+    f"{n}-{i}" for n in ("mirrored", "central_storage") for i in (1, 2, 4)
+]
+
+
+def doubled(devices: list[jax.Device]) -> dj.Strategy:
+    """A factory with a name."""
+    return dj.MirroredStrategy(devices)
+
+
+def seen_by(**options: Any) -> list[tuple[str, int]]:
+    """Calls a decorated function by hand; gives the strategies it got."""
+    seen = []
+
+    @dj.testing.strategy_combinations(**options)
+    def test(strategy: dj.Strategy) -> None:
+        seen.append((type(strategy).__name__, strategy.num_replicas_in_sync))
+
+    test()
+    return seen
+
+
+@dj.testing.strategy_combinations(replicas=[1, 4])
+def test_a_decorated_test_computes_the_same_under_every_strategy(strategy: dj.Strategy):
+    """This module is collected by pytest itself."""
+    total = strategy.run(lambda: dj.get_replica_context().all_reduce("sum", 1.0))
+    assert float(total) == strategy.num_replicas_in_sync
+
+
+def test_called_by_hand_it_runs_under_all_strategies_of_the_library():
+    several = ("MirroredStrategy", "CentralStorageStrategy")
+    counts = (1, 2, 4, 8)
+    assert seen_by() == [("OneDeviceStrategy", 1), *((s, n) for s in several for n in counts)]
+
+
+def test_strategies_and_numbers_of_replicas_can_be_chosen():
+    """OneDeviceStrategy is left out where it has too few replicas."""
+    assert seen_by(replicas=[2]) == [("MirroredStrategy", 2), ("CentralStorageStrategy", 2)]
+    chosen = [dj.OneDeviceStrategy, doubled]
+    assert seen_by(strategies=chosen, replicas=[1, 4]) == [
+        ("OneDeviceStrategy", 1),
+        *(("MirroredStrategy", 1), ("MirroredStrategy", 4)),
+    ]
+
+
+def test_only_as_many_replicas_as_there_are_devices_are_tried(monkeypatch: pytest.MonkeyPatch):
+    devices = jax.local_devices()[:2]
+    monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
+    assert {n for _, n in seen_by()} == {1, 2}
+    with pytest.raises(ValueError, match=r"has 2 device\(s\). Call dj.simulate\(4\)"):
+        seen_by(replicas=[4])
+
+
+def test_a_strategy_that_is_given_is_the_only_one():
+    """As when a test calls another."""
+    seen = []
+
+    @dj.testing.strategy_combinations
+    def test(x: int, strategy: dj.Strategy) -> None:
+        seen.append((x, strategy))
+
+    mine = dj.MirroredStrategy([3])
+    test(1, mine)
+    test(2, strategy=mine)
+    assert seen == [(1, mine), (2, mine)]
+
+
+def test_failures_under_several_combinations_are_reported_together():
+    """Every combination runs, and every error names its own and has its traceback."""
+
+    @dj.testing.strategy_combinations(replicas=[1, 2, 4])
+    def test_few(strategy: dj.Strategy) -> None:
+        assert strategy.num_replicas_in_sync < 3, "too many"
+        if isinstance(strategy, dj.OneDeviceStrategy):
+            raise TypeError("not alone")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        test_few()
+    wanted = (
+        "test_few failed under 3 of 7 combinations: one_device-1, mirrored-4, central_storage-4"
+    )
+    assert wanted in str(caught.value)
+    text = "".join(traceback.format_exception(caught.value))
+    assert re.search(r"TypeError: not alone\n.*under one_device-1", text)
+    assert len(re.findall(r"AssertionError: too many[^\x00]*?under \w+-4", text)) == 2
+    assert text.count("in test_few\n") == 3
+
+
+def test_unittest_runs_all_combinations_in_one_test():
+    class Case(unittest.TestCase):
+        @dj.testing.strategy_combinations(replicas=[1, 2])
+        def test_total(self, strategy: dj.Strategy) -> None:
+            self.assertLess(strategy.num_replicas_in_sync, 2)  # noqa: PT009
+
+    result = unittest.TestResult()
+    Case("test_total").run(result)
+    ((_, text),) = result.errors
+    assert "failed under 2 of 5 combinations: mirrored-2, central_storage-2" in text
+
+
+async def waits(strategy: dj.Strategy) -> None:
+    """Nothing of it runs when it is called."""
+
+
+WRONG = {
+    "no argument": (lambda: dj.testing.strategy_combinations(lambda: None), "argument `strategy`"),
+    "a class": (
+        lambda: dj.testing.strategy_combinations(dict),
+        "decorates dict, which is no plain",
+    ),
+    "options by place": (
+        lambda: dj.testing.strategy_combinations([dj.MirroredStrategy]),
+        "give options by name",
+    ),
+    "async": (
+        lambda: dj.testing.strategy_combinations(waits),
+        "decorates waits, which is no plain",
+    ),
+    "made already": (lambda: seen_by(strategies=[dj.MirroredStrategy([0])]), "is no factory"),
+    "made already, named": (lambda: seen_by(strategies={"a": 1}), "is no factory"),
+    "one class": (lambda: seen_by(strategies=dj.MirroredStrategy), "a list of factories"),
+    "lambda": (
+        lambda: seen_by(strategies=[lambda d: doubled(d)]),
+        "for lambdas, a dict from names",
+    ),
+    "a name twice": (lambda: seen_by(strategies=[doubled, doubled]), "whose names differ"),
+    "none": (lambda: seen_by(strategies=[]), "a list of factories"),
+    "three": (lambda: seen_by(replicas=[3]), "some of 1, 2, 4, 8"),
+    "a number": (lambda: seen_by(replicas=4), "some of 1, 2, 4, 8"),
+    "nothing left": (
+        lambda: seen_by(strategies=[dj.OneDeviceStrategy], replicas=[2]),
+        "Add 1 to replicas",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_refused(case: str):
+    call, wanted = WRONG[case]
+    with pytest.raises(dj.ArgumentError, match=f"strategy_combinations.*{wanted}"):
+        call()
+
+
+def test_a_factory_that_makes_something_else_fails_its_combination():
+    with pytest.raises(ExceptionGroup) as caught:
+        seen_by(strategies={"all": lambda _: dj.MirroredStrategy([0, 1])}, replicas=[1, 2])
+    (error,) = caught.value.exceptions
+    assert "failed under 1 of 2 combinations: all-1" in str(caught.value)
+    assert "the factory all was given 1 device(s) and made MirroredStrategy" in str(error)
+
+
+CONFTEST = """
+    import distribute_jax as dj
+
+    dj.simulate(4)
+    pytest_plugins = ["distribute_jax.testing.pytest_plugin"]
+"""
+DECORATED = """
+    import pytest
+    import distribute_jax as dj
+
+    ring = {"ring": lambda devices: dj.MirroredStrategy(devices, dj.RingAllReduce())}
+
+    @dj.testing.strategy_combinations
+    def test_bare(strategy):
+        assert strategy.num_replicas_in_sync < 4 or type(strategy) is dj.MirroredStrategy
+
+    @pytest.mark.parametrize("x", [5, 6])
+    @dj.testing.strategy_combinations(strategies=ring, replicas=[2])
+    @pytest.mark.parametrize("y", [7])
+    def test_mixed(x, strategy, y, tmp_path, seen):
+        assert x in (5, 6) and y == 7 and tmp_path.exists()
+        assert strategy.num_replicas_in_sync == seen == 2
+
+    @pytest.fixture
+    def seen():
+        return 2
+
+    class TestMethods:
+        @dj.testing.strategy_combinations(replicas=[1])
+        def test_method(self, strategy):
+            assert isinstance(self, TestMethods) and isinstance(strategy, dj.Strategy)
+"""
+FIXTURE = """
+    import distribute_jax as dj
+    import pytest
+
+    def test_plain(strategy):
+        assert strategy.num_replicas_in_sync != 2
+        assert isinstance(strategy, dj.Strategy)
+
+    @pytest.fixture
+    def doubled(strategy):
+        return 2 * strategy.num_replicas_in_sync
+
+    def test_through_another(doubled):
+        assert doubled in (2, 4, 8)
+"""
+OWN = """
+    import pytest
+
+    @pytest.fixture
+    def strategy():
+        return "mine"
+
+    def test_own(strategy):
+        assert strategy == "mine"
+
+    def test_none():
+        pass
+"""
+
+
+def outcomes_of(folder: Path, **files: str) -> dict[str, str]:
+    """Runs pytest on some files; gives the outcome of each test that it lists."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    removed = {"XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "PYTEST_ADDOPTS"}
+    environment = {k: v for k, v in os.environ.items() if k not in removed}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rA", "-q", "-W", "error", "-p", "no:cacheprovider"],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    found = re.findall(r"^(PASSED|FAILED|ERROR) \w+\.py::(\S+)", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    return {name: outcome for outcome, name in found}
+
+
+def test_pytest_shows_one_test_for_each_combination(tmp_path: Path):
+    """Of the decorator and of the fixture; a fixture of the user's by the same name is left alone."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    found = outcomes_of(tmp_path, conftest=CONFTEST, test_a=DECORATED, test_b=FIXTURE, test_c=OWN)
+    wanted = {
+        **{f"test_bare[{name}]": "PASSED" for name in LIBRARY},
+        **{f"test_mixed[7-ring-2-{x}]": "PASSED" for x in (5, 6)},
+        **{
+            f"TestMethods::test_method[{name}-1]": "PASSED"
+            for name in ("one_device", "mirrored", "central_storage")
+        },
+        **{f"test_plain[{name}]": "PASSED" for name in LIBRARY},
+        **{f"test_through_another[{name}]": "PASSED" for name in LIBRARY},
+        "test_own": "PASSED",
+        "test_none": "PASSED",
+        "test_bare[central_storage-4]": "FAILED",
+        "test_plain[mirrored-2]": "FAILED",
+        "test_plain[central_storage-2]": "FAILED",
+    }
+    assert found == wanted
