@@ -11,7 +11,7 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 - ``metrics``: as in ``flax.nnx.metrics``, exact for any number of replicas;
 - ``training``: losses over the global batch, and the optimizer that sums gradients;
 - ``experimental``: names that TensorFlow has in ``tf.distribute.experimental``;
-- ``testing``: equivalence checks and simulated devices for your own tests.
+- ``testing``: equivalence and conformance checks, and simulated devices, for your own tests.
 """
 
 from distribute_jax import (
