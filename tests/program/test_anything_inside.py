@@ -361,6 +361,26 @@ def test_a_training_step_with_it_trains_as_plain_code(s4: dj.MirroredStrategy, f
     assert_equal_state(trained(step, s4), trained(step, None))
 
 
+def test_the_error_of_checkify_comes_out_for_each_replica(s4: dj.MirroredStrategy):
+    """Only the replica with the large row has one; all of them at once are refused with the advice."""
+
+    def step(x: jax.Array) -> tuple[checkify.Error, jax.Array]:
+        def total(x: jax.Array) -> jax.Array:
+            checkify.check(jnp.all(x < 7), "too large: {m}", m=x.max())
+            return x.sum()
+
+        return checkify.checkify(total)(x)
+
+    (batch,) = s4.distribute_dataset([np.arange(8.0)])
+    error, _ = s4.run(step, args=(batch,))
+    errors = s4.experimental_local_results(error)
+    assert [e.get() is None for e in errors] == [True, True, True, False]
+    with pytest.raises(checkify.JaxRuntimeError, match=r"too large: 7\.0"):
+        errors[3].throw()
+    with pytest.raises(dj.PerReplicaError, match="experimental_local_results"):
+        error.throw()
+
+
 # Collectives at any depth: each forward pass mixes the rows of the global batch
 
 
