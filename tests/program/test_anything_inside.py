@@ -2,11 +2,13 @@
 
 Each way of computing the same kind of layer is part of a whole training step: a loss over the batch,
 gradients, an ``all_reduce``, an optimizer with momentum and a counter. The reference is the step
-itself, called as a plain function without this library's ``run``.
+itself under ``nnx.jit``, without this library's ``run``.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,16 +41,6 @@ class Net(nnx.Module):
 def context() -> Any:
     """The context of this replica."""
     return dj.get_replica_context()
-
-
-def replica_id() -> jax.Array:
-    """The id of this replica."""
-    return context().replica_id_in_sync_group
-
-
-def mean(value: jax.Array) -> jax.Array:
-    """The mean over the rows of the global batch; the shares are equal."""
-    return context().all_reduce("mean", jnp.mean(value))
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -95,7 +87,7 @@ def by_cond_of_state(net: Net, x: jax.Array) -> jax.Array:
 
 def by_cond_of_each_row(net: Net, x: jax.Array) -> jax.Array:
     row = lambda r: lax.cond(r[0] > 0, jnp.sin, lambda r: layer(r, net.stack[1]), r)  # noqa: E731
-    return jnp.stack([row(r) for r in x])
+    return lax.map(row, x)
 
 
 def by_switch(net: Net, x: jax.Array) -> jax.Array:
@@ -288,7 +280,7 @@ def grads_of(net: Net, forward: Forward, x: jax.Array, y: jax.Array) -> tuple[ja
     return nnx.value_and_grad(loss_fn)(net)
 
 
-def usual_step(net: Net, optimizer: Any, forward: Forward, x: jax.Array, y: jax.Array) -> jax.Array:
+def usual_step(forward: Forward, net: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """A training step around a way to compute the layers."""
     loss, grads = grads_of(net, forward, x, y)
     loss, grads = context().all_reduce("sum", (loss, grads))
@@ -307,7 +299,8 @@ def trained(step: Step, strategy: dj.Strategy | None) -> dict[str, Any]:
         net = Net()
         optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     if strategy is None:
-        losses = [step(net, optimizer, *map(jnp.asarray, rows)) for rows in ROWS]
+        plain = nnx.jit(step)
+        losses = [plain(net, optimizer, *map(jnp.asarray, rows)) for rows in ROWS]
     else:
         batches = strategy.distribute_dataset([tuple(rows) for rows in ROWS])
         losses = [strategy.run(step, args=(net, optimizer, *batch)) for batch in batches]
@@ -316,9 +309,8 @@ def trained(step: Step, strategy: dj.Strategy | None) -> dict[str, Any]:
     return {"losses": [float(loss) for loss in losses], **nnx.to_pure_dict(nnx.State(state))}
 
 
-def assert_trains_as_plain_code(step: Step, strategy: dj.Strategy, reference: Any = None) -> None:
+def assert_equal_state(many: dict[str, Any], one: dict[str, Any]) -> None:
     """Compares all that three steps leave behind."""
-    many, one = trained(step, strategy), trained(step, reference)
     assert many["losses"][0] != many["losses"][-1]
     for (path, a), (_, b) in zip(
         jax.tree_util.tree_leaves_with_path(many),
@@ -330,10 +322,214 @@ def assert_trains_as_plain_code(step: Step, strategy: dj.Strategy, reference: An
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=str(path))
 
 
+@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.wide) for n in (1, 2, 8))])
+def replicas(request: pytest.FixtureRequest) -> dj.MirroredStrategy:
+    """Four replicas; others under the mark ``wide``, since what breaks with them breaks with four."""
+    return dj.MirroredStrategy(list(range(request.param)))
+
+
+GROUPS = [WAYS[i::7] for i in range(7)]
+
+
+def chained(forwards: list[Forward], net: Net, x: jax.Array) -> jax.Array:
+    """Several ways in one forward pass: one program has them all."""
+    for forward in forwards:
+        x = jnp.tanh(forward(net, x))
+    return x
+
+
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+def test_a_training_step_with_several_of_them_trains_as_plain_code(
+    replicas: dj.MirroredStrategy, group: int
+):
+    """Losses, weights, momentum and the counter after three steps; four ways in one program."""
+    step = functools.partial(usual_step, functools.partial(chained, GROUPS[group]))
+    assert_equal_state(trained(step, replicas), trained_plainly(group))
+
+
+@functools.cache
+def trained_plainly(group: int) -> dict[str, Any]:
+    """The same in plain Flax."""
+    return trained(functools.partial(usual_step, functools.partial(chained, GROUPS[group])), None)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", WAYS, ids=lambda forward: forward.__name__)
-def test_a_training_step_with_it_trains_as_plain_code(strategy: dj.Strategy, forward: Forward):
-    step = lambda net, optimizer, x, y: usual_step(net, optimizer, forward, x, y)  # noqa: E731
-    assert_trains_as_plain_code(step, strategy)
+def test_a_training_step_with_it_trains_as_plain_code(s4: dj.MirroredStrategy, forward: Forward):
+    """The same ways one by one, to tell which it is."""
+    step = functools.partial(usual_step, forward)
+    assert_equal_state(trained(step, s4), trained(step, None))
 
 
-# Collectives at any depth
+def test_the_error_of_checkify_comes_out_for_each_replica(s4: dj.MirroredStrategy):
+    """Only the replica with the large row has one; all of them at once are refused with the advice."""
+
+    def step(x: jax.Array) -> tuple[checkify.Error, jax.Array]:
+        def total(x: jax.Array) -> jax.Array:
+            checkify.check(jnp.all(x < 7), "too large: {m}", m=x.max())
+            return x.sum()
+
+        return checkify.checkify(total)(x)
+
+    (batch,) = s4.distribute_dataset([np.arange(8.0)])
+    error, _ = s4.run(step, args=(batch,))
+    errors = s4.experimental_local_results(error)
+    assert [e.get() is None for e in errors] == [True, True, True, False]
+    with pytest.raises(checkify.JaxRuntimeError, match=r"too large: 7\.0"):
+        errors[3].throw()
+    with pytest.raises(dj.PerReplicaError, match="experimental_local_results"):
+        error.throw()
+
+
+# Collectives at any depth: each forward pass mixes the rows of the global batch
+
+
+Mean = Callable[[jax.Array], jax.Array]
+"""The mean over the replicas, in one of its spellings."""
+
+
+def in_scan(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        center = mean(x.mean(0))
+        return layer(x - center, w), center.sum()
+
+    x, centers = lax.scan(body, x, net.stack[...])
+    return x + centers.sum()
+
+
+def in_both_branches(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    """A mirrored predicate, so that all replicas take the same branch."""
+    add = lambda x: x + mean(jnp.sin(x).mean(0))  # noqa: E731
+    scale = lambda x: x * mean((x**2).mean())  # noqa: E731
+    return lax.cond(net.step[...] % 2 == 0, add, scale, x @ net.stack[0])
+
+
+def in_one_branch(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    """The predicate is itself a mean over the replicas."""
+    high = mean(x.mean()) > 0
+    return lax.cond(high, lambda x: x - mean(x.mean(0)), jnp.sin, layer(x, net.stack[1]))
+
+
+def in_a_while(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    """The test and the body; all replicas take the same number of turns."""
+    halved = lax.while_loop(
+        lambda v: mean((v**2).mean()) > 0.01,
+        lambda v: v / 2 + mean(v.mean(0)) / 8,
+        lax.stop_gradient(x),
+    )
+    return layer(x + halved, net.stack[0])
+
+
+def in_remat(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    return jax.checkpoint(lambda x, w: layer(x, w) * mean((x @ w).mean()))(x, net.stack[0])
+
+
+def in_a_backward_pass(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    """The gradient of each row becomes the mean over the rows of the global batch."""
+
+    @jax.custom_vjp
+    def same_gradient(x: jax.Array) -> jax.Array:
+        return x
+
+    same_gradient.defvjp(
+        lambda x: (x, None), lambda _, g: (jnp.broadcast_to(mean(g.mean(0)), g.shape),)
+    )
+    return same_gradient(layer(x, net.stack[0]))
+
+
+def in_jit(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    centered = jax.jit(lambda x: x - mean(x.mean(0)))
+    return jax.jit(lambda x, w: centered(layer(centered(x), w)))(x, net.stack[0])
+
+
+def under_vmap(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    column = lambda column: column - mean(column.mean())  # noqa: E731
+    return layer(jax.vmap(column, in_axes=1, out_axes=1)(x), net.stack[0])
+
+
+def in_nnx_scan_of_remat(net: Net, x: jax.Array, mean: Mean) -> jax.Array:
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    @nnx.remat
+    def through(w: nnx.Param[jax.Array], x: jax.Array) -> jax.Array:
+        return layer(x - mean(x.mean(0)), w[...])
+
+    return through(net.stack, x)
+
+
+DEEP = [
+    in_scan, in_both_branches, in_one_branch, in_a_while, in_remat, in_a_backward_pass, in_jit,
+    under_vmap, in_nnx_scan_of_remat,
+]  # fmt: skip
+
+SPELLINGS: dict[str, Mean] = {
+    "all_reduce": lambda v: context().all_reduce("mean", v),
+    "psum": lambda v: lax.psum(v, "data") / lax.axis_size("data"),
+    "merge_call": lambda v: context().merge_call(lambda s, v: s.reduce("mean", v), args=(v,)),
+}
+
+
+def one_after_the_other(mean: Mean, net: Net, x: jax.Array) -> jax.Array:
+    """All the places in one forward pass, and so in one program."""
+    for place in DEEP:
+        x = jnp.tanh(place(net, x, mean))
+    return x
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_collectives_in_every_place_train_as_plain_code(
+    replicas: dj.MirroredStrategy, spelling: str
+):
+    """Scan, branches, loops, remat, a backward pass, jit, vmap and NNX's own, in one forward pass."""
+    deep = functools.partial(one_after_the_other, SPELLINGS[spelling])
+    many = trained(functools.partial(usual_step, deep), replicas)
+    assert_equal_state(many, mixed_plainly())
+
+
+@functools.cache
+def mixed_plainly() -> dict[str, Any]:
+    """The same in plain Flax, where the mean over the replicas is the value."""
+    deep = functools.partial(one_after_the_other, lambda v: v)
+    return trained(functools.partial(usual_step, deep), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("place", DEEP, ids=lambda place: place.__name__)
+def test_collectives_in_one_place_train_as_plain_code(
+    s4: dj.MirroredStrategy, place: Any, spelling: str
+):
+    """The same places one by one, to tell which it is."""
+    many = functools.partial(usual_step, lambda net, x: place(net, x, SPELLINGS[spelling]))
+    one = functools.partial(usual_step, lambda net, x: place(net, x, lambda v: v))
+    assert_equal_state(trained(many, s4), trained(one, None))
+
+
+def looping(mean: Mean, x: jax.Array) -> jax.Array:
+    """As many turns as this replica's rows ask for."""
+    return lax.while_loop(lambda v: v.sum() > 1, lambda v: v / 2 + mean(v) / 9, x)
+
+
+def branching(mean: Mean, x: jax.Array) -> jax.Array:
+    """A scan of a recomputed branch that this replica's rows decide on."""
+    branch = lambda v: lax.cond(v.sum() > 0, mean, jnp.sin, v)  # noqa: E731
+    return lax.scan(lambda v, _: (jax.checkpoint(branch)(v), None), x, None, length=2)[0]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    ("hangs", "decided_by"), [(looping, "trip count of while"), (branching, "predicate of cond")]
+)
+def test_where_replicas_decide_for_themselves_every_spelling_is_refused_at_the_users_line(
+    s4: dj.MirroredStrategy, hangs: Any, decided_by: str, spelling: str
+):
+    """Before anything runs: both lines are those of this file, not of the library."""
+    (batch,) = s4.distribute_dataset([ROWS[0, 0]])
+    with pytest.raises(dj.DeadlockError) as caught:
+        s4.run(functools.partial(hangs, SPELLINGS[spelling]), args=(batch,))
+    message = str(caught.value)
+    lines, first = SPELLINGS[spelling].__code__.co_firstlineno, hangs.__code__.co_firstlineno
+    assert f"test_anything_inside.py:{lines}" in message.split("decided by")[0]
+    decided = re.search(rf"{decided_by} at test_anything_inside.py:(\d+)", message)
+    assert decided is not None
+    assert first < int(decided[1]) <= first + 3
+    assert "args[0]" in message

@@ -125,6 +125,29 @@ def test_numbers_are_data_and_compile_once(s2: dj.MirroredStrategy):
     assert len(traces) == 2  # a Python number and a NumPy one are two programs
 
 
+@pytest.mark.parametrize("number", [3, 0.5])
+def test_a_number_that_a_step_gave_back_is_the_number_it_took(
+    s2: dj.MirroredStrategy, number: float
+):
+    """As a counter in a ``TrainState``: one program, as under ``jax.jit``, for it and for the array."""
+    traces = []
+
+    def step(state: dict[str, object], x: jax.Array):
+        traces.append(1)
+        return {"number": state["number"] + 1}, x * state["number"]
+
+    state, x = {"number": number}, jnp.ones(2, jnp.bfloat16)
+    for i in range(3):
+        state, scaled = s2.run(step, args=(state, x), options=dj.RunOptions(donate_args=True))
+        assert scaled.dtype == jnp.bfloat16
+        assert float(scaled[0]) == number + i
+        x = jnp.ones(2, jnp.bfloat16)
+    assert len(traces) == 1
+    _, scaled = s2.run(step, args=({"number": jnp.float32(2)}, x))
+    assert scaled.dtype == jnp.float32
+    assert len(traces) == 2
+
+
 @pytest.mark.parametrize(
     ("value", "kind"), [(True, bool), ("mean", str), (None, type(None)), (b"x", bytes)]
 )

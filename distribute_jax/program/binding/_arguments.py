@@ -95,7 +95,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
         elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             if not isinstance(leaf, jax.Array):
                 _check_array(leaf)
-            signature.append((leaf.shape, leaf.dtype))
+            signature.append((leaf.shape, leaf.dtype) if leaf.shape else _scalar_signature(leaf))
             data.append(leaf)
             kinds.append("data")
         elif isinstance(leaf, _STATIC):
@@ -112,6 +112,18 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     return Arguments(treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined))
+
+
+def _scalar_signature(array: Any) -> Any:
+    """Gives a number that a step returned the signature of the number it was.
+
+    The ``step`` of a new ``TrainState`` is 0, and an array from then on: that is no other program.
+    """
+    config: Any = jax.config
+    if not getattr(array, "weak_type", False):
+        return ((), array.dtype)
+    whole = array.dtype.itemsize == (8 if config.jax_enable_x64 else 4)
+    return {"i": int, "f": float}.get(array.dtype.kind if whole else "", ((), array.dtype))
 
 
 def _check_fits(number: Any) -> None:

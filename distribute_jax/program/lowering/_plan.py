@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +149,9 @@ _MODEL_SHAPED = """\
 The step returns {what}, which has the structure and shapes of {argument}, an argument that came in \
 equal on every replica, but it would come back as {replicas} different ones:
 {lines}
-Combine the gradients first: grads = dj.get_replica_context().all_reduce("sum", grads). If \
-different values are what you want, use RunOptions(check_sync=False)."""
+Combine the gradients first: grads = dj.get_replica_context().all_reduce("sum", grads), and statistics, \
+such as Linen's batch_stats, with all_reduce("mean", batch_stats). If different values are what you want, \
+use RunOptions(check_sync=False)."""
 
 
 def _sources(mark: Mark) -> str:
@@ -175,8 +176,8 @@ def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> No
                 continue
             bad = [
                 f"{traced.results.names[k]} depends on {_sources(marks[k])}"
-                for k in leaves
-                if marks[k]
+                for k, wanted in zip(leaves, avals, strict=True)
+                if marks[k] and not wanted.per_replica
             ]
             if bad:
                 raise OutOfSyncError(
@@ -195,28 +196,42 @@ class _ResultLeaf:
     content: Any
 
 
-def _shape(leaf: Any) -> tuple[Any, ...]:
-    return (jnp.shape(leaf), getattr(leaf, "dtype", None))
+class _Wanted(NamedTuple):
+    """What a leaf of an argument is on one replica."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    """None for a number, which has no dtype yet."""
+    per_replica: bool
 
 
-def _fits(wanted: tuple[Any, ...], aval: Any) -> bool:
-    """Tells whether an output has the shape and dtype of an argument; a number has no dtype yet."""
-    return bool(wanted[0] == aval.shape and wanted[1] in (None, aval.dtype))
+def _wanted(leaf: Any) -> _Wanted:
+    per_replica = isinstance(leaf, PerReplica)
+    shape = leaf.part_shape if per_replica else jnp.shape(leaf)
+    return _Wanted(shape, getattr(leaf, "dtype", None), per_replica)
 
 
-def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[tuple[Any, ...]]]]:
-    """Gives name, structure and shapes of each argument that is a nest of mirrored arrays."""
+def _fits(wanted: _Wanted, aval: Any) -> bool:
+    """Tells whether an output has the shape and dtype of an argument."""
+    return bool(wanted.shape == aval.shape and wanted.dtype in (None, aval.dtype))
+
+
+def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[_Wanted]]]:
+    """Gives name, structure and shapes of each argument that is a nest with mirrored arrays.
+
+    Some of it may be per-replica, as the statistics of a model of which each replica keeps its own.
+    """
     arguments = call.arguments
     args, kwargs = jax.tree.unflatten(arguments.treedef, arguments.leaves)
     named = [(f"args[{i}]", value) for i, value in enumerate(args)]
     named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
     for name, value in named:
         leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PerReplica))
-        arrays = all(is_array(leaf) or is_number(leaf) for leaf in leaves)
+        arrays = all(is_array(x) or is_number(x) or isinstance(x, PerReplica) for x in leaves)
         if leaves and arrays and not jax.tree_util.treedef_is_leaf(structure):
-            shapes = [_shape(leaf) for leaf in leaves]
-            if any(shape for shape, _ in shapes):
-                yield name, structure, shapes
+            wanted = [_wanted(leaf) for leaf in leaves]
+            if any(leaf.shape and not leaf.per_replica for leaf in wanted):
+                yield name, structure, wanted
 
 
 def _subtrees(tree: Any, structure: Any) -> Iterator[tuple[str, list[_ResultLeaf]]]:

@@ -1,0 +1,187 @@
+"""How often the proof of sync errs on random programs: never unsafely, and how often too carefully.
+
+    python -m benchmarks.proof                       1,000 programs, and prints JSON lines
+    python -m benchmarks.proof --programs 300        another number
+    python -m benchmarks.proof --report              also writes a dated report to benchmarks/reports/
+
+Each program is proved, run on four replicas, and its outputs are compared bit by bit. A *false proof* is
+an output that is proved equal and differs. A *false alarm* is one that is not proved and yet is equal:
+harmless, but a user would have to say ``dj.assume_mirrored``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import distribute_jax as dj
+from benchmarks._harness import Log, environment, report_path, surroundings, table
+from benchmarks._programs import N, Statement, Values, outputs_of, programs
+from distribute_jax.program.proof._prove import prove
+
+W = np.array([0.5, -1.25, 2.0, 1.5], np.float32)
+X = np.array([[1, 2, 3, 4], [-2, 5, 1, 7], [3, -1, 2, 9], [-4, 2, 8, 1]], np.float32) / 3
+
+
+class Judged(NamedTuple):
+    """A program that was proved and run."""
+
+    jaxpr: Any
+    marks: list[frozenset[str]]
+    """For each output what it may differ by; nothing where it is proved equal."""
+    equal: list[bool]
+    """For each output whether all replicas gave the same bits."""
+
+    @property
+    def false_proofs(self) -> int:
+        """Outputs that are proved equal and differ."""
+        return sum(not mark and not same for mark, same in zip(self.marks, self.equal, strict=True))
+
+    @property
+    def false_alarms(self) -> list[frozenset[str]]:
+        """The marks of the outputs that are not proved, and are equal."""
+        return [mark for mark, same in zip(self.marks, self.equal, strict=True) if mark and same]
+
+
+def judge(statements: list[Statement]) -> Judged | None:
+    """Proves a program and runs it; None for one that JAX itself does not take.
+
+    Raises:
+        DeadlockError: the proof refuses it, since it may hang, and so it is not run.
+    """
+    mesh = Mesh(np.array(jax.devices()[:N]), ("data",), axis_types=(AxisType.Auto,))
+    manual = mesh.abstract_mesh.update(axis_types=(AxisType.Manual,))
+    program = outputs_of(statements)
+    with jax.sharding.use_abstract_mesh(manual):
+        try:
+            jaxpr = jax.make_jaxpr(program, axis_env=[("data", N)])(W, X[0])
+        except NotImplementedError:  # JAX cannot differentiate pmax, and batch some refs
+            return None
+    marks = prove(jaxpr, [frozenset(), frozenset({"x"})], axis_size=N)
+    return Judged(jaxpr, marks, _replicas_agree(program, mesh))
+
+
+def _replicas_agree(program: Callable[[Any, Any], Values], mesh: Mesh) -> list[bool]:
+    def stacked(w: Any, x: Any) -> Values:
+        return [jnp.asarray(out)[None] for out in program(w, x[0])]
+
+    inputs: Any = (P(), P("data"))
+    mapped = jax.shard_map(
+        stacked, mesh=mesh, in_specs=inputs, out_specs=P("data"), check_vma=False
+    )
+    outs = [np.asarray(out) for out in jax.jit(mapped)(W, X)]
+    return [len({replica.tobytes() for replica in out}) == 1 for out in outs]
+
+
+def count(judged: Judged, figures: Counter[str], causes: Counter[str]) -> None:
+    """Adds a program to the figures, and what its false alarms were marked with to the causes."""
+    figures["programs"] += 1
+    figures["outputs"] += len(judged.marks)
+    figures["proved"] += sum(not mark for mark in judged.marks)
+    figures["equal"] += sum(judged.equal)
+    figures["false_proofs"] += judged.false_proofs
+    figures["false_alarms"] += len(judged.false_alarms)
+    for mark in judged.false_alarms:
+        causes.update({_cause(source) for source in mark})
+
+
+def _cause(source: str) -> str:
+    """Leaves out the line: ``ppermute at …`` becomes ``ppermute``."""
+    name = re.sub(r" at \S+$", "", source)
+    return "the per-replica argument" if name == "x" else name
+
+
+def measure(number: int, start: int = 0) -> Log:
+    """Draws programs until that many have run, from a fixed seed, and counts."""
+    log, figures, causes = Log(), Counter[str](), Counter[str]()
+    log.records.append(environment())
+    while figures["programs"] < number:
+        _draw(number - figures["programs"], start, figures, causes)
+        start += 1
+    log.add("proof", **figures)
+    log.add("causes", **dict(causes.most_common(10)))
+    return log
+
+
+def _draw(number: int, start: int, figures: Counter[str], causes: Counter[str]) -> None:
+    @seed(start)
+    @settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs)
+    def draw(statements: list[Statement]) -> None:
+        try:
+            judged = judge(statements)
+        except dj.DeadlockError:
+            figures["refused"] += 1
+            return
+        if judged is None:
+            reject()
+        count(judged, figures, causes)
+
+    draw()
+
+
+def report(log: Log) -> str:
+    """Writes the records as a page."""
+    (figures,), (causes,) = log.of("proof"), log.of("causes")
+    unproved = figures["outputs"] - figures["proved"]
+    share = 100 * figures["false_alarms"] / max(figures["equal"], 1)
+    rows = [
+        ["programs run", figures["programs"]],
+        ["programs refused, since they may hang", figures.get("refused", 0)],
+        ["outputs", figures["outputs"]],
+        ["proved equal on all replicas", figures["proved"]],
+        ["**false proofs** (proved equal, and differ)", f"**{figures['false_proofs']}**"],
+        ["not proved", unproved],
+        ["false alarms (not proved, and equal to the last bit)", figures["false_alarms"]],
+        ["share of the equal outputs that are false alarms", f"{share:.1f} %"],
+    ]
+    found = [[name, number] for name, number in causes.items() if name != "kind"]
+    parts = [
+        "# The proof of sync on random programs",
+        surroundings(log.records[0]),
+        "Programs of up to some thirty operations are drawn at random: collectives with and without "
+        "groups, refs, callbacks, random bits, linear solves, custom derivatives, branches, loops, "
+        "jit, recomputation, vmap and gradients. Each is proved, run on four replicas, and its outputs "
+        "are compared bit by bit. Where the same number comes out by chance, as after a comparison, "
+        "nothing could be proved, so some false alarms are no fault of the proof.",
+        table(["what", "number"], rows),
+        "## What the false alarms depend on",
+        table(["source", "outputs"], found),
+        f"## Command\n\n    python -m benchmarks.proof --programs {figures['programs']} --report",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Counts on simulated devices, and writes a report where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--programs", type=int, default=1000, help="how many to run")
+    parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
+    chosen = parser.parse_args()
+    dj.simulate(8)
+    log = measure(chosen.programs)
+    if chosen.report:
+        path = report_path("proof", log.records[0])
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(report(log), encoding="utf-8")
+        print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The Linen example: what it promises, and what its state is after a step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import distribute_jax as dj
+from examples import linen_digits as linen
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_short_training_learns_in_sync_and_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten steps on two replicas, with batch norm and dropout and the state donated."""
+    strategy = dj.MirroredStrategy([0, 1])
+    (images, labels), test = linen.load_data()
+    first = linen.make_state(strategy, linen.CNN())
+    state = linen.train(strategy, first, (images[:350], labels[:350]), epochs=2)
+    assert linen.accuracy_on(strategy, state, (test[0][:101], test[1][:101])) > 0.4
+    assert int(state.step) == 10
+    dj.check_in_sync((state.params, state.batch_stats, state.opt_state))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first.params, first.opt_state)))
+    assert capsys.readouterr().out.count("loss of the last step") == 2
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_accuracy(tmp_path: Path) -> None:
+    """As the README says: one command, on a machine with no accelerator."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC"}}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(ROOT / "examples" / "linen_digits.py")]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"Test accuracy: (\S+)", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.97
