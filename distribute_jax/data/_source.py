@@ -16,12 +16,13 @@ from distribute_jax.data.sources._torch import TorchLoader, refuse_torch_dataset
 
 _LIBRARIES = (
     (("tensorflow", "data", "Dataset"), TfData),
-    (("torch", "utils", "data", "DataLoader"), TorchLoader),
-    (("torch", "utils", "data", "Dataset"), refuse_torch_dataset),
     (("datasets", "Dataset"), TableSource),
+    # It is one of PyTorch's as well, where PyTorch is installed, so it comes before those.
     (("datasets", "IterableDataset"), StreamedSource),
     (("datasets", "DatasetDict"), refuse_splits),
     (("datasets", "IterableDatasetDict"), refuse_splits),
+    (("torch", "utils", "data", "DataLoader"), TorchLoader),
+    (("torch", "utils", "data", "Dataset"), refuse_torch_dataset),
     (("grain", "MapDataset"), GrainMap),
     (("grain", "IterDataset"), GrainIter),
     (("grain", "DataLoader"), GrainIter),

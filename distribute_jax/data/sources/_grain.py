@@ -46,7 +46,7 @@ class GrainMap(Seekable):
             start += position
         if start:
             batches = batches.slice(slice(start, None))
-        return islice(_all(batches.to_iter_dataset(options)), skipped, None)
+        return _rest(batches.to_iter_dataset(options), skipped)
 
     def __len__(self) -> int:
         """See ``Source.__len__``."""
@@ -71,14 +71,14 @@ class GrainIter(Seekable):
 
     def read(self, epoch: int, position: int) -> Iterator[PyTree]:
         """See ``Seekable.read``."""
-        return islice(_all(self._dataset), position, None)
+        return _rest(self._dataset, position)
 
 
-def _all(dataset: Any) -> Iterator[PyTree]:
+def _rest(dataset: Any, skipped: int) -> Iterator[PyTree]:
     iterator = iter(dataset)
     # Grain's threads and processes stop at once where the loop is left, not when garbage is collected.
     with closing(iterator) if hasattr(iterator, "close") else nullcontext():
-        yield from map(on_host, iterator)
+        yield from map(on_host, islice(iterator, skipped, None))
 
 
 def _leaves_out(dataset: Any) -> bool:

@@ -30,8 +30,8 @@ class TableSource(Seekable):
 
     def read(self, epoch: int, position: int) -> Iterator[PyTree]:
         """See ``Seekable.read``."""
-        rows = self._dataset
-        return map(on_host, rows.select(range(position, len(rows))) if position else rows)
+        rest = range(position, len(self._dataset))
+        return map(on_host, self._dataset.select(rest)) if rest else iter(())
 
     def __len__(self) -> int:
         """See ``Source.__len__``."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._errors import ArgumentError, DistributeError
+from distribute_jax._errors import ArgumentError
 from distribute_jax._tree import error_text, path_text
 from distribute_jax._typing import KeyPath, PyTree
 
@@ -44,8 +44,6 @@ def on_host(batch: PyTree) -> PyTree:
                 return _from_torch(leaf)
             return leaf.numpy() if isinstance(leaf, tf_tensor) else leaf
         except Exception as error:
-            if isinstance(error, DistributeError):
-                raise
             raise ArgumentError(
                 f"{path_text(path, 'batch')} is a {type(leaf).__name__} that has no NumPy "
                 f"counterpart: {error_text(error)} Give the batch dense tensors of numbers."
