@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from source_helpers import Pair, assert_same, assert_two_epochs, cut, epoch_of
 
 import distribute_jax as dj
@@ -216,3 +217,28 @@ def test_a_shuffled_pass_holds_every_row_once():
         for number in range(3):
             got = order.take(number * n, (number + 1) * n)
             assert sorted(got.tolist()) == list(range(n))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.integers(1, 30),
+    size=st.integers(1, 12),
+    passes=st.integers(1, 3),
+    seed=st.none() | st.integers(0, 2**32 - 1),
+    before=st.booleans(),
+    data=st.data(),
+)
+def test_every_row_comes_once_in_a_pass_wherever_it_is_begun(n, size, passes, seed, before, data):
+    """For any lengths, sizes, seeds and repetitions: exact epochs, and the tail from any position."""
+    dataset = numbers(n) if seed is None else numbers(n).shuffle(seed)
+    dataset = dataset.repeat(passes).batch(size) if before else dataset.batch(size).repeat(passes)
+    source = find_source(dataset)
+    first, second = rows(source.open()), rows(source.open())
+    for epoch in (first, second):
+        assert len(epoch) == len(source)
+        flat = [row for batch in epoch for row in batch]
+        for start in range(0, n * passes, n):
+            one = flat[start : start + n]
+            assert one == list(range(n)) if seed is None else sorted(one) == list(range(n))
+    position = data.draw(st.integers(0, len(source)))
+    assert rows(find_source(dataset).open_at(1, position)) == second[position:]
