@@ -45,8 +45,7 @@ def shard_by_files(tf: Any, dataset: Any, count: int, index: int) -> Any:
         output_types=[spec.dtype for spec in flat],
         output_shapes=[spec.shape for spec in flat],
     )
-    fresh = tf.data.experimental.from_variant(sharded, dataset.element_spec)
-    return fresh.with_options(dataset.options())
+    return tf.data.experimental.from_variant(sharded, dataset.element_spec)
 
 
 def _file_names(graph: Any) -> Iterator[str]:
