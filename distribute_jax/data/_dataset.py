@@ -15,7 +15,7 @@ from distribute_jax.data._host import laid_out
 from distribute_jax.data._optional import OptionalElement
 from distribute_jax.data._options import InputOptions, PartialPolicy
 from distribute_jax.data._partial import warn_of_idle_replicas
-from distribute_jax.data._source import Source
+from distribute_jax.data._source import find_source
 from distribute_jax.data._split import Division
 
 
@@ -60,7 +60,7 @@ class DistributedDataset:
         options: InputOptions | None = None,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source = Source(source)
+        self._source = find_source(source)
         self._mesh = mesh
         self._policy = PartialPolicy((options or InputOptions()).partial)
         self._guard = guard

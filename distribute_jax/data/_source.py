@@ -1,98 +1,52 @@
-"""Where the batches come from: anything that can be iterated, once or again and again."""
+"""Finds out where the batches come from."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sized
-from itertools import chain
 from typing import Any
 
-from distribute_jax._errors import ArgumentError
-from distribute_jax._tree import is_array, leaf_text
-from distribute_jax._values import DistributedValues
+from distribute_jax.data.sources._arrays import ArrayDataset, ArraySource
+from distribute_jax.data.sources._base import Source as Source
+from distribute_jax.data.sources._files import FileDataset, FileSource
+from distribute_jax.data.sources._grain import GrainIter, GrainMap
+from distribute_jax.data.sources._hugging_face import StreamedSource, TableSource, refuse_splits
+from distribute_jax.data.sources._iterables import from_iterable
+from distribute_jax.data.sources._leaves import loaded_class
+from distribute_jax.data.sources._tf_data import TfData
+from distribute_jax.data.sources._torch import TorchLoader, refuse_torch_dataset
+
+_LIBRARIES = (
+    (("tensorflow", "data", "Dataset"), TfData),
+    (("datasets", "Dataset"), TableSource),
+    # It is one of PyTorch's as well, where PyTorch is installed, so it comes before those.
+    (("datasets", "IterableDataset"), StreamedSource),
+    (("datasets", "DatasetDict"), refuse_splits),
+    (("datasets", "IterableDatasetDict"), refuse_splits),
+    (("torch", "utils", "data", "DataLoader"), TorchLoader),
+    (("torch", "utils", "data", "Dataset"), refuse_torch_dataset),
+    (("grain", "MapDataset"), GrainMap),
+    (("grain", "IterDataset"), GrainIter),
+    (("grain", "DataLoader"), GrainIter),
+)
+"""Classes of packages, each with what makes a source of an instance of it, in order of preference."""
 
 
-class Source:
-    """Global batches on the host, which can be started anew unless the source is one-shot."""
+def find_source(source: Any, called: str = "strategy.distribute_dataset") -> Source:
+    """Makes a source of what the user passed, by its type.
 
-    def __init__(self, source: Any) -> None:
-        if isinstance(source, Mapping) or not (_is_iterable(source) or callable(source)):
-            raise ArgumentError(
-                f"strategy.distribute_dataset got {leaf_text(source)}, which is no iterable of "
-                "global batches and no function that returns one. Batch the data first, for "
-                "example [(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]."
-            )
-        if is_array(source) or isinstance(source, DistributedValues):
-            raise ArgumentError(
-                f"strategy.distribute_dataset got one array, {leaf_text(source)}, which would be taken "
-                "apart into single examples. It takes an iterable of global batches: a list of one, "
-                "[x], or several, [x[i:i + 256] for i in range(0, len(x), 256)]."
-            )
-        self._source = source
-        self._is_iterator = _is_iterable(source) and isinstance(source, Iterator)
-        self._was_opened = False
-        self._seen: list[Any] = []
-        self._last: Callable[[], Any] = lambda: None
+    Imports nothing: an instance of a class exists only where its package was imported.
 
-    def open(self) -> Iterator[Any]:
-        """Starts the batches from the first one; a one-shot source can be opened once."""
-        if not self._is_iterator:
-            return self._start()
-        self._check_fresh()
-        self._was_opened = True
-        return chain(self._seen, self._source)
+    Args:
+        source: any of the kinds in ``distribute_jax.data.sources``.
+        called: the method it was passed to, for the messages.
 
-    def preview(self) -> Iterator[Any]:
-        """Gives the batches from the first one without using up a one-shot source."""
-        if not self._is_iterator:
-            yield from self._start()
-            return
-        self._check_fresh()
-        yield from tuple(self._seen)
-        for batch in self._source:
-            self._seen.append(batch)
-            yield batch
-
-    def __len__(self) -> int:
-        """The number of batches; a TypeError where the source does not know it."""
-        if not isinstance(self._source, Sized):
-            raise TypeError(f"{leaf_text(self._source)} has no length")
-        return len(self._source)
-
-    def _check_fresh(self) -> None:
-        if self._was_opened:
-            raise _used_up(f"{leaf_text(self._source)} is an iterator, and its batches are used up")
-
-    def _start(self) -> Iterator[Any]:
-        batches = self._source if _is_iterable(self._source) else self._source()
-        if not _is_iterable(batches):
-            raise ArgumentError(
-                f"The function {self._source!r:.60} given to strategy.distribute_dataset returned "
-                f"{leaf_text(batches)}. It must return an iterable of global batches, or be a "
-                "generator that yields them."
-            )
-        iterator: Iterator[Any] = iter(batches)
-        if self._last() is iterator:
-            raise _used_up(f"{leaf_text(self._source)} gave the same iterator a second time")
-        self._last = _reference(iterator)
-        return iterator
-
-
-def _used_up(what: str) -> ArgumentError:
-    return ArgumentError(
-        f"A distributed dataset was started a second time, but {what}. Pass something that starts "
-        "anew for every epoch: a list of batches, or a function that makes the iterator, "
-        "strategy.distribute_dataset(lambda: make_batches())."
-    )
-
-
-def _is_iterable(source: Any) -> bool:
-    return hasattr(type(source), "__iter__") or hasattr(type(source), "__getitem__")
-
-
-def _reference(iterator: Any) -> Callable[[], Any]:
-    # A weak one where possible: a generator left half-way is closed when the loop lets go of it.
-    try:
-        return weakref.ref(iterator)
-    except TypeError:
-        return lambda: iterator
+    Raises:
+        ArgumentError: it is no source of batches; says how to make it one.
+    """
+    if isinstance(source, ArrayDataset):
+        return ArraySource(source, called)
+    if isinstance(source, FileDataset):
+        return FileSource(source, called)
+    for names, make in _LIBRARIES:
+        if isinstance(source, loaded_class(*names)):
+            return make(source, called)
+    return from_iterable(source, called)

@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = (
-    *("grain", "hypothesis", "matplotlib", "orbax", "pandas", "pytest", "rich", "sklearn"),
+    *(
+        "datasets",
+        "grain",
+        "hypothesis",
+        "matplotlib",
+        "orbax",
+        "pandas",
+        "pytest",
+        "rich",
+        "sklearn",
+    ),
     *("tensorflow", "torch", "tqdm"),
 )
 

@@ -30,7 +30,8 @@ LAYERS = (
 OPTIONAL = frozenset(
     {"grain", "orbax", "pandas", "rich", "sklearn", "tensorflow", "torch", "kubernetes"}
 )
-"""Third-party packages that may be missing, so that only the function that needs one imports it."""
+"""Third-party packages that may be missing, or take a second to import, as Grain does, so that only the
+function that needs one imports it."""
 
 _DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 

@@ -1,0 +1,202 @@
+"""Examples in files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import jax
+import numpy as np
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._tree import is_array, leaf_text
+from distribute_jax._typing import PyTree
+from distribute_jax.data.sources._checked import checked_integer, checked_seed
+from distribute_jax.data.sources._leaves import on_host
+from distribute_jax.data.sources._rows import check_rows, stacked
+from distribute_jax.data.sources._seekable import Seekable
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, eq=False)
+class FileDataset:
+    """The examples of files, read one file after the other; ``dj.data.from_files`` makes it.
+
+    Each method gives a new dataset. Files are opened when their examples are due and never held as a
+    whole, unless ``read`` does so. Iterating it outside a strategy gives epoch 0.
+    """
+
+    _paths: tuple[Path, ...]
+    _read: Callable[[Any], Any]
+    _size: int | None = None
+    _drop_remainder: bool = False
+    _seed: int | None = None
+    _buffer_size: int = 1
+
+    def shuffle(self, seed: int, buffer_size: int = 1024) -> FileDataset:
+        """Shuffles the files, and the examples within a buffer, anew in each epoch.
+
+        Args:
+            seed: an integer from 0 to 2**32 - 1. The same seed gives the same epochs.
+            buffer_size: examples in memory from which the next one is drawn; 1 shuffles only the files.
+
+        Raises:
+            ArgumentError: the seed is no such integer, the size no positive one, or the dataset is batched
+                already.
+        """
+        self._check_unbatched("shuffle")
+        size = checked_integer("shuffle(buffer_size=…)", buffer_size, 1)
+        return replace(self, _seed=checked_seed(seed), _buffer_size=size)
+
+    def batch(self, size: int, drop_remainder: bool = False) -> FileDataset:
+        """Puts consecutive examples together along a new dim 0, across the borders of files.
+
+        Args:
+            size: examples in a global batch.
+            drop_remainder: whether a last batch of fewer examples is left out. A strategy gives exact
+                results for it, so it seldom has to be.
+
+        Raises:
+            ArgumentError: ``size`` is no positive integer, or the dataset is batched already.
+        """
+        self._check_unbatched("batch")
+        return replace(
+            self, _size=checked_integer("batch(size=…)", size, 1), _drop_remainder=drop_remainder
+        )
+
+    def __iter__(self) -> Iterator[PyTree]:
+        """The batches of epoch 0, or the examples before ``batch``."""
+        return self._batches(0)
+
+    def _batches(self, epoch: int) -> Iterator[PyTree]:
+        examples = self._examples(epoch)
+        if self._size is None:
+            yield from examples
+            return
+        while batch := list(islice(examples, self._size)):
+            if len(batch) < self._size and self._drop_remainder:
+                return
+            yield stacked(batch)
+
+    def _examples(self, epoch: int) -> Iterator[PyTree]:
+        if self._seed is None:
+            yield from self._in_order(range(len(self._paths)))
+            return
+        random = np.random.Generator(np.random.Philox(key=np.array([self._seed, epoch], np.uint64)))
+        buffer: list[PyTree] = []
+        for example in self._in_order(random.permutation(len(self._paths))):
+            if len(buffer) < self._buffer_size:
+                buffer.append(example)
+                continue
+            drawn = int(random.integers(self._buffer_size))
+            yield buffer[drawn]
+            buffer[drawn] = example
+        yield from (buffer[i] for i in random.permutation(len(buffer)))
+
+    def _in_order(self, numbers: Iterable[int]) -> Iterator[PyTree]:
+        for number in numbers:
+            path = self._paths[number]
+            yield from _examples_of(self._read(path), path)
+
+    def _check_unbatched(self, method: str) -> None:
+        if self._size is not None:
+            raise ArgumentError(
+                f"{method}() was called on a dataset of files that is batched already. Call shuffle, if at "
+                "all, before batch, and batch once."
+            )
+
+
+class FileSource(Seekable):
+    """The batches of ``dj.data.from_files``; it seeks by reading what comes before."""
+
+    text = "dj.data.from_files(…)"
+
+    def __init__(self, dataset: FileDataset, called: str) -> None:
+        if dataset._size is None:
+            raise ArgumentError(
+                f"{called} got dj.data.from_files(…) without batches. It takes global batches: call "
+                ".batch(256) on the dataset first, with the number of examples of all replicas together."
+            )
+        self._dataset = dataset
+        self._called = called
+
+    @property
+    def seed(self) -> int | None:
+        """See ``Source.seed``."""
+        return self._dataset._seed
+
+    @property
+    def num_files(self) -> int:
+        """See ``Source.num_files``."""
+        return len(self._dataset._paths)
+
+    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+        """See ``Seekable.read``."""
+        return islice(self._dataset._batches(epoch), position, None)
+
+    def shard_files(self, count: int, index: int) -> FileSource:
+        """See ``Source.shard_files``."""
+        mine = self._dataset._paths[index::count]
+        return FileSource(replace(self._dataset, _paths=mine), self._called)
+
+
+def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -> FileDataset:
+    """Makes a dataset of the examples in files.
+
+    On several processes each reads files of its own, if there are enough of them.
+
+    Args:
+        paths: the files, in the order in which they are read. Sort what a directory listing gives: its
+            order may differ between machines.
+        read: takes one path and gives its examples: an iterable or a generator of them, each a nest of
+            arrays or numbers; or an array, or a dict or tuple of arrays, whose rows are the examples.
+
+    Returns:
+        The dataset of single examples. Call ``batch`` on it, before that ``shuffle`` if needed, and give
+        it to ``strategy.distribute_dataset``.
+
+    Raises:
+        ArgumentError: ``paths`` is no sequence of paths or is empty, or ``read`` cannot be called; later,
+            ``read`` gives nothing that can be iterated.
+
+    Example:
+        >>> import distribute_jax as dj, numpy as np
+        >>> files = {"a": np.arange(3), "b": np.arange(3, 5)}
+        >>> dataset = dj.data.from_files(["a", "b"], read=files.__getitem__).batch(2)
+        >>> [batch.tolist() for batch in dataset]
+        [[0, 1], [2, 3], [4]]
+    """
+    if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Sequence) or not paths:
+        raise ArgumentError(
+            f"dj.data.from_files got {leaf_text(paths)} for its paths. It takes a list of at least one path, "
+            "for example sorted(pathlib.Path('data').glob('*.npy'))."
+        )
+    for position, path in enumerate(paths):
+        if not isinstance(path, (str, os.PathLike)):
+            raise ArgumentError(
+                f"dj.data.from_files got {leaf_text(path)} as paths[{position}]. A path is a str or a "
+                "pathlib.Path."
+            )
+    if not callable(read):
+        raise ArgumentError(
+            f"dj.data.from_files(paths, read) got {leaf_text(read)} for read. It takes a function of one "
+            "path that gives the examples of that file, for example numpy.load."
+        )
+    return FileDataset(tuple(paths), read)
+
+
+def _examples_of(content: Any, path: Path) -> Iterator[PyTree]:
+    content = on_host(content) if isinstance(content, (Mapping, tuple)) else content
+    if is_array(content) or isinstance(content, (Mapping, tuple)):
+        rows = check_rows(content, f"read({os.fspath(path)!r})")
+        return (jax.tree.map(lambda leaf, i=i: leaf[i], content) for i in range(rows))
+    if not hasattr(type(content), "__iter__"):
+        raise ArgumentError(
+            f"read({os.fspath(path)!r}) gave {leaf_text(content)}. It must give the examples of the file: an "
+            "iterable or generator of them, or arrays whose rows they are."
+        )
+    return map(on_host, content)

@@ -1,0 +1,89 @@
+"""Batches of Grain datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from itertools import islice
+from typing import Any
+
+from distribute_jax._typing import PyTree
+from distribute_jax.data.sources._leaves import on_host
+from distribute_jax.data.sources._seekable import Seekable
+
+_AHEAD = 4
+"""Batches that Grain's threads read ahead, one thread each; Grain's own 500 would fill the memory."""
+_INFINITE = 2**40
+"""Grain repeats without end by a huge length, which ``batch`` then divides; no data has so many batches."""
+
+
+class GrainMap(Seekable):
+    """A ``grain.MapDataset`` of batches; its random transformations are seeded anew in each epoch."""
+
+    text = "a grain.MapDataset"
+
+    def __init__(self, dataset: Any, called: str) -> None:
+        self._dataset = dataset
+
+    @property
+    def is_infinite(self) -> bool:
+        """See ``Source.is_infinite``."""
+        return len(self._dataset) >= _INFINITE
+
+    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+        """See ``Seekable.read``."""
+        import grain
+
+        options = grain.ReadOptions(num_threads=_AHEAD, prefetch_buffer_size=_AHEAD)
+        count = len(self._dataset)
+        # A repeated dataset counts on through its epochs. One without end has only one.
+        batches = self._dataset if self.is_infinite else self._dataset.repeat(epoch + 1)
+        start = 0 if self.is_infinite else epoch * count
+        skipped = 0
+        if _leaves_out(self._dataset):
+            skipped = position
+        else:
+            start += position
+        if start:
+            batches = batches.slice(slice(start, None))
+        return _rest(batches.to_iter_dataset(options), skipped)
+
+    def __len__(self) -> int:
+        """See ``Source.__len__``."""
+        if self.is_infinite or _leaves_out(self._dataset):
+            raise TypeError("the number of batches of this grain.MapDataset is unknown or infinite")
+        return len(self._dataset)
+
+
+class GrainIter(Seekable):
+    """A ``grain.IterDataset`` or ``grain.DataLoader`` of batches.
+
+    Every epoch is the same, as in Grain, and it seeks by reading what comes before.
+    """
+
+    def __init__(self, dataset: Any, called: str) -> None:
+        self._dataset = dataset
+
+    @property
+    def text(self) -> str:
+        """See ``Source.text``."""
+        return f"a Grain {type(self._dataset).__name__}"
+
+    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+        """See ``Seekable.read``."""
+        return _rest(self._dataset, position)
+
+
+def _rest(dataset: Any, skipped: int) -> Iterator[PyTree]:
+    iterator = iter(dataset)
+    # Grain's threads and processes stop at once where the loop is left, not when garbage is collected.
+    with closing(iterator) if hasattr(iterator, "close") else nullcontext():
+        yield from map(on_host, islice(iterator, skipped, None))
+
+
+def _leaves_out(dataset: Any) -> bool:
+    """Tells whether some elements are missing, so that the index is not the number of the batch."""
+    import grain
+
+    filters = type(grain.MapDataset.range(1).filter(bool))
+    return isinstance(dataset, filters) or any(map(_leaves_out, dataset.parents))

@@ -1,0 +1,127 @@
+"""Batches from anything that can be iterated, once or again and again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._tree import is_array, leaf_text
+from distribute_jax._typing import PyTree
+from distribute_jax._values import DistributedValues
+from distribute_jax.data.sources._base import Source
+from distribute_jax.data.sources._leaves import on_host
+from distribute_jax.data.sources._stream import Stream
+
+
+def from_iterable(source: Any, called: str) -> Source:
+    """Makes a source of an iterator, another iterable, or a function that returns an iterable.
+
+    Raises:
+        ArgumentError: it is none of these.
+    """
+    if isinstance(source, Mapping) or not (_is_iterable(source) or callable(source)):
+        raise ArgumentError(
+            f"{called} got {leaf_text(source)}, which is no iterable of "
+            "global batches and no function that returns one. Batch the data first, for "
+            "example dj.data.from_arrays((x, y)).batch(256), or "
+            "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]."
+        )
+    if is_array(source) or isinstance(source, DistributedValues):
+        raise ArgumentError(
+            f"{called} got one array, {leaf_text(source)}, which would be taken "
+            "apart into single examples. It takes an iterable of global batches: a list of one, "
+            "[x], or several, dj.data.from_arrays(x).batch(256)."
+        )
+    if _is_iterable(source) and isinstance(source, Iterator):
+        return _OneShot(source, called)
+    return _Iterable(source, called)
+
+
+class _OneShot(Stream):
+    """An iterator: its batches come once."""
+
+    def __init__(self, source: Iterator[PyTree], called: str) -> None:
+        self._called = called
+        self._source = source
+        self._was_started = False
+
+    @property
+    def text(self) -> str:
+        """See ``Source.text``."""
+        return leaf_text(self._source)
+
+    def start(self) -> Iterator[PyTree]:
+        """See ``Stream.start``."""
+        if self._was_started:
+            raise _used_up(f"{self.text} is an iterator, and its batches are used up", self._called)
+        self._was_started = True
+        return map(on_host, self._source)
+
+    def __len__(self) -> int:
+        """See ``Source.__len__``."""
+        return _length(self._source)
+
+
+class _Iterable(Source):
+    """A container of batches, or a function that makes an iterable of them."""
+
+    def __init__(self, source: Any, called: str) -> None:
+        self._called = called
+        self._source = source
+        self._last: Callable[[], Any] = lambda: None
+
+    @property
+    def text(self) -> str:
+        """See ``Source.text``."""
+        return leaf_text(self._source)
+
+    def open(self) -> Iterator[PyTree]:
+        """See ``Source.open``."""
+        batches = self._source if _is_iterable(self._source) else self._source()
+        if not _is_iterable(batches):
+            raise ArgumentError(
+                f"The function {self._source!r:.60} given to {self._called} returned "
+                f"{leaf_text(batches)}. It must return an iterable of global batches, or be a "
+                "generator that yields them."
+            )
+        iterator: Iterator[Any] = iter(batches)
+        if self._last() is iterator:
+            raise _used_up(f"{self.text} gave the same iterator a second time", self._called)
+        self._last = _reference(iterator)
+        return map(on_host, iterator)
+
+    def preview(self) -> Iterator[PyTree]:
+        """See ``Source.preview``."""
+        return self.open()
+
+    def __len__(self) -> int:
+        """See ``Source.__len__``."""
+        return _length(self._source)
+
+
+def _used_up(what: str, called: str) -> ArgumentError:
+    return ArgumentError(
+        f"A distributed dataset was started a second time, but {what}. Pass something that starts "
+        "anew for every epoch: a list of batches, or a function that makes the iterator, "
+        f"{called}(lambda: make_batches())."
+    )
+
+
+def _is_iterable(source: Any) -> bool:
+    return hasattr(type(source), "__iter__") or hasattr(type(source), "__getitem__")
+
+
+def _length(source: Any) -> int:
+    if not isinstance(source, Sized):
+        raise TypeError(f"{leaf_text(source)} has no length")
+    return len(source)
+
+
+def _reference(iterator: Any) -> Callable[[], Any]:
+    # A weak one where possible: a generator left half-way is closed when the loop lets go of it.
+    try:
+        return weakref.ref(iterator)
+    except TypeError:
+        return lambda: iterator

@@ -1,0 +1,61 @@
+"""What every source must show, through the strategy that the ``strategy`` fixture gives."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+import distribute_jax as dj
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Pair:
+    """A container of the user's own."""
+
+    left: Any
+    right: Any
+
+
+def real_rows(element: Any) -> Any:
+    """The element with one NumPy array at each leaf: the real examples of all replicas, in order."""
+
+    def join(leaf: dj.PerReplica) -> np.ndarray:
+        whole = np.asarray(leaf.global_array)
+        if leaf.counts is None:
+            return whole
+        parts = np.split(whole, len(leaf.counts))
+        return np.concatenate([part[:n] for part, n in zip(parts, leaf.counts, strict=True)])
+
+    return jax.tree.map(join, element, is_leaf=lambda leaf: isinstance(leaf, dj.PerReplica))
+
+
+def epoch_of(dataset: Iterable[Any]) -> list[Any]:
+    """One epoch of a distributed dataset, as the user's batches."""
+    return [real_rows(element) for element in dataset]
+
+
+def assert_same(got: list[Any], wanted: list[Any]) -> None:
+    """The batches have the structures, dtypes (32 bits for 64) and values that are wanted."""
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            b = np.asarray(b)
+            assert a.dtype == jax.dtypes.canonicalize_dtype(b.dtype)
+            np.testing.assert_array_equal(a, b.astype(a.dtype))
+
+
+def assert_two_epochs(strategy: dj.Strategy, source: Any, wanted: list[Any]) -> None:
+    """Two epochs of the source give the batches that are wanted, the partial one exact."""
+    dataset = strategy.distribute_dataset(source)
+    for _ in range(2):
+        assert_same(epoch_of(dataset), wanted)
+
+
+def cut(tree: Any, size: int) -> list[Any]:
+    """The rows of a tree of arrays in batches, the last one partial."""
+    n = len(jax.tree.leaves(tree)[0])
+    return [jax.tree.map(lambda leaf, i=i: leaf[i : i + size], tree) for i in range(0, n, size)]

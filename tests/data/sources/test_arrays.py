@@ -1,0 +1,244 @@
+"""``dj.data.from_arrays``: structure, order, seeking and errors."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from source_helpers import Pair, assert_same, assert_two_epochs, cut, epoch_of
+
+import distribute_jax as dj
+from distribute_jax.data._source import find_source
+from distribute_jax.data.sources._order import Order
+
+X = np.arange(22, dtype=np.float32).reshape(11, 2)
+NEST = {
+    "image": (X, X[:, 0].astype(np.float16)),
+    "label": Pair(np.arange(11, dtype=np.int8), None),
+    "mask": [np.arange(11) % 2 == 0, {"wide": np.arange(11)}],
+    "jax": jnp.arange(11, dtype=jnp.bfloat16),
+}
+
+
+def test_any_nest_of_arrays_keeps_its_structure_dtypes_and_values(strategy):
+    """Dicts, tuples, lists, a dataclass, None, six dtypes and a JAX array, the last batch partial."""
+    assert_two_epochs(strategy, dj.data.from_arrays(NEST).batch(4), cut(NEST, 4))
+
+
+def test_the_order_is_the_same_on_any_number_of_devices_and_new_in_each_epoch(strategy):
+    """Each epoch is all rows once; the numbers are those of seed 3, which no version may change."""
+    dataset = strategy.distribute_dataset(dj.data.from_arrays(np.arange(10)).shuffle(3).batch(4))
+    epochs = [np.concatenate(epoch_of(dataset)).tolist() for _ in range(3)]
+    assert epochs[0] == [6, 1, 8, 5, 2, 7, 9, 4, 3, 0]
+    assert epochs[1] == [9, 7, 8, 3, 5, 6, 4, 0, 2, 1]
+    assert sorted(epochs[2]) == list(range(10))
+
+
+def rows(batches: Iterable[Any]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def numbers(n: int = 5) -> dj.data.ArrayDataset:
+    return dj.data.from_arrays(np.arange(n))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "wanted"),
+    [
+        (numbers().batch(2), [[0, 1], [2, 3], [4]]),
+        (numbers().batch(2, drop_remainder=True), [[0, 1], [2, 3]]),
+        (numbers().repeat(2).batch(4), [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]]),
+        (numbers().batch(4).repeat(2), [[0, 1, 2, 3], [4], [0, 1, 2, 3], [4]]),
+        (numbers().map(lambda row: row * 10).batch(3), [[0, 10, 20], [30, 40]]),
+        (numbers().batch(3).map(lambda batch: batch * 10), [[0, 10, 20], [30, 40]]),
+        (numbers(1).batch(4).repeat(3), [[0], [0], [0]]),
+        (numbers(3).repeat(2).repeat(2).batch(12), [[0, 1, 2] * 4]),
+    ],
+)
+def test_batch_repeat_and_map_in_either_order(dataset, wanted):
+    """As in tf.data: repeat before batch fills batches across passes, map sees what stands before it."""
+    assert rows(dataset) == wanted
+    assert len(dataset) == len(wanted)
+
+
+PIPELINES = {
+    "plain": numbers(7).batch(3),
+    "shuffled": numbers(7).shuffle(1).batch(3),
+    "repeated rows": numbers(7).shuffle(1).repeat(2).batch(3),
+    "repeated batches": numbers(7).shuffle(1).batch(3).repeat(2),
+    "shuffled batches": numbers(7).batch(3).shuffle(1),
+    "mapped rows": numbers(7).shuffle(1).map(lambda row: row + 1).batch(3),
+    "mapped batches": numbers(7).shuffle(1).batch(3).map(lambda batch: batch + 1),
+    "dropped": numbers(7).shuffle(1).batch(3, drop_remainder=True),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_any_place_of_any_epoch_can_be_reached(name):
+    """From (epoch, position) on come exactly the batches that an uninterrupted run gives from there."""
+    source = find_source(PIPELINES[name])
+    assert source.can_seek
+    epochs = [rows(source.open()) for _ in range(3)]
+    assert [len(epoch) for epoch in epochs] == [len(source)] * 3
+    for epoch, position in ((2, 0), (0, 1), (1, len(source) - 1), (1, len(source))):
+        again = find_source(PIPELINES[name])
+        assert rows(again.open_at(epoch, position)) == epochs[epoch][position:]
+        if epoch < 2:
+            assert rows(again.open()) == epochs[epoch + 1]
+
+
+@pytest.mark.parametrize("when", ["before batch", "after batch"])
+def test_a_dataset_without_end_reshuffles_at_every_pass_and_seeks(when):
+    """It has no length and says that it is infinite; every pass holds every row."""
+    dataset = numbers().shuffle(0)
+    dataset = dataset.repeat().batch(5) if when == "before batch" else dataset.batch(5).repeat()
+    source = find_source(dataset)
+    assert source.is_infinite
+    with pytest.raises(TypeError, match="without end"):
+        len(source)
+    passes = [batch.tolist() for batch in islice(source.open(), 6)]
+    assert all(sorted(one) == [0, 1, 2, 3, 4] for one in passes)
+    assert len({tuple(one) for one in passes}) > 1
+    assert next(find_source(dataset).open_at(0, 4)).tolist() == passes[4]
+    assert sorted(next(source.open()).tolist()) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="repeated without end"):
+        dataset.repeat(2)
+
+
+def test_reading_the_spec_changes_nothing():
+    """element_spec looks at the first batch; the first epoch is still the first."""
+    strategy = dj.MirroredStrategy([0, 1])
+    make = lambda: strategy.distribute_dataset(numbers(8).shuffle(1).batch(4))  # noqa: E731
+    looked, plain = make(), make()
+    assert looked.element_spec == jax.ShapeDtypeStruct((2,), jnp.int32)
+    assert looked.cardinality == 2
+    assert_same(epoch_of(looked), epoch_of(plain))
+
+
+def test_rows_that_stand_in_one_run_are_not_copied():
+    """Without shuffling a batch is a view of the user's array."""
+    (batch,) = dj.data.from_arrays(X).batch(11)
+    assert np.shares_memory(batch, X)
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"x": np.ones(3), "y": np.ones(4)}, r"different length[\s\S]*arrays\['y'\]: float64\[4\]"),
+        ({"x": np.ones(3), "y": np.float32(1)}, r"arrays\['y'\]: float32\[\]"),
+        ({"x": [1, 2, 3]}, r"arrays\['x'\]\[0\]: int 1[\s\S]*np.asarray"),
+        ({"x": np.ones((0, 2))}, r"without any example[\s\S]*arrays\['x'\]: float64\[0,2\]"),
+        ({}, "no arrays"),
+        (None, "no arrays"),
+        ({"k": jax.random.split(jax.random.key(0), 3)}, r"arrays\['k'\]"),
+    ],
+    ids=["lengths", "scalar", "list", "empty", "no leaf", "None", "keys"],
+)
+def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
+    """Lengths that differ, what has no rows, and no rows at all: each error names the leaf."""
+    with pytest.raises(dj.ArgumentError, match=told):
+        dj.data.from_arrays(tree)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda d: d.batch(0), r"batch\(size=0\).*at least 1"),
+        (lambda d: d.batch(2.5), r"batch\(size=2.5\)"),
+        (lambda d: d.batch(True), r"batch\(size=True\)"),
+        (lambda d: d.batch(8, drop_remainder=True), "would leave nothing of 5"),
+        (lambda d: d.batch(2).batch(2), "batched already"),
+        (lambda d: d.repeat(0), r"repeat\(n=0\)"),
+        (lambda d: d.shuffle(-1), r"shuffle\(seed=-1\)"),
+        (lambda d: d.shuffle(2**32), "below 4294967296"),
+        (lambda d: d.map(3), r"map\(fn\) got int 3"),
+        (lambda d: list(d.map(lambda row: None).batch(2)), "returned None"),
+        (lambda d: list(d.batch(2).map(lambda batch: None)), "returned None"),
+        (
+            lambda d: list(d.map(lambda i: np.ones(i)).batch(2)),
+            "example: float64.0. and float64.1.",
+        ),
+        (lambda d: list(d.map(lambda i: {"a" * int(i): i}).batch(2)), "different structures"),
+    ],
+)
+def test_wrong_arguments_say_what_to_pass(call, told):
+    """Each is a ValueError that shows the call."""
+    with pytest.raises(ValueError, match=told):
+        call(numbers())
+
+
+def test_an_unbatched_dataset_is_refused_where_it_is_distributed(s2):
+    """The message says to batch."""
+    with pytest.raises(ValueError, match=r"strategy.distribute_dataset got.*\.batch\(256\)"):
+        s2.distribute_dataset(numbers())
+
+
+@pytest.mark.parametrize("kind", ["object", "text", "masked"])
+def test_arrays_that_no_device_holds_are_named(s2, kind):
+    """Objects, text and masked arrays pass from_arrays, where map may encode them, but no further."""
+    leaf = {
+        "object": np.array([[1], [1, 2]], dtype=object),
+        "text": np.array(["a", "b"]),
+        "masked": np.ma.masked_array([1, 2], [True, False]),
+    }[kind]
+    dataset = s2.distribute_dataset(dj.data.from_arrays({"x": leaf}).shuffle(0).batch(2))
+    with pytest.raises(dj.ArgumentError, match=r"batch\['x'\]"):
+        next(iter(dataset))
+
+
+@pytest.mark.parametrize("when", ["rows", "batches"])
+def test_an_error_in_map_passes_through_and_the_next_epoch_works(s2, when):
+    """The user's own exception comes at its batch; the batches before it came."""
+    broken = [True]
+
+    def fail(value):
+        if broken[0] and np.any(value == 3):
+            raise OSError("disk")
+        return value
+
+    dataset = numbers(4).map(fail).batch(2) if when == "rows" else numbers(4).batch(2).map(fail)
+    distributed = s2.distribute_dataset(dataset)
+    iterator = iter(distributed)
+    next(iterator)
+    with pytest.raises(OSError, match="disk"):
+        next(iterator)
+    broken[0] = False
+    assert_same(epoch_of(distributed), cut(np.arange(4), 2))
+
+
+def test_a_shuffled_pass_holds_every_row_once():
+    """For any number of rows; a row is at most one place of a pass."""
+    for n in (1, 2, 3, 10, 257):
+        order = Order(n).shuffled(5)
+        for number in range(3):
+            got = order.take(number * n, (number + 1) * n)
+            assert sorted(got.tolist()) == list(range(n))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.integers(1, 30),
+    size=st.integers(1, 12),
+    passes=st.integers(1, 3),
+    seed=st.none() | st.integers(0, 2**32 - 1),
+    before=st.booleans(),
+    data=st.data(),
+)
+def test_every_row_comes_once_in_a_pass_wherever_it_is_begun(n, size, passes, seed, before, data):
+    """For any lengths, sizes, seeds and repetitions: exact epochs, and the tail from any position."""
+    dataset = numbers(n) if seed is None else numbers(n).shuffle(seed)
+    dataset = dataset.repeat(passes).batch(size) if before else dataset.batch(size).repeat(passes)
+    source = find_source(dataset)
+    first, second = rows(source.open()), rows(source.open())
+    for epoch in (first, second):
+        assert len(epoch) == len(source)
+        flat = [row for batch in epoch for row in batch]
+        for start in range(0, n * passes, n):
+            one = flat[start : start + n]
+            assert one == list(range(n)) if seed is None else sorted(one) == list(range(n))
+    position = data.draw(st.integers(0, len(source)))
+    assert rows(find_source(dataset).open_at(1, position)) == second[position:]

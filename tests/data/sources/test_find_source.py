@@ -1,0 +1,122 @@
+"""How sources are told apart, and what each of them must answer."""
+
+import importlib.abc
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from source_helpers import Pair, assert_two_epochs, cut
+
+import distribute_jax as dj
+from distribute_jax.data._source import find_source
+from distribute_jax.data.sources._stream import Stream
+
+X = np.arange(5, dtype=np.int32)
+
+
+def test_plain_iterables_keep_structure_order_and_values(strategy):
+    """A list of batches with a dict, a tuple, a dataclass and None, the last one partial."""
+    table = {"a": (X, X / np.float32(2)), "b": Pair(X > 2, None)}
+    assert_two_epochs(strategy, cut(table, 4), cut(table, 4))
+
+
+def test_finding_a_source_imports_nothing(monkeypatch):
+    """Where no package was imported, none is asked for."""
+    asked = []
+
+    class Recorder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            asked.append(name)
+
+    for name in ("grain", "tensorflow", "torch", "datasets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Recorder(), *sys.meta_path])
+    assert [batch.tolist() for batch in find_source([X]).open()] == [X.tolist()]
+    assert asked == []
+    with pytest.raises(ModuleNotFoundError):
+        import not_a_module  # noqa: F401
+    assert asked == ["not_a_module"]
+
+
+def test_a_package_that_is_half_imported_is_no_obstacle(monkeypatch):
+    """Another thread may be importing it: a module without its classes matches nothing."""
+    for name in ("tensorflow", "torch", "datasets"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert len(find_source([X])) == 1
+    assert [batch.tolist() for batch in find_source([X]).open()] == [[0, 1, 2, 3, 4]]
+
+
+def test_what_cannot_seek_says_what_can():
+    """The message names the source and the sources that can."""
+    source = find_source([X])
+    assert not source.can_seek
+    with pytest.raises(dj.ArgumentError, match=r"batch 3 of epoch 1[\s\S]*from_arrays"):
+        source.open_at(1, 3)
+
+
+def test_a_source_of_memory_reads_no_files():
+    """A list has no files, no seed, no policy of its own, and an end."""
+    source = find_source([X])
+    assert source.shard_files(2, 0) is None
+    assert (source.num_files, source.seed, source.own_policy) == (None, None, None)
+    assert not source.is_infinite
+
+
+def test_messages_name_the_method_that_was_called():
+    """Another method than distribute_dataset can share the finder."""
+    with pytest.raises(dj.ArgumentError, match=r"^strategy\.predict got int 5"):
+        find_source(5, "strategy.predict")
+    with pytest.raises(dj.ArgumentError, match=r"given to strategy\.predict returned int 5"):
+        find_source(lambda: 5, "strategy.predict").open()
+
+
+class _Counted(Stream):
+    """A stream that counts its starts and fails at one batch where told to."""
+
+    text = "a counted stream"
+    starts = 0
+    fails = False
+
+    def start(self) -> Iterator[Any]:
+        self.starts += 1
+        yield 10 * self.starts
+        if self.fails:
+            raise OSError("disk")
+        yield 10 * self.starts + 1
+
+
+def test_a_preview_is_the_beginning_of_the_next_epoch():
+    """Looking twice starts once; the next epoch begins with what was seen, and only that one."""
+    stream = _Counted()
+    assert next(stream.preview()) == 10
+    assert list(stream.preview()) == [10, 11]
+    assert list(stream.open()) == [10, 11]
+    assert list(stream.open()) == [20, 21]
+    assert stream.starts == 2
+
+
+def test_a_preview_that_fails_is_forgotten():
+    """An error while looking passes through, and the next epoch starts anew."""
+    stream = _Counted()
+    stream.fails = True
+    with pytest.raises(OSError, match="disk"):
+        list(stream.preview())
+    stream.fails = False
+    assert list(stream.open()) == [20, 21]
+
+
+def test_a_one_shot_generator_that_fails_says_that_it_is_used_up(s2):
+    """The error passes through; the next epoch is no silent empty one."""
+
+    def generate():
+        yield X[:2]
+        raise OSError("disk")
+
+    dataset = s2.distribute_dataset(generate())
+    with pytest.raises(OSError, match="disk"):
+        list(dataset)
+    with pytest.raises(dj.ArgumentError, match=r"lambda: make_batches\(\)"):
+        iter(dataset)

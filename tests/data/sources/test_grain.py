@@ -1,0 +1,152 @@
+"""Grain's MapDataset, IterDataset and DataLoader."""
+
+import time
+from typing import Any
+
+import grain
+import numpy as np
+import pytest
+from source_helpers import Pair, assert_two_epochs, cut, epoch_of
+
+import distribute_jax as dj
+from distribute_jax.data._source import find_source
+
+N = np.arange(11, dtype=np.int32)
+
+
+def example(i: int) -> Any:
+    return {"x": (N[i], N[i] / np.float32(2)), "pair": Pair(N[i] > 3, None)}
+
+
+TABLE = {"x": (N, N / np.float32(2)), "pair": Pair(N > 3, None)}
+
+
+def make(kind: str, operations: Any = ()) -> Any:
+    """Eleven examples in batches of four."""
+    if kind == "MapDataset":
+        return grain.MapDataset.range(11).map(example).batch(4)
+    if kind == "IterDataset":
+        return grain.MapDataset.range(11).map(example).to_iter_dataset().batch(4)
+    return grain.DataLoader(
+        data_source=[example(i) for i in range(11)],
+        sampler=grain.samplers.SequentialSampler(11),
+        operations=[grain.transforms.Batch(4)],
+        shard_options=grain.sharding.NoSharding(),
+    )
+
+
+KINDS = ["MapDataset", "IterDataset", "DataLoader"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_keep_structure_order_and_values(strategy, kind):
+    """A dataclass, a tuple, None, three dtypes, and the partial last batch, in two epochs."""
+    assert_two_epochs(strategy, make(kind), cut(TABLE, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_resumes_anywhere(kind):
+    """open_at gives what an uninterrupted epoch gives from there."""
+    source = find_source(make(kind))
+    whole = [batch["x"][0].tolist() for batch in source.open()]
+    assert source.can_seek
+    for position in range(4):
+        resumed = source.open_at(0, position)
+        assert [batch["x"][0].tolist() for batch in resumed] == whole[position:]
+
+
+def test_a_map_dataset_is_shuffled_anew_in_each_epoch():
+    """Epoch e is what Grain gives in the e-th pass of the repeated dataset, from any position."""
+    dataset = grain.MapDataset.range(11).shuffle(7).batch(4)
+    wanted = [batch.tolist() for batch in dataset.repeat(3)]
+    source = find_source(dataset)
+    got = [batch.tolist() for _ in range(3) for batch in source.open()]
+    assert got == wanted
+    assert got[:3] != got[3:6]
+    assert [batch.tolist() for batch in source.open_at(1, 2)] == wanted[5:6]
+    assert len(source) == 3
+
+
+def test_missing_elements_are_no_batches():
+    """A filter after batch leaves batches out: the position counts those that are left."""
+    dataset = grain.MapDataset.range(8).batch(2).filter(lambda batch: batch[0] != 2)
+    source = find_source(dataset)
+    assert [batch.tolist() for batch in source.open_at(0, 1)] == [[4, 5], [6, 7]]
+    assert [batch.tolist() for batch in source.open_at(1, 2)] == [[6, 7]]
+    with pytest.raises(TypeError, match="unknown"):
+        len(source)
+
+
+def test_a_dataset_without_end_says_so():
+    """repeat() without a number, before batch: infinite, and it can be resumed."""
+    source = find_source(grain.MapDataset.range(4).repeat().batch(3))
+    assert source.is_infinite
+    with pytest.raises(TypeError, match="infinite"):
+        len(source)
+    assert next(source.open_at(0, 2)).tolist() == [2, 3, 0]
+    assert next(source.open()).tolist() == [0, 1, 2]
+
+
+def test_only_a_few_batches_are_read_ahead():
+    """Grain by itself would read 500 ahead: here no more than a handful."""
+    read = []
+    dataset = grain.MapDataset.range(1000).batch(1).map(lambda batch: read.append(1) or batch)
+    batches = find_source(dataset).open()
+    next(batches)
+    time.sleep(0.2)
+    assert 1 <= len(read) < 20
+
+
+def test_leaving_the_loop_closes_grains_iterator():
+    """Its threads and processes end at once, not when garbage is collected."""
+    made, closed = [], []
+
+    class Numbers(grain.DatasetIterator):
+        def __next__(self):
+            return np.arange(2)
+
+        def get_state(self):
+            return {}
+
+        def set_state(self, state):
+            pass
+
+        def close(self):
+            closed.append(True)
+
+    class Endless(grain.IterDataset):
+        def __iter__(self):
+            made.append(Numbers())
+            return made[-1]
+
+    batches = find_source(Endless()).open()
+    next(batches)
+    assert closed == []
+    batches.close()
+    assert closed
+
+
+def test_an_unbatched_dataset_says_to_batch(s2):
+    """Grain does not tell its elements' shapes, so the first one does."""
+    dataset = s2.distribute_dataset(grain.MapDataset.range(4))
+    with pytest.raises(ValueError, match="Batch the source first"):
+        next(iter(dataset))
+
+
+@pytest.mark.parametrize("kind", ["MapDataset", "IterDataset"])
+def test_an_error_midway_passes_through_and_the_next_epoch_works(s2, kind):
+    """The user's own exception; then everything."""
+    broken = [True]
+
+    def fail(batch):
+        if broken[0] and batch[0] == 2:
+            raise OSError("disk")
+        return batch
+
+    dataset = grain.MapDataset.range(4).batch(2)
+    dataset = dataset.map(fail) if kind == "MapDataset" else dataset.to_iter_dataset().map(fail)
+    distributed: dj.DistributedDataset = s2.distribute_dataset(dataset)
+    with pytest.raises(OSError, match="disk"):
+        list(distributed)
+    broken[0] = False
+    assert [batch.tolist() for batch in epoch_of(distributed)] == [[0, 1], [2, 3]]

@@ -1,0 +1,127 @@
+"""Hugging Face datasets, with the real package."""
+
+import numpy as np
+import pytest
+from source_helpers import assert_same, assert_two_epochs, cut, epoch_of
+
+from distribute_jax.data._source import find_source
+
+datasets = pytest.importorskip("datasets", reason="needs Hugging Face: pip install datasets")
+
+N = np.arange(11)
+COLUMNS = {"x": N, "v": np.stack([N, N / 2], axis=1), "b": N > 3}
+TABLE = {**COLUMNS, "v": COLUMNS["v"].astype(np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """No progress bars, which start threads."""
+    datasets.disable_progress_bars()
+
+
+def table(**more):
+    return datasets.Dataset.from_dict({name: list(c) for name, c in {**COLUMNS, **more}.items()})
+
+
+@pytest.mark.parametrize("form", [None, "numpy", "torch", "jax"])
+def test_batches_of_a_table_keep_columns_order_and_values(strategy, form):
+    """In every format the columns are arrays of all rows, the last batch partial, in two epochs."""
+    if form == "torch":
+        pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+    assert_two_epochs(strategy, table().with_format(form).batch(4), cut(TABLE, 4))
+
+
+@pytest.mark.parametrize("form", [None, "numpy"])
+def test_batches_of_a_stream_keep_columns_order_and_values(strategy, form):
+    """An IterableDataset, as a table that is streamed."""
+    stream = table().to_iterable_dataset()
+    dataset = (stream.with_format(form) if form else stream).batch(4)
+    assert_two_epochs(strategy, dataset, cut(TABLE, 4))
+    source = find_source(dataset)
+    assert not source.can_seek
+    with pytest.raises(TypeError, match="no length"):
+        len(source)
+
+
+def test_iter_gives_batches_through_a_function(strategy):
+    """``iter`` is a generator, so a function makes it anew for each epoch."""
+    formatted = table().with_format("numpy")
+    assert_two_epochs(strategy, lambda: formatted.iter(4), cut(TABLE, 4))
+
+
+def test_a_table_resumes_anywhere():
+    """open_at gives what an uninterrupted epoch gives from there."""
+    source = find_source(table().batch(4))
+    assert len(source) == 3
+    assert source.can_seek
+    whole = [batch["x"].tolist() for batch in source.open()]
+    for position in range(4):
+        assert [b["x"].tolist() for b in source.open_at(1, position)] == whole[position:]
+
+
+def test_the_users_choice_of_columns_and_transform_is_kept(s2):
+    """Columns that the format leaves out stay out, also text; a transform gives what it gives."""
+    words = ["a"] * 11
+    chosen = table(word=words).batch(4)
+    chosen.set_format(columns=["x"])
+    assert_same(epoch_of(s2.distribute_dataset(chosen)), cut({"x": N}, 4))
+    double = table(word=words).batch(4).with_transform(lambda rows: {"y": np.array(rows["x"]) * 2})
+    assert_same(epoch_of(s2.distribute_dataset(double)), cut({"y": N * 2}, 4))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: table(), r"single examples:[\s\S]*x: Value[\s\S]*\.batch\(256\)"),
+        (lambda: table(word=["a"] * 11).batch(4), r"with text:[\s\S]*word: List[\s\S]*no strings"),
+    ],
+    ids=["unbatched", "text"],
+)
+def test_what_no_device_takes_is_refused_at_once_by_column(s2, make, told, streamed):
+    """The features tell, so no batch has to be read."""
+    dataset = make().to_iterable_dataset() if streamed else make()
+    with pytest.raises(ValueError, match=told):
+        s2.distribute_dataset(dataset)
+
+
+def test_rows_of_different_length_are_named(s2):
+    """A batch of ragged lists is no array."""
+    ragged = datasets.Dataset.from_dict({"r": [[1], [1, 2]]}).batch(2)
+    with pytest.raises(ValueError, match=r"batch\['r'\]: object\[2\]"):
+        next(iter(s2.distribute_dataset(ragged)))
+
+
+@pytest.mark.parametrize("kind", ["DatasetDict", "IterableDatasetDict"])
+def test_a_dictionary_of_splits_is_refused(s2, kind):
+    """The message names the splits and shows the choice."""
+    splits = getattr(datasets, kind)({"train": table(), "test": table()})
+    with pytest.raises(ValueError, match=r"dataset\['train'\]\.batch\(256\)"):
+        s2.distribute_dataset(splits)
+
+
+def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
+    """The user's own exception; then everything."""
+    broken = [True]
+
+    def generate():
+        yield {"x": 0}
+        yield {"x": 1}
+        if broken[0]:
+            raise OSError("disk")
+        yield {"x": 2}
+
+    features = datasets.Features({"x": datasets.Value("int32")})
+    stream = datasets.IterableDataset.from_generator(generate, features=features).batch(2)
+    dataset = s2.distribute_dataset(stream)
+    with pytest.raises(OSError, match="disk"):
+        list(dataset)
+    broken[0] = False
+    assert_same(epoch_of(dataset), cut({"x": np.arange(3, dtype=np.int32)}, 2))
+
+
+def test_a_stream_of_unknown_features_says_to_batch(s2):
+    """A generator without features is only known by its first row."""
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"x": 1}]))
+    with pytest.raises(ValueError, match="Batch the source first"):
+        next(iter(s2.distribute_dataset(stream)))

@@ -1,0 +1,215 @@
+"""tf.data.Dataset, with the real TensorFlow."""
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from source_helpers import assert_same, assert_two_epochs, cut, epoch_of
+
+import distribute_jax as dj
+from distribute_jax.data._source import find_source
+
+tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install tensorflow-cpu")
+
+Named = namedtuple("Named", "a b")
+N = np.arange(11, dtype=np.int32)
+TABLE = {"x": Named(N, N / np.float32(2)), "y": (N > 3, {"z": N.astype(np.uint8)})}
+
+
+def numbers(n: int = 11, size: int = 4) -> Any:
+    return tf.data.Dataset.range(n, output_type=tf.int32).batch(size)
+
+
+def rows(batches: Any) -> list[list[int]]:
+    return [np.asarray(batch).tolist() for batch in batches]
+
+
+def test_batches_keep_structure_order_and_values(strategy):
+    """A dict, a named tuple, a tuple, None, four dtypes, the last batch partial, in two epochs."""
+    dataset = tf.data.Dataset.from_tensor_slices(TABLE).map(lambda row: (row, None)).batch(4)
+    assert_two_epochs(strategy, dataset, cut((TABLE, None), 4))
+
+
+def test_bfloat16_keeps_its_dtype(s2):
+    """TensorFlow's and JAX's bfloat16 are one."""
+    dataset = numbers(4).map(lambda x: tf.cast(x, tf.bfloat16))
+    assert_same(epoch_of(s2.distribute_dataset(dataset)), [jnp.arange(4, dtype=jnp.bfloat16)])
+
+
+def test_cardinality_is_the_datasets_own():
+    """Known, infinite, unknown."""
+    assert len(find_source(numbers())) == 3
+    endless = find_source(numbers().repeat())
+    assert endless.is_infinite
+    unknown = find_source(numbers().filter(lambda batch: True))
+    assert not unknown.is_infinite
+    for source in (endless, unknown):
+        with pytest.raises(TypeError, match="unknown or infinite"):
+            len(source)
+
+
+def test_reading_the_spec_uses_nothing_up(s2):
+    """Also of a shuffled dataset, whose order would be another at a second start."""
+    make = lambda: s2.distribute_dataset(  # noqa: E731
+        tf.data.Dataset.range(8, output_type=tf.int32).shuffle(8, seed=1).batch(4)
+    )
+    tf.random.set_seed(0)
+    plain = epoch_of(make())
+    tf.random.set_seed(0)
+    looked = make()
+    assert looked.element_spec.shape == (2,)
+    assert_same(epoch_of(looked), plain)
+
+
+def test_eager_tensors_in_any_iterable_become_arrays(s2):
+    """A list of batches of tensors, and the iterator of a dataset."""
+    batches = [{"x": tf.range(4)}, {"x": tf.range(3)}]
+    wanted = [{"x": np.arange(4, dtype=np.int32)}, {"x": np.arange(3, dtype=np.int32)}]
+    assert_same(epoch_of(s2.distribute_dataset(batches)), wanted)
+    assert_same(epoch_of(s2.distribute_dataset(iter(numbers(5)))), cut(N[:5], 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: tf.data.Dataset.from_tensor_slices({"x": N}),
+            r"batch\['x'\][\s\S]*\.batch\(256\)",
+        ),
+        (
+            lambda: tf.data.Dataset.from_tensor_slices({"x": N, "name": ["a"] * 11}).batch(4),
+            r"batch\['name'\][\s\S]*no strings",
+        ),
+        (
+            lambda: tf.data.Dataset.from_tensor_slices({"r": tf.ragged.constant([[1], []])}).batch(
+                2
+            ),
+            r"batch\['r'\][\s\S]*to_tensor",
+        ),
+        (
+            lambda: tf.data.Dataset.from_tensors({"s": tf.sparse.eye(2)}).batch(2),
+            r"batch\['s'\][\s\S]*to_dense",
+        ),
+    ],
+    ids=["unbatched", "strings", "ragged", "sparse"],
+)
+def test_what_no_device_takes_is_refused_at_once_by_leaf(s2, make, told):
+    """The dataset tells its shapes and dtypes, so no batch has to be read."""
+    with pytest.raises(ValueError, match=told):
+        s2.distribute_dataset(make())
+
+
+def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
+    """A failing generator is TensorFlow's error with the user's text; then everything."""
+    broken = [True]
+
+    def generate():
+        yield N[:2]
+        if broken[0]:
+            raise OSError("disk")
+        yield N[2:4]
+
+    signature = tf.TensorSpec([None], tf.int32)
+    dataset = s2.distribute_dataset(
+        tf.data.Dataset.from_generator(generate, output_signature=signature)
+    )
+    with pytest.raises(Exception, match="disk"):
+        list(dataset)
+    broken[0] = False
+    assert_same(epoch_of(dataset), [N[:2], N[2:4]])
+
+
+@pytest.mark.parametrize("name", ["AUTO", "OFF", "FILE", "DATA", "HINT"])
+def test_the_option_of_the_dataset_is_told(name):
+    """AUTO is what a dataset has that sets none, so it decides nothing."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]
+    source = find_source(numbers().with_options(options))
+    assert source.own_policy == (None if name == "AUTO" else name)
+
+
+# Files
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[str]:
+    """Acceptance 99: three files of four records, 0-3, 10-13 and 20-23."""
+    paths = [str(tmp_path / f"{i}.txt") for i in range(3)]
+    for i, path in enumerate(paths):
+        Path(path).write_text("".join(f"{10 * i + j:02d}\n" for j in range(4)))
+    return paths
+
+
+def parse(line: Any) -> Any:
+    return tf.strings.to_number(line, tf.int32)
+
+
+OFFSET = tf.Variable(0)
+PIPELINES = {
+    "text": lambda paths: tf.data.TextLineDataset(paths).map(parse),
+    "fixed length": lambda paths: tf.data.FixedLengthRecordDataset(paths, 3).map(
+        lambda record: parse(tf.strings.substr(record, 0, 2))
+    ),
+    "interleave": lambda paths: tf.data.Dataset.from_tensor_slices(paths).interleave(
+        lambda path: tf.data.TextLineDataset(path).map(parse), cycle_length=1
+    ),
+    "list_files": lambda paths: (
+        tf.data.Dataset.list_files(str(Path(paths[0]).parent / "*.txt"), shuffle=False)
+        .flat_map(tf.data.TextLineDataset)
+        .map(lambda line: parse(line) + OFFSET)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_file_readers_are_found_and_sharded_by_file(three, name):
+    """Acceptance 99: of two workers the first reads files 1 and 3, the second file 2."""
+    source = find_source(PIPELINES[name](three).batch(4).prefetch(1))
+    assert source.num_files == 3
+    first, second = (source.shard_files(2, worker) for worker in range(2))
+    assert rows(first.open()) == [[0, 1, 2, 3], [20, 21, 22, 23]]
+    assert rows(second.open()) == [[10, 11, 12, 13]]
+    assert rows(second.open()) == [[10, 11, 12, 13]]
+
+
+def test_records_are_sharded_too(tmp_path):
+    """TFRecordDataset, the most usual reader; the number of files after the user's own shard."""
+    paths = [str(tmp_path / f"{i}.tfrecord") for i in range(3)]
+    for i, path in enumerate(paths):
+        with tf.io.TFRecordWriter(path) as writer:
+            writer.write(str(i).encode())
+    names = tf.data.Dataset.from_tensor_slices(paths).filter(lambda path: True)
+    source = find_source(tf.data.TFRecordDataset(names).map(parse).batch(4))
+    assert source.num_files == 3
+    assert rows(source.shard_files(3, 1).open()) == [[1]]
+    mine = find_source(tf.data.TFRecordDataset(names.shard(2, 0)).map(parse).batch(4))
+    assert mine.num_files == 2
+
+
+def test_data_in_memory_reads_no_files():
+    """No reader, no files; a generator cannot be told apart by its graph."""
+    generated = tf.data.Dataset.from_generator(
+        lambda: iter([1]), output_signature=tf.TensorSpec([], tf.int32)
+    )
+    for dataset in (numbers(), generated.batch(2)):
+        source = find_source(dataset)
+        assert source.num_files is None
+        assert source.shard_files(2, 0) is None
+
+
+def test_the_option_stays_when_files_are_sharded(three):
+    """A sharded dataset keeps the options of the whole one."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    dataset = tf.data.TextLineDataset(three).map(parse).batch(4).with_options(options)
+    sharded = find_source(dataset).shard_files(2, 0)
+    assert sharded.own_policy == "FILE"
+
+
+def test_it_cannot_seek():
+    """The message says so and names what can."""
+    with pytest.raises(dj.ArgumentError, match=r"A tf\.data\.Dataset cannot be started at batch 2"):
+        find_source(numbers()).open_at(0, 2)
