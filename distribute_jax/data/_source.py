@@ -15,6 +15,17 @@ from distribute_jax._values import DistributedValues
 class Source:
     """Global batches on the host, which can be started anew unless the source is one-shot."""
 
+    is_infinite: bool = False
+    """Whether an epoch never ends."""
+    can_seek: bool = False
+    """Whether ``open_at`` can start anywhere."""
+    seed: int | None = None
+    """The seed of its shuffling, where the source tells it."""
+    num_files: int | None = None
+    """How many files it reads; None where it reads none, or it cannot be known."""
+    own_policy: str | None = None
+    """The name of the ``AutoShardPolicy`` that the source itself asks for."""
+
     def __init__(self, source: Any) -> None:
         if isinstance(source, Mapping) or not (_is_iterable(source) or callable(source)):
             raise ArgumentError(
@@ -33,6 +44,11 @@ class Source:
         self._was_opened = False
         self._seen: list[Any] = []
         self._last: Callable[[], Any] = lambda: None
+
+    @property
+    def text(self) -> str:
+        """What messages call it."""
+        return leaf_text(self._source)
 
     def open(self) -> Iterator[Any]:
         """Starts the batches from the first one; a one-shot source can be opened once."""
@@ -59,6 +75,14 @@ class Source:
             raise TypeError(f"{leaf_text(self._source)} has no length")
         return len(self._source)
 
+    def open_at(self, epoch: int, position: int) -> Iterator[Any]:
+        """Starts at batch ``position`` of epoch ``epoch``, both from 0."""
+        raise ArgumentError(f"{self.text} cannot start at batch {position} of epoch {epoch}")
+
+    def shard_files(self, count: int, index: int) -> Source | None:
+        """Gives a source of the files index, index + count, …; None where it reads no files."""
+        return None
+
     def _check_fresh(self) -> None:
         if self._was_opened:
             raise _used_up(f"{leaf_text(self._source)} is an iterator, and its batches are used up")
@@ -76,6 +100,11 @@ class Source:
             raise _used_up(f"{leaf_text(self._source)} gave the same iterator a second time")
         self._last = _reference(iterator)
         return iterator
+
+
+def find_source(source: Any, called: str = "strategy.distribute_dataset") -> Source:
+    """Gives the source of the batches in whatever the user passed."""
+    return source if isinstance(source, Source) else Source(source)
 
 
 def _used_up(what: str) -> ArgumentError:
