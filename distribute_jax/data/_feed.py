@@ -15,7 +15,7 @@ from distribute_jax.data._policies import PartialPolicy
 from distribute_jax.data._seen import Seen
 from distribute_jax.data._shard import shard
 from distribute_jax.data._source import Source
-from distribute_jax.data._state import State, read_state, state_of
+from distribute_jax.data._state import SAME_BATCHES, State, check_same, read_state, state_of
 
 
 class Feed(ABC):
@@ -83,7 +83,12 @@ class GlobalBatches(Feed):
     def resume(self, state: State) -> tuple[int, Seen, Iterator[HostElement]]:
         """See ``Feed.resume``."""
         self._check_seekable("restore")
-        epoch, seen = read_state(state, self._source, length_of(self._source))
+        length = length_of(self._source)
+        epoch, seen = read_state(state, self._source, length)
+        if length is None and seen.first:
+            batches = self._source.open_at(epoch, 0)
+            first = next((e.seen.first for e in laid_out(batches, self._divider())), 0)
+            check_same("first_batch", seen.first, first, SAME_BATCHES)
         batches = self._source.open_at(epoch, seen.batches)
         return epoch, seen, laid_out(batches, self._divider(seen))
 

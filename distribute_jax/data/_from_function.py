@@ -7,6 +7,7 @@ from itertools import islice, zip_longest
 from typing import Any, NoReturn, final
 
 import jax
+import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._tree import leaf_text
@@ -66,11 +67,11 @@ class OwnBatches(Feed):
     def open(self, epoch: int) -> Iterator[HostElement]:
         """See ``Feed.open``."""
         del epoch  # each source counts its own
-        return self._laid_out([source.open() for source in self._sources])
+        return self._laid_out([map(_kept, source.open()) for source in self._sources])
 
     def preview(self) -> Iterator[HostElement]:
         """See ``Feed.preview``."""
-        return self._laid_out([source.preview() for source in self._sources])
+        return self._laid_out([map(_kept, source.preview()) for source in self._sources])
 
     @property
     def cardinality(self) -> int | None:
@@ -121,9 +122,14 @@ _NONE: Any = object()
 """Stands for the batch of a replica whose data has ended."""
 
 
+def _kept(batch: Any) -> Any:
+    """Copies a batch, since an element is made of several and loaders reuse their buffers."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
+
+
 def _cannot(method: str) -> ArgumentError:
     return ArgumentError(
         f"iterator.{method} needs global batches, but this dataset deals out the batches that a "
-        f"function made, and their meaning changes with the number of replicas. Use "
+        "function made, and their meaning changes with the number of replicas. Use "
         "strategy.distribute_dataset(dj.data.from_arrays(...)), or keep the function's own state."
     )

@@ -88,7 +88,7 @@ class PartsDivider:
         self._largest = max(self._largest, *counts)
         if self._policy in (PartialPolicy.MASK, PartialPolicy.SHRINK):
             return padded(self._policy, counts, self._largest)
-        if len(set(counts)) == 1 and sum(counts) >= self._first:
+        if any(counts) and len(set(counts)) == 1 and sum(counts) >= self._first:
             return laid_over(counts, counts[0])
         if self._policy is PartialPolicy.ERROR or is_first:
             raise self._refusal(counts, where, is_first)

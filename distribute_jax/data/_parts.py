@@ -88,11 +88,11 @@ def _kind(leaf: Any) -> tuple[Any, Any]:
 
 
 def _on_device(leaf: Any, rows: Any, device: jax.Device) -> Any:
-    if isinstance(leaf, jax.Array):
-        # Inside scope() the mesh context would refuse any computation on one device.
-        with outside_mesh():
-            return jax.device_put(leaf[rows], device)
-    # A copy, because JAX may keep the host memory as its own, and loaders reuse their buffers.
-    with np.errstate(over="ignore"):
-        mine = np.array(leaf[rows], dtype=device_dtype(leaf.dtype), order="C", subok=False)
-    return jax.device_put(mine, device)
+    mine = leaf
+    # Inside scope() the mesh context would refuse any computation on one device.
+    with outside_mesh(), np.errstate(over="ignore"):
+        if len(rows) != len(leaf) or rows[0] != 0:
+            mine = leaf[rows]
+        if not isinstance(mine, jax.Array):
+            mine = np.asarray(mine, dtype=device_dtype(leaf.dtype), order="C")
+        return jax.device_put(mine, device)

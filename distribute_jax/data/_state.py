@@ -12,6 +12,11 @@ from distribute_jax.data._source import Source
 
 State: TypeAlias = Mapping[str, Any]
 
+SAME_BATCHES = (
+    "The position counts batches, so the examples and the global batch size must be the same."
+)
+_PASS = "Pass what iterator.state() gave."
+
 VERSION = 1
 _NUMBERS = ("epoch", "position", "first_batch", "largest_batch")
 _FIELDS = ("version", "source", "seed", "batches", *_NUMBERS)
@@ -38,14 +43,11 @@ def read_state(state: State, source: Source, length: int | None) -> tuple[int, S
         ArgumentError: it is no state, or one of another source, seed, length or later version.
     """
     _check_fields(state)
-    _check_same(
+    check_same(
         "source", state["source"], source.text, "Distribute the source that it was saved from."
     )
-    _check_same("seed", state["seed"], source.seed, "Shuffle with the seed that it was saved with.")
-    _check_same(
-        *("batches", state["batches"], length),
-        "The position counts batches, so the examples and the global batch size must be the same.",
-    )
+    check_same("seed", state["seed"], source.seed, "Shuffle with the seed that it was saved with.")
+    check_same("batches", state["batches"], length, SAME_BATCHES)
     epoch, position, first, largest = (_number(state, name) for name in _NUMBERS)
     if length is not None and position > length:
         raise ArgumentError(
@@ -53,9 +55,6 @@ def read_state(state: State, source: Source, length: int | None) -> tuple[int, S
             f"{_PASS}"
         )
     return epoch, Seen(position, first, largest)
-
-
-_PASS = "Pass what iterator.state() gave."
 
 
 def _check_fields(state: State) -> None:
@@ -73,7 +72,8 @@ def _check_fields(state: State) -> None:
         raise ArgumentError(f"iterator.restore got a state without {', '.join(missing)}. {_PASS}")
 
 
-def _check_same(name: str, saved: Any, now: Any, remedy: str) -> None:
+def check_same(name: str, saved: Any, now: Any, remedy: str) -> None:
+    """Raises where a field of a state has another value than this dataset."""
     if saved != now:
         raise ArgumentError(
             f"iterator.restore got a state with {name} {saved!r}, but this dataset has {name} {now!r}, "

@@ -54,3 +54,8 @@ def real_parts(element: PerReplica) -> Iterator[np.ndarray]:
     share = len(whole) // replicas
     for replica, part in enumerate(whole.reshape(replicas, share, *whole.shape[1:])):
         yield part if element.counts is None else part[: element.counts[replica]]
+
+
+def found(element: PerReplica) -> list[Any]:
+    """An element's real examples, in order."""
+    return [row for part in real_parts(element) for row in part.tolist()]
