@@ -10,7 +10,7 @@ from distribute_jax._mesh import num_replicas, replica_mesh
 from distribute_jax._values import PerReplica
 from distribute_jax.data import DistributedDataset, InputOptions
 from distribute_jax.data._feed import GlobalBatches
-from distribute_jax.data._source import find_source
+from distribute_jax.data._source import Source, find_source
 
 
 def mesh_of(replicas: int) -> jax.sharding.Mesh:
@@ -34,7 +34,8 @@ def distribute(
 ) -> DistributedDataset:
     """What strategy.distribute_dataset does, without a strategy."""
     chosen = InputOptions(partial=partial, **options)
-    feed = GlobalBatches(find_source(source), chosen, replicas)
+    found = source if isinstance(source, Source) else find_source(source)
+    feed = GlobalBatches(found, chosen, replicas)
     return DistributedDataset(feed, mesh=mesh_of(replicas), guard=guard)
 
 

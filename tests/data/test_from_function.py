@@ -211,7 +211,7 @@ def test_what_cannot_be_dealt_out_is_named(s2: dj.MirroredStrategy, dataset_fn: 
 
 def test_a_policy_that_would_shard_is_refused(s2: dj.MirroredStrategy):
     """Nothing is sharded here; the message names the fields of the context to shard by."""
-    with pytest.raises(ArgumentError, match="context.input_pipeline_id"):
+    with pytest.raises(ArgumentError, match=r"context\.input_pipeline_id"):
         s2.distribute_datasets_from_function(
             lambda context: batches(4, 2), dj.InputOptions(auto_shard_policy="data")
         )

@@ -106,7 +106,7 @@ def test_a_source_that_cannot_divide_its_files_is_refused():
 @pytest.mark.parametrize("own", ["hint", "HINT"])
 def test_a_sources_own_hint_is_refused_by_name(own: str):
     """A tf.data option says HINT: nothing here could fill it."""
-    with pytest.raises(ArgumentError, match="a source of files has the option .*HINT"):
+    with pytest.raises(ArgumentError, match=r"a source of files has the option .*HINT"):
         choose_policy(None, Files([[0]], 1, own), 1)
     assert choose_policy(OFF, Files([[0]], 1, own), 1) is OFF
 
