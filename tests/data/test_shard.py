@@ -20,6 +20,8 @@ class Files(Source):
     """Batches of records read from files, as tf.data and from_files read them."""
 
     text = "a source of files"
+    num_files: int | None = None
+    own_policy: str | None = None
 
     def __init__(self, files: list[list[int]], size: int, own_policy: str | None = None) -> None:
         self._files = files

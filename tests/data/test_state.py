@@ -18,6 +18,7 @@ class Seekable(Source):
 
     text = "a shuffled range"
     can_seek = True
+    seed: int | None = None
 
     def __init__(self, n: int = 22, size: int = 4, seed: int = 0) -> None:
         self._n, self._size = n, size
