@@ -87,6 +87,14 @@ def test_an_epoch_lasts_until_every_replica_is_out(
     assert np.asarray(elements[2]["x"].global_array).tolist() == [3] * 4
 
 
+def test_padding_repeats_the_last_real_row_before_it(s4: dj.MirroredStrategy):
+    """As in global batches: a short share repeats its own last row, an empty one its neighbour's."""
+    (element,) = s4.distribute_datasets_from_function(lambda context: batches(5, 3))
+    assert np.asarray(element.global_array).tolist() == [0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4]
+    (element,) = s4.distribute_datasets_from_function(lambda context: batches(3, 3))
+    assert np.asarray(element.global_array).tolist() == [0, 1, 2] + [2] * 9
+
+
 def test_an_empty_share_keeps_shape_and_dtype(s4: dj.MirroredStrategy):
     """Five batches on four replicas: three of them get shape (0, 3) in the second element."""
     source = [np.full((2, 3), i, np.float16) for i in range(5)]
