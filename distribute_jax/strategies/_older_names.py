@@ -6,9 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-import jax
-import numpy as np
-
 from distribute_jax._typing import PyTree
 from distribute_jax.data import (
     DistributedDataset,
@@ -50,19 +47,6 @@ class OlderNames:
             "distribute_datasets_from_function(fn)",
         )
         return self.distribute_datasets_from_function(dataset_fn, options)
-
-    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
-        """Makes a dataset of single examples from arrays; batch it, then distribute it.
-
-        Args:
-            numpy_input: a nest of arrays with the examples along dim 0; lists of arrays are stacked.
-            session: accepted for TensorFlow's signature.
-
-        Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset
-        """
-        del session
-        _warn("experimental_make_numpy_dataset", "dj.data.from_arrays(x).batch(256)", method=False)
-        return _stacked(numpy_input)
 
     def make_dataset_iterator(self: _Modern, dataset: Any) -> OlderIterator:
         """Distributes a dataset of global batches, and gives an iterator over it.
@@ -127,13 +111,6 @@ class OlderIterator(Iterator[Any]):
         return next(self._iterator or iter(()))
 
     get_next = __next__
-
-
-def _stacked(tree: PyTree) -> PyTree:
-    """Puts each list of arrays together along a new dim 0, as tf.data does."""
-    return jax.tree.map(
-        lambda leaf: np.asarray(leaf), tree, is_leaf=lambda node: isinstance(node, list)
-    )
 
 
 def _warn(older: str, modern: str, *, method: bool = True) -> None:
