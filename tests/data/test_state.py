@@ -68,15 +68,15 @@ def test_iterating_again_gives_the_next_epoch():
 def test_training_resumes_at_the_very_next_batch(position: int, replicas: int, policy: str):
     """Wherever epoch 1 is left, another process with other replicas goes on there and into epoch 2."""
     options = {"auto_shard_policy": policy}
-    whole = made(Seekable(), 2, **options)
+    whole = made(Seekable(42, 8), 2, **options)
     epochs = [epoch_of(whole) for _ in range(3)]
-    first = made(Seekable(), 2, **options)
+    first = made(Seekable(42, 8), 2, **options)
     list(first)
     iterator = iter(first)
     taken = [found(next(iterator)) for _ in range(min(position, 6))]
     saved = json.loads(json.dumps(iterator.state()))
 
-    again = made(Seekable(), replicas, **options)
+    again = made(Seekable(42, 8), replicas, **options)
     resumed = iter(again)
     resumed.restore(saved)
     assert taken + [found(element) for element in resumed] == epochs[1]
