@@ -27,6 +27,7 @@ from distribute_jax._errors import (
     DeadlockError as DeadlockError,
     DistributeError as DistributeError,
     DonatedError as DonatedError,
+    IterationError as IterationError,
     LoweringError as LoweringError,
     MixedStrategiesError as MixedStrategiesError,
     NotEqualError as NotEqualError,
@@ -37,6 +38,7 @@ from distribute_jax._errors import (
     StaleCaptureError as StaleCaptureError,
     StepFailedError as StepFailedError,
     TracedValueError as TracedValueError,
+    UnsupportedError as UnsupportedError,
 )
 from distribute_jax._public import publish
 from distribute_jax._values import (
@@ -55,9 +57,12 @@ from distribute_jax.collectives import (
     check_in_sync as check_in_sync,
 )
 from distribute_jax.data import (
+    AutoShardPolicy as AutoShardPolicy,
     DistributedDataset as DistributedDataset,
     DistributedIterator as DistributedIterator,
+    InputContext as InputContext,
     InputOptions as InputOptions,
+    InputReplicationMode as InputReplicationMode,
     PartialPolicy as PartialPolicy,
 )
 from distribute_jax.program import (
@@ -96,6 +101,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "AutoShardPolicy",
     "BackendStartedError",
     "CentralStorageStrategy",
     "ContextError",
@@ -107,7 +113,10 @@ __all__ = [
     "DistributedValues",
     "DonatedError",
     "HierarchicalCopyAllReduce",
+    "InputContext",
     "InputOptions",
+    "InputReplicationMode",
+    "IterationError",
     "LoweringError",
     "Mirrored",
     "MirroredStrategy",
@@ -131,6 +140,7 @@ __all__ = [
     "StepFailedError",
     "Strategy",
     "TracedValueError",
+    "UnsupportedError",
     "ValueContext",
     "Variable",
     "VariableAggregation",

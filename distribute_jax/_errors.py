@@ -4,6 +4,7 @@ Each is also the builtin that a TensorFlow user would catch::
 
     DistributeError(Exception)
     ├── ContextError(RuntimeError)          called in the wrong place: run inside run, under the user's jit
+    │   ├── IterationError(…, ValueError)   a dataset was iterated inside run
     │   └── MixedStrategiesError            two strategies at once
     ├── DeadlockError(RuntimeError)         a collective that not every replica would reach
     ├── DonatedError(RuntimeError)          an array that was given away to a later step was read
@@ -17,7 +18,8 @@ Each is also the builtin that a TensorFlow user would catch::
     ├── PerReplicaError(ValueError)         a per-replica value was used as if it were one array
     ├── PerReplicaTypeError(TypeError)      arithmetic on a per-replica value outside run
     ├── TracedValueError(TypeError)         Python needed the value of a traced number
-    └── LoweringError(NotImplementedError)  the chosen lowering cannot run an operation of the step
+    ├── LoweringError(NotImplementedError)  the chosen lowering cannot run an operation of the step
+    └── UnsupportedError(NotImplementedError)  the strategy does not offer what an option asks for
 
 A message has five parts: what failed, where in the tree, what was received, the rule, and the next
 thing to type.
@@ -32,6 +34,10 @@ class DistributeError(Exception):
 
 class ContextError(DistributeError, RuntimeError):
     """A method was called in a context that does not allow it."""
+
+
+class IterationError(ContextError, ValueError):
+    """A distributed dataset was iterated inside ``run``, on one replica."""
 
 
 class MixedStrategiesError(ContextError):
@@ -88,6 +94,10 @@ class TracedValueError(DistributeError, TypeError):
 
 class LoweringError(DistributeError, NotImplementedError):
     """The chosen lowering cannot run an operation of the step, or only with other numbers."""
+
+
+class UnsupportedError(DistributeError, NotImplementedError):
+    """The strategy, or the method, does not offer what an option asks for."""
 
 
 for _cls in [c for c in list(globals().values()) if isinstance(c, type)]:

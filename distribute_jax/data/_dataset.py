@@ -10,34 +10,29 @@ from jax.sharding import Mesh
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._typing import PyTree
-from distribute_jax.data._assemble import assemble, spec
-from distribute_jax.data._host import laid_out
+from distribute_jax.data._element import HostElement
+from distribute_jax.data._ends import EndOfData, OneProcess
+from distribute_jax.data._feed import Feed
 from distribute_jax.data._optional import OptionalElement
-from distribute_jax.data._options import InputOptions, PartialPolicy
 from distribute_jax.data._partial import warn_of_idle_replicas
-from distribute_jax.data._source import find_source
-from distribute_jax.data._split import Division
+from distribute_jax.data._seen import Seen
+from distribute_jax.data._state import State
 
 
 class DistributedDataset:
-    """Global batches, each spread over the replicas of a strategy.
+    """Batches, each spread over the replicas of a strategy.
 
-    Iterating gives one element for each batch, in order: the user's structure with a ``PerReplica``
-    at every leaf, cut into consecutive shares as TensorFlow cuts it. Every example appears exactly
-    once in an epoch under the policies ``mask`` and ``shrink``. Iterating again starts anew.
-    Strategies make it; user code calls ``strategy.distribute_dataset``.
+    Iterating gives one element for each global batch, in order: the user's structure with a
+    ``PerReplica`` at every leaf. Every example appears exactly once in an epoch under the policies
+    ``mask`` and ``shrink``. Iterating again starts the next epoch. Strategies make it; user code
+    calls ``strategy.distribute_dataset`` or ``strategy.distribute_datasets_from_function``.
 
     Args:
-        source: an iterable of global batches (trees of NumPy or JAX arrays with the examples along
-            dim 0), or a function without arguments that returns one.
+        feed: the elements on the host.
         mesh: the strategy's mesh.
-        options: what becomes of partial batches.
         guard: called when iteration starts and before each batch; it raises where neither is
             allowed.
-
-    Raises:
-        ArgumentError: the source cannot be iterated; later, a batch cannot be divided, or a
-            one-shot iterator is started a second time.
+        ends: how processes agree on the end of an epoch.
 
     Example:
         >>> import distribute_jax as dj, numpy as np
@@ -54,23 +49,26 @@ class DistributedDataset:
 
     def __init__(
         self,
-        source: Any,
+        feed: Feed,
         *,
         mesh: Mesh,
-        options: InputOptions | None = None,
         guard: Callable[[], None] = lambda: None,
+        ends: EndOfData | None = None,
     ) -> None:
-        self._source = find_source(source)
+        self._feed = feed
         self._mesh = mesh
-        self._policy = PartialPolicy((options or InputOptions()).partial)
         self._guard = guard
-        self._warned = False
+        self._ends = ends or OneProcess()
+        self._epoch = 0
         self._spec: PyTree = None
+        self._warned = False
 
     def __iter__(self) -> DistributedIterator:
-        """Starts the batches from the first one."""
+        """Starts the next epoch from its first batch."""
         self._guard()
-        return DistributedIterator(self, self._laid_out(self._source.open()))
+        elements = self._agreed(self._feed.open(self._epoch))
+        self._epoch += 1
+        return DistributedIterator(self, self._epoch - 1, elements)
 
     @property
     def element_spec(self) -> PyTree:
@@ -79,28 +77,23 @@ class DistributedDataset:
         It is read from the first batch, which is not used up.
         """
         if self._spec is None:
-            first = next(self._laid_out(self._source.preview()), None)
+            first = next(self._feed.preview(), None)
             if first is None:
                 raise ArgumentError(
                     "element_spec is read from the first batch, but the dataset has no batch with "
                     "examples. Check the source given to strategy.distribute_dataset."
                 )
-            self._spec = spec(*first)
+            self._spec = first.spec
         return self._spec
 
     @property
     def cardinality(self) -> int | None:
         """The number of elements, or None where it is not known before the end.
 
-        It is the source's own length, so functions and generators have none; nor is it known which
-        batches ``partial="drop"`` will skip.
+        It comes from the source's own length, so functions and generators have none, nor have
+        endless sources; nor is it known which batches ``partial="drop"`` will skip.
         """
-        if self._policy is PartialPolicy.DROP:
-            return None
-        try:
-            return len(self._source)
-        except TypeError:
-            return None
+        return self._feed.cardinality
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Folds over the elements of one epoch: ``state = reduce_func(state, element)`` for each.
@@ -109,30 +102,42 @@ class DistributedDataset:
             initial_state: what the first call gets, and the result for a dataset without elements.
             reduce_func: takes the state and an element, gives the next state.
 
+        Raises:
+            ArgumentError: the dataset is repeated without end.
+
         Source: https://www.tensorflow.org/api_docs/python/tf/data/Dataset#reduce
         """
+        if self._feed.is_infinite:
+            raise ArgumentError(
+                "dataset.reduce folds over a whole epoch, and this source is repeated without end. "
+                "Give its repeat a number, or loop over the dataset and break."
+            )
         state = initial_state
         for element in self:
             state = reduce_func(state, element)
         return state
 
-    def _laid_out(self, batches: Iterator[PyTree]) -> Iterator[tuple[PyTree, Division]]:
-        return laid_out(batches, self._policy, num_replicas(self._mesh))
+    def _agreed(self, elements: Iterator[HostElement], taken: int = 0) -> Iterator[HostElement]:
+        length = self._feed.cardinality
+        return self._ends.steps(elements, None if length is None else length - taken)
 
-    def _note_first(self, batch: PyTree, division: Division) -> None:
+    def _note_first(self, element: HostElement) -> None:
         if self._spec is None:
-            self._spec = spec(batch, division)
-        n = sum(division.counts or ())
-        if not self._warned and 0 < n < num_replicas(self._mesh):
+            self._spec = element.spec
+        n = element.examples
+        replicas = num_replicas(self._mesh)
+        if self._feed.divides and not self._warned and n and n < replicas:
             self._warned = True
             # The user's line called __next__, which called _take, which called this.
-            warn_of_idle_replicas(n, num_replicas(self._mesh), stacklevel=4)
+            warn_of_idle_replicas(n, replicas, stacklevel=4)
 
 
 class DistributedIterator(Iterator[Any]):
     """One pass over a distributed dataset.
 
     An exception from the source passes through unchanged, and the dataset can be iterated anew.
+    :meth:`state` says how far the pass has come, and :meth:`restore` goes on from there, with any
+    number of replicas.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
@@ -140,10 +145,12 @@ class DistributedIterator(Iterator[Any]):
     __module__ = "distribute_jax"
 
     def __init__(
-        self, dataset: DistributedDataset, batches: Iterator[tuple[PyTree, Division]]
+        self, dataset: DistributedDataset, epoch: int, elements: Iterator[HostElement]
     ) -> None:
         self._dataset = dataset
-        self._batches = batches
+        self._epoch = epoch
+        self._elements = elements
+        self._seen = Seen()
         self._is_first = True
 
     def __next__(self) -> PyTree:
@@ -165,12 +172,47 @@ class DistributedIterator(Iterator[Any]):
         """See ``DistributedDataset.element_spec``."""
         return self._dataset.element_spec
 
+    def state(self) -> dict[str, Any]:
+        """Says how far the pass has come, to be saved with the model after any step.
+
+        Returns:
+            A small dict of strings, numbers and Nones, for ``json`` or a checkpoint.
+
+        Raises:
+            ArgumentError: the source cannot start in the middle of an epoch.
+        """
+        return dict(self._dataset._feed.state(self._epoch, self._seen))
+
+    def restore(self, state: State) -> None:
+        """Goes on where another pass stood: its next batch comes next, and after it its next epoch.
+
+        The strategy may have another number of replicas; the examples, the global batch size and
+        the seed are those of the pass that was saved.
+
+        Args:
+            state: what ``state()`` gave.
+
+        Raises:
+            ArgumentError: this is no state, or one of another source; or the source cannot start in
+                the middle of an epoch.
+        """
+        dataset = self._dataset
+        dataset._guard()
+        epoch, seen, elements = dataset._feed.resume(state)
+        self._epoch, self._seen = epoch, seen
+        self._elements = dataset._agreed(elements, seen.batches)
+        # The first element from here on may be a partial one, which tells no batch size.
+        self._is_first = seen.batches == 0
+        dataset._epoch = epoch + 1
+
     def _take(self) -> tuple[PyTree] | None:
         self._dataset._guard()
-        laid = next(self._batches, None)
-        if laid is None:
+        element = next(self._elements, None)
+        if element is None:
             return None
         if self._is_first:
             self._is_first = False
-            self._dataset._note_first(*laid)
-        return (assemble(*laid, self._dataset._mesh),)
+            self._dataset._note_first(element)
+        placed = element.placed(self._dataset._mesh)
+        self._seen = element.seen
+        return (placed,)

@@ -8,26 +8,22 @@ import jax
 
 from distribute_jax._typing import PyTree
 from distribute_jax.data._check import check_batch, check_structure
-from distribute_jax.data._options import PartialPolicy
+from distribute_jax.data._element import HostElement
 from distribute_jax.data._partial import Divider
-from distribute_jax.data._split import Division
 
 
-def laid_out(
-    batches: Iterable[PyTree], policy: PartialPolicy, replicas: int
-) -> Iterator[tuple[PyTree, Division]]:
+def laid_out(batches: Iterable[PyTree], divider: Divider) -> Iterator[HostElement]:
     """Gives each batch that becomes an element, with the shares of its rows.
 
     Raises:
         ArgumentError: a batch cannot be divided, or is nested in another way than the first.
     """
-    divider = Divider(policy, replicas)
     first = None
-    for position, batch in enumerate(batches):
+    for position, batch in enumerate(batches, divider.seen.batches):
         where = f"Batch {position} of the dataset"
         n = check_batch(batch, where)
         first = jax.tree.structure(batch) if first is None else first
         check_structure(first, batch, where)
         division = divider.divide(n, where)
         if division is not None:
-            yield batch, division
+            yield HostElement(batch, division, divider.seen)

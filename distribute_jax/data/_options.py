@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax.data._policies import AutoShardPolicy, InputReplicationMode, PartialPolicy
 
-
-class PartialPolicy(enum.Enum):
-    """What becomes of a batch that does not fill every replica's share.
-
-    Each is also accepted by its lower-case name, for example ``partial="drop"``.
-    """
-
-    __module__ = "distribute_jax"
-
-    MASK = "mask"
-    """Pad it to the shape of the full batches, and mask the padding: one more program in all."""
-    SHRINK = "shrink"
-    """Give shares of ceil(n / N), padded only where N does not divide n: one program per size."""
-    DROP = "drop"
-    """Skip it, so that every element has the same shape and no padding."""
-    ERROR = "error"
-    """Raise an ArgumentError."""
+HINT_REFUSED = (
+    "AutoShardPolicy.HINT puts numbers into a placeholder of the user's own ds.shard(…), which only "
+    "a TensorFlow graph has. Shard in strategy.distribute_datasets_from_function, whose function "
+    "gets the numbers: ds.shard(context.num_input_pipelines, context.input_pipeline_id)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """How a strategy's dataset distributes its batches.
 
-    Attributes:
-        partial: what becomes of a partial batch, a ``PartialPolicy`` or its lower-case name.
+    The fields that begin with ``experimental_`` are TensorFlow's.
 
     Raises:
-        ArgumentError: a value is none of those allowed.
+        ArgumentError: a value is none of those allowed, or two do not go together.
 
     Example:
         >>> import distribute_jax as dj
@@ -47,17 +36,88 @@ class InputOptions:
     __module__ = "distribute_jax"
 
     partial: PartialPolicy | str = PartialPolicy.MASK
-    """What becomes of a batch that does not fill every replica's share."""
+    """What becomes of a batch that does not fill every replica's share: a policy or its name."""
+    auto_shard_policy: AutoShardPolicy | str | None = None
+    """Which part each process reads: a policy or its name; None for the source's own, else AUTO."""
+    experimental_fetch_to_device: bool | None = None
+    """Whether batches are put on the devices ahead of the step; None means True."""
+    experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER
+    """For whom ``distribute_datasets_from_function`` calls its function: a mode or its name."""
+    experimental_place_dataset_on_device: bool = False
+    """TensorFlow's wish to build the pipeline on the devices. It runs on the host all the same."""
+    experimental_per_replica_buffer_size: int = 2
+    """How many global batches may be ready on the devices ahead of the step."""
 
     def __post_init__(self) -> None:
-        """Turns names into members and refuses what is neither."""
-        try:
-            policy = PartialPolicy(self.partial)
-        except ValueError:
-            names = ", ".join(repr(policy.value) for policy in PartialPolicy)
+        """Turns names into members, and refuses what is neither or does not go together."""
+        self._set("partial", _member(PartialPolicy, "partial", self.partial))
+        mode = _member(InputReplicationMode, _MODE, self.experimental_replication_mode)
+        self._set(_MODE, mode)
+        if self.auto_shard_policy is not None:
+            policy = _member(AutoShardPolicy, "auto_shard_policy", self.auto_shard_policy)
+            if policy is AutoShardPolicy.HINT:
+                raise ArgumentError(f"InputOptions(auto_shard_policy=HINT): {HINT_REFUSED}")
+            self._set("auto_shard_policy", policy)
+        if self.experimental_fetch_to_device is None:
+            self._set("experimental_fetch_to_device", True)
+        _check_bool("experimental_fetch_to_device", self.experimental_fetch_to_device)
+        _check_bool(
+            "experimental_place_dataset_on_device", self.experimental_place_dataset_on_device
+        )
+        _check_depth(self.experimental_per_replica_buffer_size)
+        if self.experimental_place_dataset_on_device:
+            self._check_placing()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_placing(self) -> None:
+        if self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
             raise ArgumentError(
-                f"InputOptions(partial={self.partial!r}): partial must be one of {names}, or a "
-                "PartialPolicy. The default, partial='mask', pads partial batches and masks the "
-                "padding."
-            ) from None
-        object.__setattr__(self, "partial", policy)
+                "InputOptions(experimental_place_dataset_on_device=True) can not be set with "
+                "InputReplicationMode.PER_WORKER, where several devices share a dataset. Leave it "
+                "out, or add experimental_replication_mode=dj.InputReplicationMode.PER_REPLICA."
+            )
+        if self.experimental_fetch_to_device:
+            raise ArgumentError(
+                "InputOptions(experimental_place_dataset_on_device=True) can not be set together "
+                "with experimental_fetch_to_device=True, which is the default: either the dataset "
+                "is on the devices, or its batches are sent there. Leave it out, or add "
+                "experimental_fetch_to_device=False."
+            )
+
+
+_MODE = "experimental_replication_mode"
+
+_MORE = {
+    "partial": "The default, partial='mask', pads partial batches and masks the padding.",
+    "auto_shard_policy": "Leave it out for the source's own policy, else AUTO.",
+    _MODE: "The default, PER_WORKER, makes one dataset for each process.",
+}
+
+
+def _member(kind: type[enum.Enum], field: str, value: Any) -> Any:
+    """Gives the member of an enumeration that a value is or names, in any letter case."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    names = ", ".join(repr(name.lower()) for name in kind.__members__)
+    raise ArgumentError(
+        f"InputOptions({field}={value!r}): {field} must be one of {names}, or a {kind.__name__}. "
+        f"{_MORE[field]}"
+    )
+
+
+def _check_bool(field: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"InputOptions({field}={value!r}): {field} must be True or False.")
+
+
+def _check_depth(value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ArgumentError(
+            f"InputOptions(experimental_per_replica_buffer_size={value!r}): the number of batches "
+            "that may be ready ahead of the step is an int of at least 0; 0 prepares each when it "
+            "is asked for."
+        )

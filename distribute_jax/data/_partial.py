@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.data._options import PartialPolicy
-from distribute_jax.data._split import Division, divide, share_of
+from distribute_jax.data._policies import PartialPolicy
+from distribute_jax.data._seen import Seen
+from distribute_jax.data._split import (
+    Division,
+    Rule,
+    laid_over,
+    scheduled_shares,
+    share_of,
+    shares,
+)
 
 _REMEDIES = (
     "Choose a global batch size that the number of replicas divides, or pass "
@@ -16,28 +25,32 @@ _REMEDIES = (
 
 
 class Divider:
-    """Lays out the batches of one iteration; what it has seen decides what a full batch is."""
+    """Lays out the batches of one epoch; what it has seen decides what a full batch is."""
 
-    def __init__(self, policy: PartialPolicy, replicas: int) -> None:
+    def __init__(
+        self, policy: PartialPolicy, replicas: int, rule: Rule = Rule.A, seen: Seen | None = None
+    ) -> None:
         self._policy = policy
         self._replicas = replicas
-        self._first = 0
-        self._largest = 0
+        self._rule = rule
+        self.seen = seen or Seen()
 
     def divide(self, n: int, where: str) -> Division | None:
-        """Lays out the batch of n examples or gives None where it is skipped."""
+        """Lays out the next batch, of n examples, or gives None where it is skipped."""
+        before = self.seen
+        self.seen = before.with_batch(n)
         if n == 0 and self._policy is not PartialPolicy.ERROR:
             return None
-        is_first = self._first == 0
-        self._first = self._first or n
-        self._largest = max(self._largest, n)
-        if self._policy is PartialPolicy.MASK:
-            return divide(n, self._replicas, share_of(self._largest, self._replicas))
-        if self._policy is PartialPolicy.SHRINK:
-            return divide(n, self._replicas, share_of(n, self._replicas))
-        if n > 0 and n >= self._first and n % self._replicas == 0:
-            return divide(n, self._replicas, n // self._replicas)
-        self._refuse(n, where, is_first)
+        full = self.seen.largest
+        if self._rule is Rule.A:
+            counts = shares(n, self._replicas)
+        else:
+            counts = scheduled_shares(n, full, self._replicas)
+        if self._policy in (PartialPolicy.MASK, PartialPolicy.SHRINK):
+            return padded(self._policy, counts, share_of(full, self._replicas))
+        if n > 0 and n >= self.seen.first and n % self._replicas == 0:
+            return laid_over(counts, n // self._replicas)
+        self._refuse(n, where, is_first=before.first == 0)
         return None
 
     def _refuse(self, n: int, where: str, is_first: bool) -> None:
@@ -50,11 +63,52 @@ class Divider:
                     f"this first batch is the measure, so no batch would be left.\n{_REMEDIES}"
                 )
             return
-        full = f", and the first batch has {self._first}" if self._first != n else ""
+        first = self.seen.first
+        full = f", and the first batch has {first}" if first != n else ""
         raise ArgumentError(
             f"{what}{full}. With partial={name!r} every batch must be as large as the first one "
             f"and divide evenly.\n{_REMEDIES}"
         )
+
+
+class PartsDivider:
+    """Lays out elements for which each replica brings a batch of its own."""
+
+    def __init__(self, policy: PartialPolicy) -> None:
+        self._policy = policy
+        self._first = 0
+        self._largest = 0
+
+    def divide(self, counts: Sequence[int], where: str) -> Division | None:
+        """Lays out batches of so many examples, one a replica, or gives None where all are skipped."""
+        if not any(counts) and self._policy is not PartialPolicy.ERROR:
+            return None
+        is_first = self._first == 0
+        self._first = self._first or sum(counts)
+        self._largest = max(self._largest, *counts)
+        if self._policy in (PartialPolicy.MASK, PartialPolicy.SHRINK):
+            return padded(self._policy, counts, self._largest)
+        if any(counts) and len(set(counts)) == 1 and sum(counts) >= self._first:
+            return laid_over(counts, counts[0])
+        if self._policy is PartialPolicy.ERROR or is_first:
+            raise self._refusal(counts, where, is_first)
+        return None
+
+    def _refusal(self, counts: Sequence[int], where: str, is_first: bool) -> ArgumentError:
+        consequence = ", or no element would be left" if is_first else ""
+        return ArgumentError(
+            f"{where} has {', '.join(map(str, counts))} examples on its {len(counts)} replicas. With "
+            f"partial={self._policy.value!r} each replica must have as many as any other, and every "
+            f"element as many as the first one{consequence}.\n"
+            "Batch with drop_remainder=True, or pass InputOptions(partial='mask') to "
+            "strategy.distribute_datasets_from_function, which pads short batches and masks the "
+            "padding."
+        )
+
+
+def padded(policy: PartialPolicy, counts: Sequence[int], full_share: int) -> Division:
+    """Pads the shares to those of a full batch under MASK, to the longest of them under SHRINK."""
+    return laid_over(counts, full_share if policy is PartialPolicy.MASK else max(counts))
 
 
 def warn_of_idle_replicas(n: int, replicas: int, stacklevel: int) -> None:

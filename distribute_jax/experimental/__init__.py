@@ -4,6 +4,7 @@ from distribute_jax.collectives import (
     CommunicationImplementation as CommunicationImplementation,
     CommunicationOptions as CommunicationOptions,
 )
+from distribute_jax.data import AutoShardPolicy as AutoShardPolicy
 from distribute_jax.strategies import (
     CentralStorageStrategy as CentralStorageStrategy,
     ValueContext as ValueContext,
@@ -12,6 +13,7 @@ from distribute_jax.strategies import (
 CollectiveCommunication = CommunicationImplementation
 
 __all__ = [
+    "AutoShardPolicy",
     "CentralStorageStrategy",
     "CollectiveCommunication",
     "CommunicationImplementation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, cast, final
@@ -19,7 +19,6 @@ from distribute_jax._typing import Kwargs, PyTree, StepFunction
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._reduce_op import reduce_op as as_reduce_op
-from distribute_jax.data import DistributedDataset, InputOptions
 from distribute_jax.program import Home, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
@@ -28,6 +27,8 @@ from distribute_jax.strategies._cross_replica import (
     stacked_value,
 )
 from distribute_jax.strategies._extended import StrategyExtended
+from distribute_jax.strategies._input import InputMethods
+from distribute_jax.strategies._older_names import OlderNames
 from distribute_jax.strategies._scope import Scope
 
 
@@ -46,7 +47,7 @@ class ValueContext:
     """N."""
 
 
-class Strategy:
+class Strategy(InputMethods, OlderNames):
     """Where state lives and where a step runs: a mesh of replicas.
 
     Pick one of the subclasses, build the model under :meth:`scope`, write the step for one replica,
@@ -281,41 +282,6 @@ class Strategy:
         )
 
     @final
-    def distribute_dataset(
-        self,
-        dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """Spreads global batches over the replicas.
-
-        Each element keeps its structure; its arrays become per-replica values that ``run`` splits. A
-        partial batch gives exactly what it gives on one device.
-
-        Args:
-            dataset: an iterable of global batches (nests of arrays, dim 0 the examples), or a
-                function that makes one.
-            options: what becomes of partial batches.
-
-        Returns:
-            An iterable of distributed elements.
-
-        Example:
-            >>> import distribute_jax as dj, numpy as np
-            >>> strategy = dj.OneDeviceStrategy("cpu:0")
-            >>> batches = [np.arange(4.0), np.arange(2.0)]
-            >>> [float(strategy.reduce("sum", x, axis=0)) for x in strategy.distribute_dataset(batches)]
-            [6.0, 1.0]
-
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
-        """
-        self._enter_method("strategy.distribute_dataset")
-        return DistributedDataset(
-            dataset, mesh=self._mesh, options=options or InputOptions(), guard=self._guard_iteration
-        )
-
-    experimental_distribute_dataset = distribute_dataset
-
-    @final
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
     ) -> PyTree:
@@ -376,9 +342,6 @@ class Strategy:
                 "jax.debug.print in the step, or call the function itself, without strategy.run, on the "
                 "batch of one replica."
             )
-
-    def _guard_iteration(self) -> None:
-        _context.require_untraced("Iterating over a distributed dataset")
 
     @staticmethod
     def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:

@@ -30,5 +30,7 @@ class OneDeviceStrategy(Strategy):
 
     __module__ = "distribute_jax"
 
+    _offers_per_replica_input = False
+
     def __init__(self, device: Any) -> None:
         super().__init__(replica_mesh([find_device(device)]), steps_in_flight=None)

@@ -1,6 +1,6 @@
 """Ranges cut into batches, as the reference's cases write them, and how elements are read."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ import numpy as np
 from distribute_jax._mesh import num_replicas, replica_mesh
 from distribute_jax._values import PerReplica
 from distribute_jax.data import DistributedDataset, InputOptions
+from distribute_jax.data._feed import GlobalBatches
+from distribute_jax.data._source import Source, find_source
 
 
 def mesh_of(replicas: int) -> jax.sharding.Mesh:
@@ -22,8 +24,19 @@ def batches(n: int, size: int, *, drop_remainder: bool = False) -> list[np.ndarr
     return [batch for batch in cut if len(batch) == size or not drop_remainder]
 
 
-def distribute(source: Any, replicas: int, partial: str = "mask") -> DistributedDataset:
-    return DistributedDataset(source, mesh=mesh_of(replicas), options=InputOptions(partial=partial))
+def distribute(
+    source: Any,
+    replicas: int,
+    partial: str = "mask",
+    *,
+    guard: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> DistributedDataset:
+    """What strategy.distribute_dataset does, without a strategy."""
+    chosen = InputOptions(partial=partial, **options)
+    found = source if isinstance(source, Source) else find_source(source)
+    feed = GlobalBatches(found, chosen, replicas)
+    return DistributedDataset(feed, mesh=mesh_of(replicas), guard=guard)
 
 
 def values(element: PerReplica) -> list[list[int]]:
@@ -42,3 +55,8 @@ def real_parts(element: PerReplica) -> Iterator[np.ndarray]:
     share = len(whole) // replicas
     for replica, part in enumerate(whole.reshape(replicas, share, *whole.shape[1:])):
         yield part if element.counts is None else part[: element.counts[replica]]
+
+
+def found(element: PerReplica) -> list[Any]:
+    """An element's real examples, in order."""
+    return [row for part in real_parts(element) for row in part.tolist()]

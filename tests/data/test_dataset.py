@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from input_helpers import all_values, batches, distribute, mesh_of, values
+from input_helpers import all_values, batches, distribute, values
 
 from distribute_jax import data
 from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax.data import DistributedDataset, InputOptions, PartialPolicy
+from distribute_jax.data import InputOptions, PartialPolicy
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_the_guard_is_asked_at_every_step():
         if not allowed[0]:
             raise ContextError("not here")
 
-    dataset = DistributedDataset(batches(6, 2), mesh=mesh_of(2), guard=guard)
+    dataset = distribute(batches(6, 2), 2, guard=guard)
     iterator = iter(dataset)
     allowed[0] = False
     for forbidden in (

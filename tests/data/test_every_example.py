@@ -7,13 +7,19 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from input_helpers import distribute, real_parts
+from input_helpers import distribute, mesh_of, real_parts
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import num_replicas
 from distribute_jax._padding import is_real
+from distribute_jax.data import DistributedDataset, InputOptions
+from distribute_jax.data._from_function import OwnBatches
+from distribute_jax.data._source import find_source
 
 SIZES = st.integers(0, 9)
 REPLICAS = st.sampled_from([1, 2, 3, 4, 8])
+POLICIES = st.sampled_from(["auto", "data", "off", "file"])
+PARTIAL = st.sampled_from(["mask", "shrink"])
 fast = settings(max_examples=60, deadline=None)
 
 
@@ -24,10 +30,17 @@ def examples(sizes: list[int]) -> list[dict[str, np.ndarray]]:
     return [{"x": row, "y": np.stack([row, row**2], axis=1).astype(np.float32)} for row in rows]
 
 
-def elements(source: Any, replicas: int, partial: str) -> list[dict]:
+def elements(source: Any, replicas: int, partial: str, policy: str = "auto") -> list[dict]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return list(distribute(source, replicas, partial))
+        return list(distribute(source, replicas, partial, auto_shard_policy=policy))
+
+
+def masked_sum(value: Any) -> Any:
+    """The sum over the rows that the counts call real."""
+    share = value.part_shape[0]
+    counts = value.counts or [share] * num_replicas(value.mesh)
+    return (np.asarray(value.global_array) * is_real(counts, share)).sum()
 
 
 def found(elements: list[dict], name: str) -> np.ndarray:
@@ -36,28 +49,59 @@ def found(elements: list[dict], name: str) -> np.ndarray:
 
 
 @fast
-@given(n=st.integers(0, 40), size=st.integers(1, 9), replicas=REPLICAS, shrink=st.booleans())
+@given(
+    n=st.integers(0, 40),
+    size=st.integers(1, 9),
+    replicas=REPLICAS,
+    partial=PARTIAL,
+    policy=POLICIES,
+)
 def test_an_epoch_has_each_example_once_and_in_order(
-    n: int, size: int, replicas: int, shrink: bool
+    n: int, size: int, replicas: int, partial: str, policy: str
 ):
-    """mask and shrink lose, repeat and reorder nothing; x and y stay together."""
+    """mask and shrink lose, repeat and reorder nothing by either rule; x and y stay together."""
     sizes = [min(size, n - i) for i in range(0, n, size)]
-    epoch = elements(examples(sizes), replicas, "shrink" if shrink else "mask")
+    epoch = elements(examples(sizes), replicas, partial, policy)
     assert found(epoch, "x").tolist() == list(range(n))
     assert found(epoch, "y").tolist() == [[i, i * i] for i in range(n)]
 
 
 @fast
-@given(sizes=st.lists(SIZES, max_size=6), replicas=REPLICAS)
-def test_masked_sums_are_the_plain_sums(sizes: list[int], replicas: int):
-    """The sum over the rows that the counts call real is the sum over the batches."""
-    total = 0
-    for element in elements(examples(sizes), replicas, "mask"):
-        value = element["x"]
-        share = value.part_shape[0]
-        real = is_real(value.counts or [share] * replicas, share)
-        total += (np.asarray(value.global_array) * real).sum()
-    assert total == sum(range(sum(sizes)))
+@given(sizes=st.lists(SIZES, max_size=6), replicas=REPLICAS, partial=PARTIAL, policy=POLICIES)
+def test_masked_sums_are_the_plain_sums(sizes: list[int], replicas: int, partial: str, policy: str):
+    """The sum over the rows that the counts call real is the sum over the batch, for each batch."""
+    sums = [batch["x"].sum() for batch in examples(sizes) if len(batch["x"])]
+    epoch = elements(examples(sizes), replicas, partial, policy)
+    assert [masked_sum(element["x"]) for element in epoch] == sums
+
+
+@fast
+@given(sizes=st.lists(SIZES, max_size=9), replicas=REPLICAS, partial=PARTIAL)
+def test_dealt_out_batches_keep_each_example_once_and_in_order(
+    sizes: list[int], replicas: int, partial: str
+):
+    """distribute_datasets_from_function: one dataset, whose batches the replicas take in turn."""
+    options = InputOptions(partial=partial)
+    source = find_source(lambda: examples(sizes))
+    feed = OwnBatches([source], options, replicas)
+    epoch = list(DistributedDataset(feed, mesh=mesh_of(replicas)))
+    assert found(epoch, "x").tolist() == list(range(sum(sizes)))
+    assert sum(masked_sum(element["x"]) for element in epoch) == sum(range(sum(sizes)))
+
+
+@fast
+@given(
+    sizes=st.lists(st.lists(SIZES, max_size=4), min_size=1, max_size=4),
+    partial=PARTIAL,
+)
+def test_each_replica_keeps_the_examples_of_its_own_dataset(sizes: list[list[int]], partial: str):
+    """PER_REPLICA: whatever the lengths, each replica sees all of its dataset and nothing else."""
+    sources = [find_source(lambda mine=mine: examples(mine)) for mine in sizes]
+    feed = OwnBatches(sources, InputOptions(partial=partial), len(sizes))
+    epoch = list(DistributedDataset(feed, mesh=mesh_of(len(sizes))))
+    for replica, mine in enumerate(sizes):
+        parts = [list(real_parts(element["x"]))[replica] for element in epoch]
+        assert [int(row) for part in parts for row in part] == list(range(sum(mine)))
 
 
 @fast

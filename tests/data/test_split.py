@@ -1,8 +1,16 @@
-"""How many examples each replica gets: TensorFlow's rule A."""
+"""How many examples each replica gets: TensorFlow's rules A and B, for one worker and several."""
 
 import pytest
 
-from distribute_jax.data._split import divide, shares
+from distribute_jax.data._split import (
+    Division,
+    laid_over,
+    rows_of_worker,
+    schedule,
+    scheduled_rows,
+    scheduled_shares,
+    shares,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,138 @@ def test_shares_lose_no_example_and_never_grow(replicas: int):
 
 def test_only_short_shares_are_counted():
     """A batch that fills every share has no counts, so it runs the program without a mask."""
-    assert divide(8, 4, 2).counts is None
-    assert divide(6, 4, 2).counts == (2, 2, 2, 0)
-    assert divide(8, 4, 3).counts == (2, 2, 2, 2)
+    assert laid_over((2, 2, 2, 2), 2) == Division(2, None)
+    assert laid_over((2, 2, 2, 0), 2) == Division(2, (2, 2, 2, 0))
+    assert laid_over((2, 2, 2, 2), 3) == Division(3, (2, 2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("full", "workers", "replicas", "expected"),
+    [
+        (7, 2, 2, [(2, 2, 2, 1), (2, 1, 2, 2)]),
+        (8, 2, 2, [(2, 2, 2, 2), (2, 2, 2, 2)]),
+        (6, 4, 1, [(2, 2, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 2, 1)]),
+        (5, 2, 1, [(3, 2), (2, 3)]),
+        (3, 2, 2, [(1, 1, 1, 0), (1, 0, 1, 1)]),
+        (10, 2, 3, [(2, 2, 2, 2, 1, 1), (2, 1, 1, 2, 2, 2)]),
+    ],
+)
+def test_schedules_of_rule_b(full: int, workers: int, replicas: int, expected: list):
+    """Acceptance 98: TensorFlow's schedules for global batch, workers and local replicas."""
+    assert [schedule(full, workers, w, replicas) for w in range(workers)] == expected
+
+
+CLUSTERS = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2), (4, 1)]
+
+
+@pytest.mark.parametrize(("workers", "replicas"), CLUSTERS)
+def test_in_every_step_of_rule_b_the_workers_together_take_a_full_batch(
+    workers: int, replicas: int
+):
+    """Sizes differ by one at most; one worker's add up to the batch, and so do all workers' of a step."""
+    for full in range(20):
+        sizes = [schedule(full, workers, w, replicas) for w in range(workers)]
+        assert {sum(worker) for worker in sizes} == {full}
+        assert max(map(max, sizes)) - min(map(min, sizes)) <= 1
+        for step in range(0, workers * replicas, replicas):
+            assert sum(sum(worker[step : step + replicas]) for worker in sizes) == full
+
+
+@pytest.mark.parametrize(
+    ("n", "full", "replicas", "expected"),
+    [
+        (2, 8, 4, (2, 0, 0, 0)),  # rule A gives (1, 1, 0, 0)
+        (6, 6, 4, (2, 2, 1, 1)),  # rule A gives (2, 2, 2, 0)
+        (5, 8, 4, (2, 2, 1, 0)),
+        (3, 6, 4, (2, 1, 0, 0)),
+        (0, 4, 2, (0, 0)),
+    ],
+)
+def test_a_partial_batch_fills_the_schedule_in_order(
+    n: int, full: int, replicas: int, expected: tuple[int, ...]
+):
+    """Acceptance 87: where rule B differs from rule A."""
+    assert scheduled_shares(n, full, replicas) == expected
+
+
+def rows(n: int, size: int) -> list[list[int]]:
+    """R(n).batch(size) of the reference."""
+    return [list(range(n))[i : i + size] for i in range(0, n, size)]
+
+
+def by_rule_a(n: int, size: int, workers: int, worker: int, replicas: int) -> list[list[int]]:
+    """What one worker's replicas take in turn of R(n).batch(size) by rule A."""
+    return [
+        [batch[i] for i in taken]
+        for batch in rows(n, size)
+        for taken in rows_of_worker(len(batch), workers, worker, replicas)
+    ]
+
+
+def by_rule_b(n: int, size: int, workers: int, worker: int, replicas: int) -> list[list[int]]:
+    """What one worker's replicas take in turn of R(n).batch(size) by rule B, reading all of it."""
+    return [
+        [batch[i] for i in taken]
+        for batch in rows(n, size)
+        for step in scheduled_rows(len(batch), size, workers, worker, replicas)
+        for taken in step
+    ]
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "expected"),
+    [
+        (
+            *(16, 4),
+            [[[0, 1], [4, 5], [8, 9], [12, 13]], [[2, 3], [6, 7], [10, 11], [14, 15]]],
+        ),
+        (5, 2, [[[0], [2], [4]], [[1], [3], []]]),
+        (6, 3, [[[0, 1], [3, 4]], [[2], [5]]]),
+    ],
+    ids=["93", "95", "96"],
+)
+def test_two_workers_share_each_batch_by_rule_a(n: int, size: int, expected: list):
+    """Acceptance 93, 95 and 96 under AUTO and DATA: every worker takes its part of every batch."""
+    assert [by_rule_a(n, size, 2, worker, 1) for worker in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "expected"),
+    [
+        (16, 4, [rows(16, 2)] * 2),
+        (6, 3, [[[0, 1], [2], [3, 4], [5]], [[0], [1, 2], [3], [4, 5]]]),
+    ],
+    ids=["93", "96"],
+)
+def test_two_workers_read_everything_by_rule_b(n: int, size: int, expected: list):
+    """Acceptance 93 and 96 under OFF: every worker reads all, in batches of the scheduled sizes."""
+    assert [by_rule_b(n, size, 2, worker, 1) for worker in range(2)] == expected
+
+
+@pytest.mark.parametrize(("workers", "replicas"), CLUSTERS)
+def test_no_rule_loses_repeats_or_reorders_an_example(workers: int, replicas: int):
+    """Rule A over all workers, and rule B in each, take every example once and in order."""
+    for n in range(14):
+        for size in range(1, 8):
+            whole = list(range(n))
+            parts = [by_rule_a(n, size, workers, w, replicas) for w in range(workers)]
+            together = [
+                x
+                for start in range(0, len(parts[0]), replicas)
+                for worker in parts
+                for share in worker[start : start + replicas]
+                for x in share
+            ]
+            assert together == whole
+            for worker in range(workers):
+                taken = by_rule_b(n, size, workers, worker, replicas)
+                assert [x for share in taken for x in share] == whole
+
+
+def test_a_full_batch_takes_as_many_steps_on_every_worker():
+    """Workers that find nothing in a step of rule B take it nevertheless, so all stay in step."""
+    steps = [scheduled_rows(2, 2, 2, worker, 2) for worker in range(2)]
+    assert [[[len(r) for r in step] for step in worker] for worker in steps] == [
+        [[1, 1], [0, 0]],
+        [[0, 0], [1, 1]],
+    ]

@@ -1,0 +1,112 @@
+"""What a distributed dataset iterates: elements on the host, epoch after epoch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import final
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax.data._element import HostElement
+from distribute_jax.data._host import laid_out
+from distribute_jax.data._options import InputOptions
+from distribute_jax.data._partial import Divider
+from distribute_jax.data._policies import PartialPolicy
+from distribute_jax.data._seen import Seen
+from distribute_jax.data._shard import shard
+from distribute_jax.data._source import Source
+from distribute_jax.data._state import SAME_BATCHES, State, check_same, read_state, state_of
+
+
+class Feed(ABC):
+    """The elements of a dataset on the host, before they go to the devices."""
+
+    is_infinite: bool
+    """Whether an epoch has no end."""
+    divides: bool
+    """Whether an element is one global batch that the replicas divide."""
+
+    @abstractmethod
+    def open(self, epoch: int) -> Iterator[HostElement]:
+        """Starts an epoch; a one-shot source has only one."""
+
+    @abstractmethod
+    def preview(self) -> Iterator[HostElement]:
+        """Starts an epoch without using anything up."""
+
+    @property
+    @abstractmethod
+    def cardinality(self) -> int | None:
+        """The number of elements of an epoch, or None where it is not known before the end."""
+
+    @abstractmethod
+    def state(self, epoch: int, seen: Seen) -> State:
+        """Writes down how far an epoch has come; an ArgumentError where it could not go on there."""
+
+    @abstractmethod
+    def resume(self, state: State) -> tuple[int, Seen, Iterator[HostElement]]:
+        """Reads such a state: the epoch, how far it has come, and the elements that are left."""
+
+
+@final
+class GlobalBatches(Feed):
+    """Global batches of one source, each divided among the replicas."""
+
+    divides = True
+
+    def __init__(self, source: Source, options: InputOptions, replicas: int) -> None:
+        self._source, self._rule = shard(source, options, workers=1, worker=0)
+        self._policy = PartialPolicy(options.partial)
+        self._replicas = replicas
+        self.is_infinite = self._source.is_infinite
+
+    def open(self, epoch: int) -> Iterator[HostElement]:
+        """See ``Feed.open``."""
+        source = self._source
+        batches = source.open_at(epoch, 0) if source.can_seek else source.open()
+        return laid_out(batches, self._divider())
+
+    def preview(self) -> Iterator[HostElement]:
+        """See ``Feed.preview``."""
+        return laid_out(self._source.preview(), self._divider())
+
+    @property
+    def cardinality(self) -> int | None:
+        """The source's own length; nobody knows beforehand which batches ``"drop"`` will skip."""
+        return None if self._policy is PartialPolicy.DROP else length_of(self._source)
+
+    def state(self, epoch: int, seen: Seen) -> State:
+        """See ``Feed.state``."""
+        self._check_seekable("state")
+        return state_of(self._source, length_of(self._source), epoch, seen)
+
+    def resume(self, state: State) -> tuple[int, Seen, Iterator[HostElement]]:
+        """See ``Feed.resume``."""
+        self._check_seekable("restore")
+        length = length_of(self._source)
+        epoch, seen = read_state(state, self._source, length)
+        if length is None and seen.first:
+            batches = self._source.open_at(epoch, 0)
+            first = next((e.seen.first for e in laid_out(batches, self._divider())), 0)
+            check_same("first_batch", seen.first, first, SAME_BATCHES)
+        batches = self._source.open_at(epoch, seen.batches)
+        return epoch, seen, laid_out(batches, self._divider(seen))
+
+    def _divider(self, seen: Seen | None = None) -> Divider:
+        return Divider(self._policy, self._replicas, self._rule, seen)
+
+    def _check_seekable(self, method: str) -> None:
+        if not self._source.can_seek:
+            raise ArgumentError(
+                f"iterator.{method} needs a source that can start at any batch, and "
+                f"{self._source.text} cannot. Distribute dj.data.from_arrays(...) or a Grain dataset, "
+                "or save at the end of an epoch only."
+            )
+
+
+def length_of(source: Source) -> int | None:
+    """Gives the number of batches of an epoch, or None where the source does not know it."""
+    try:
+        return len(source)
+    except TypeError:
+        return None

@@ -1,0 +1,166 @@
+"""The methods of a strategy that distribute datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, final
+
+from jax.sharding import Mesh
+
+from distribute_jax import _context
+from distribute_jax._errors import ArgumentError, IterationError, UnsupportedError
+from distribute_jax._mesh import num_replicas
+from distribute_jax._tree import leaf_text
+from distribute_jax._typing import PyTree
+from distribute_jax.data import (
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from distribute_jax.data._feed import Feed, GlobalBatches
+from distribute_jax.data._from_function import OwnBatches, sources_of
+from distribute_jax.data._source import find_source
+
+
+class _Owner(Protocol):
+    """What these methods need of the strategy that they belong to."""
+
+    _offers_per_replica_input: bool
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def _enter_method(self, name: str) -> None: ...
+
+
+class InputMethods:
+    """The part of ``Strategy`` that distributes datasets."""
+
+    __module__ = "distribute_jax"
+
+    _offers_per_replica_input = True
+    """Whether ``InputReplicationMode.PER_REPLICA`` is offered; TensorFlow does not, everywhere."""
+
+    @final
+    def distribute_dataset(
+        self: _Owner,
+        dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Spreads global batches over the replicas.
+
+        Each element keeps its structure; its arrays become per-replica values that ``run`` splits. A
+        partial batch gives exactly what it gives on one device.
+
+        Args:
+            dataset: an iterable of global batches (nests of arrays, dim 0 the examples), or a
+                function that makes one.
+            options: what becomes of partial batches, and which part each process reads.
+
+        Returns:
+            An iterable of distributed elements.
+
+        Raises:
+            ValueError: no batches can be had from it, or an option does not fit it.
+            NotImplementedError: ``InputReplicationMode.PER_REPLICA``.
+
+        Example:
+            >>> import distribute_jax as dj, numpy as np
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> batches = [np.arange(4.0), np.arange(2.0)]
+            >>> [float(strategy.reduce("sum", x, axis=0)) for x in strategy.distribute_dataset(batches)]
+            [6.0, 1.0]
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
+        """
+        self._enter_method("strategy.distribute_dataset")
+        chosen = _checked(options, "strategy.distribute_dataset")
+        if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise UnsupportedError(
+                "strategy.distribute_dataset got InputReplicationMode.PER_REPLICA, but it divides "
+                "the global batches of one dataset. `InputReplicationMode.PER_REPLICA` is only "
+                "supported in `distribute_datasets_from_function`, which makes a dataset for each."
+            )
+        source = find_source(dataset)
+        return _dataset(self, GlobalBatches(source, chosen, num_replicas(self.mesh)))
+
+    experimental_distribute_dataset = distribute_dataset
+
+    @final
+    def distribute_datasets_from_function(
+        self: _Owner,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Deals out the batches of datasets that a function makes, as they are.
+
+        Nothing is sharded and no batch is cut: each replica takes a whole batch in its turn, so the
+        function batches by ``context.get_per_replica_batch_size`` and shards, if it should, by
+        ``context.input_pipeline_id``.
+
+        Args:
+            dataset_fn: takes an ``InputContext`` and returns what ``distribute_dataset`` takes, with
+                per-replica batches. It is called once for each process, or for each replica with
+                ``InputOptions(experimental_replication_mode="per_replica")``.
+            options: what becomes of elements in which some replica has a short batch or none.
+
+        Returns:
+            An iterable of distributed elements. It goes on until every replica's data has ended.
+
+        Raises:
+            ValueError: ``dataset_fn`` is no function or returns no batches, or an option does not fit.
+            NotImplementedError: ``InputReplicationMode.PER_REPLICA`` under ``OneDeviceStrategy``.
+
+        Example:
+            >>> import distribute_jax as dj, numpy as np
+            >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def dataset_fn(context):
+            ...     size = context.get_per_replica_batch_size(4)
+            ...     return [np.arange(i, min(i + size, 7)) for i in range(0, 7, size)]
+            >>> for x in strategy.distribute_datasets_from_function(dataset_fn):
+            ...     print([part.tolist() for part in x.values])
+            [[0, 1], [2, 3]]
+            [[4, 5], [6]]
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
+        """
+        called = "strategy.distribute_datasets_from_function"
+        self._enter_method(called)
+        chosen = _checked(options, called)
+        mode = chosen.experimental_replication_mode
+        if mode is InputReplicationMode.PER_REPLICA and not self._offers_per_replica_input:
+            raise UnsupportedError(
+                f"{called}: InputReplicationMode.PER_REPLICA is not supported by "
+                f"{type(self).__name__}, as in TensorFlow. Leave it out: PER_WORKER gives the one "
+                "replica the same batches. MirroredStrategy supports it."
+            )
+        replicas = num_replicas(self.mesh)
+        sources = sources_of(dataset_fn, chosen, replicas)
+        return _dataset(self, OwnBatches(sources, chosen, replicas))
+
+
+def guard_iteration() -> None:
+    """Raises where a distributed dataset must not be iterated."""
+    top = _context.entered()
+    if top is not None and top.replica is not None:
+        raise IterationError(
+            "A distributed dataset was iterated inside a function given to strategy.run, on one "
+            "replica. `next(iterator)` should be called outside, and its element passed: "
+            "strategy.run(step, args=(next(iterator),))."
+        )
+    _context.require_untraced("Iterating over a distributed dataset")
+
+
+def _dataset(strategy: _Owner, feed: Feed) -> DistributedDataset:
+    return DistributedDataset(feed, mesh=strategy.mesh, guard=guard_iteration)
+
+
+def _checked(options: Any, called: str) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise ArgumentError(
+            f"{called} got options={leaf_text(options)}. Pass dj.InputOptions(...), or leave it out."
+        )
+    return options

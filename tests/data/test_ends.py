@@ -1,0 +1,105 @@
+"""The end of an epoch as processes agree on it, with others that have more data than this one."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from input_helpers import batches, mesh_of, values
+
+import distribute_jax as dj
+from distribute_jax.data import DistributedDataset, InputOptions
+from distribute_jax.data._element import HostElement
+from distribute_jax.data._ends import EndOfData, OneProcess
+from distribute_jax.data._feed import Feed, GlobalBatches
+from distribute_jax.data._from_function import OwnBatches
+from distribute_jax.data._source import Source, find_source
+
+
+class TwoMore:
+    """Agrees with another process, which has two more steps of data, one of many agreements."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int | None] = []
+
+    def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
+        self.lengths.append(length)
+        for element in elements:
+            last = element
+            yield element
+        for _ in range(2):
+            yield last.masked(2)
+
+
+class Seekable(Source):
+    """Given batches, from any of them on."""
+
+    text = "a list of batches"
+    can_seek = True
+
+    def __init__(self, source: list[np.ndarray]) -> None:
+        self._batches = source
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def open(self) -> Iterator[np.ndarray]:
+        return self.open_at(0, 0)
+
+    preview = open
+
+    def open_at(self, epoch: int, position: int) -> Iterator[np.ndarray]:
+        return iter(self._batches[position:])
+
+
+def feed(kind: str) -> Feed:
+    options = InputOptions()
+    if kind == "global":
+        return GlobalBatches(find_source(batches(7, 4)), options, 2)
+    return OwnBatches([find_source(batches(7, 2))], options, 2)
+
+
+def test_one_process_agrees_with_itself():
+    """It waits for nobody: the elements pass as they are, whatever their number."""
+    elements = iter([])
+    assert OneProcess().steps(elements, None) is elements
+
+
+@pytest.mark.parametrize("kind", ["global", "from a function"])
+def test_a_process_whose_data_has_ended_goes_on_with_padding(kind: str):
+    """Its shares are empty, in the shapes of the epoch, so the compiled step runs on."""
+    ends: EndOfData = TwoMore()
+    dataset = DistributedDataset(feed(kind), mesh=mesh_of(2), ends=ends)
+    elements = list(dataset)
+    assert [values(element) for element in elements] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6]],
+        [[], []],
+        [[], []],
+    ]
+    assert {element.part_shape for element in elements} == {(2,)}
+    assert elements[2].counts == (0, 0)
+    assert ends.lengths == [2]
+
+
+def test_padding_alone_adds_nothing_to_a_step(s2: dj.MirroredStrategy):
+    """A masked loss over an element of padding is 0, not NaN, and repeats only real rows."""
+    dataset = DistributedDataset(feed("global"), mesh=s2.mesh, ends=TwoMore())
+    *_, padding = dataset
+    assert set(np.asarray(padding.global_array).tolist()) <= set(range(7))
+    total = s2.reduce("sum", padding, axis=0)
+    assert float(total) == 0
+
+
+def test_the_position_does_not_count_padding():
+    """What the others still had is not this process's: its next epoch starts after its own data."""
+    ends = TwoMore()
+    fed = GlobalBatches(Seekable(batches(7, 4)), InputOptions(), 2)
+    dataset = DistributedDataset(fed, mesh=mesh_of(2), ends=ends)
+    iterator = iter(dataset)
+    next(iterator)
+    saved = iterator.state()
+    assert [next(iterator).counts for _ in range(3)] == [(2, 1), (0, 0), (0, 0)]
+    assert iterator.state()["position"] == 2
+    iterator.restore(saved)
+    assert len(list(iterator)) == 3
+    assert ends.lengths == [2, 1]

@@ -1,0 +1,120 @@
+"""InputOptions and InputContext: TensorFlow's fields, their defaults and what they refuse."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import distribute_jax as dj
+from distribute_jax._errors import ArgumentError
+from distribute_jax.data import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+
+PER_REPLICA = InputReplicationMode.PER_REPLICA
+
+
+def test_the_defaults_are_tensorflows_but_for_the_buffer():
+    """Batches are fetched ahead, one dataset a process; two global batches may be in flight."""
+    options = InputOptions()
+    assert dataclasses.asdict(options) == {
+        "partial": dj.PartialPolicy.MASK,
+        "auto_shard_policy": None,
+        "experimental_fetch_to_device": True,
+        "experimental_replication_mode": InputReplicationMode.PER_WORKER,
+        "experimental_place_dataset_on_device": False,
+        "experimental_per_replica_buffer_size": 2,
+    }
+
+
+@pytest.mark.parametrize("spelling", ["data", "DATA", AutoShardPolicy.DATA])
+def test_a_policy_is_given_by_name_or_as_a_member(spelling: Any):
+    """Names count in any letter case, and are turned into members."""
+    assert InputOptions(auto_shard_policy=spelling).auto_shard_policy is AutoShardPolicy.DATA
+    options = InputOptions(experimental_replication_mode="per_replica")
+    assert options.experimental_replication_mode is PER_REPLICA
+
+
+def test_the_members_of_a_policy_have_tensorflows_numbers():
+    """Saved settings and comparisons by number keep their meaning."""
+    numbers = {"OFF": -1, "AUTO": 0, "FILE": 1, "DATA": 2, "HINT": 3}
+    assert {policy.name: policy.value for policy in AutoShardPolicy} == numbers
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"partial": "pad"}, "'mask', 'shrink', 'drop', 'error'"),
+        ({"auto_shard_policy": "files"}, "'off', 'auto', 'file', 'data', 'hint'"),
+        ({"auto_shard_policy": 2}, "or a AutoShardPolicy"),
+        ({"experimental_replication_mode": "each"}, "'per_worker', 'per_replica'"),
+        ({"experimental_fetch_to_device": 1}, "must be True or False"),
+        ({"experimental_place_dataset_on_device": None}, "must be True or False"),
+        ({"experimental_per_replica_buffer_size": -1}, "an int of at least 0"),
+        ({"experimental_per_replica_buffer_size": True}, "an int of at least 0"),
+        ({"experimental_per_replica_buffer_size": 1.5}, "an int of at least 0"),
+    ],
+)
+def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any], message: str):
+    """The message shows the value as it was passed, and what it may be."""
+    with pytest.raises(ArgumentError, match=message) as error:
+        InputOptions(**fields)
+    ((name, value),) = fields.items()
+    assert f"InputOptions({name}={value!r})" in str(error.value)
+
+
+@pytest.mark.parametrize("spelling", ["hint", AutoShardPolicy.HINT])
+def test_hint_is_refused_by_name(spelling: Any):
+    """There is no graph whose placeholder could be filled; the message says how to shard instead."""
+    with pytest.raises(ArgumentError, match=r"HINT.*context\.num_input_pipelines"):
+        InputOptions(auto_shard_policy=spelling)
+
+
+def test_placing_a_dataset_on_the_devices_needs_one_for_each_replica():
+    """Acceptance 108: not without PER_REPLICA, and not together with fetching, the default."""
+    with pytest.raises(ValueError, match="PER_WORKER"):
+        InputOptions(experimental_place_dataset_on_device=True)
+    for fetch in (None, True):
+        with pytest.raises(ValueError, match="experimental_fetch_to_device=True"):
+            InputOptions(
+                experimental_replication_mode=PER_REPLICA,
+                experimental_place_dataset_on_device=True,
+                experimental_fetch_to_device=fetch,
+            )
+    placed = InputOptions(
+        experimental_replication_mode=PER_REPLICA,
+        experimental_place_dataset_on_device=True,
+        experimental_fetch_to_device=False,
+    )
+    assert placed.experimental_place_dataset_on_device
+
+
+def test_a_buffer_of_nothing_is_allowed():
+    """Nothing is prepared ahead of the step then, as in TensorFlow."""
+    assert InputOptions(experimental_per_replica_buffer_size=0)
+
+
+def test_a_context_divides_the_global_batch_among_all_replicas():
+    """Acceptance 103: 12 over 6 replicas is 2; 13 is a ValueError with TensorFlow's words."""
+    context = InputContext(2, 1, 6)
+    assert context.get_per_replica_batch_size(12) == 2
+    words = "The `global_batch_size` 13 is not divisible by `num_replicas_in_sync` 6"
+    with pytest.raises(ValueError, match=words):
+        context.get_per_replica_batch_size(13)
+
+
+def test_a_context_alone_is_one_pipeline_of_one_replica():
+    """TensorFlow's defaults, for a function that is called by hand."""
+    assert InputContext() == InputContext(1, 0, 1)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 1), (1, 0, 0), (1, -1, 1), (2, 2, 2), (1, 0, 2.0)])
+def test_a_context_that_cannot_be_is_refused(numbers: tuple[Any, ...]):
+    """Counts are at least 1, and the id is below the number of pipelines."""
+    with pytest.raises(ArgumentError, match="InputContext"):
+        InputContext(*numbers)
+
+
+def test_the_choices_are_found_where_users_look():
+    """In the root; the policies also where tf.data has them, in data and experimental."""
+    assert dj.AutoShardPolicy is dj.data.AutoShardPolicy is dj.experimental.AutoShardPolicy
+    assert dj.InputReplicationMode is dj.data.InputReplicationMode
+    assert dj.InputContext is dj.data.InputContext

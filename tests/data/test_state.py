@@ -1,0 +1,271 @@
+"""state() and restore(): training resumes at the very next batch, on any number of replicas."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from input_helpers import batches, distribute, found
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax.data import DistributedDataset
+from distribute_jax.data._source import Source
+
+
+class Seekable(Source):
+    """R(n).batch(size), whose examples come in another order in each epoch, as the seed says."""
+
+    text = "a shuffled range"
+    can_seek = True
+    seed: int | None = None
+
+    def __init__(self, n: int = 22, size: int = 4, seed: int = 0) -> None:
+        self._n, self._size = n, size
+        self.seed = seed
+        self.opened: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return -(-self._n // self._size)
+
+    def open(self) -> Iterator[np.ndarray]:
+        raise AssertionError("a source that can seek is told which epoch it is")
+
+    def preview(self) -> Iterator[np.ndarray]:
+        return iter(batches(self._n, self._size))
+
+    def open_at(self, epoch: int, position: int) -> Iterator[np.ndarray]:
+        self.opened.append((epoch, position))
+        rows = np.random.default_rng([self.seed, epoch]).permutation(self._n)
+        return (rows[i : i + self._size] for i in range(position * self._size, self._n, self._size))
+
+
+def made(
+    source: Source, replicas: int = 2, partial: str = "mask", **more: Any
+) -> DistributedDataset:
+    return distribute(source, replicas, partial, **more)
+
+
+def epoch_of(dataset: DistributedDataset) -> list[list[int]]:
+    return [found(element) for element in dataset]
+
+
+def test_iterating_again_gives_the_next_epoch():
+    """The epoch belongs to the dataset: every iterator that starts gets the next one."""
+    source = Seekable()
+    dataset = made(source)
+    one, other = epoch_of(dataset), epoch_of(dataset)
+    assert one != other
+    for epoch in (one, other):
+        assert sorted(x for batch in epoch for x in batch) == list(range(22))
+    iter(dataset)
+    assert source.opened == [(0, 0), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("position", range(7))
+@pytest.mark.parametrize("replicas", [1, 4, pytest.param(8, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("policy", ["auto", "off"])
+def test_training_resumes_at_the_very_next_batch(position: int, replicas: int, policy: str):
+    """Wherever epoch 1 is left, another process with other replicas goes on there and into epoch 2."""
+    options = {"auto_shard_policy": policy}
+    whole = made(Seekable(42, 8), 2, **options)
+    epochs = [epoch_of(whole) for _ in range(3)]
+    first = made(Seekable(42, 8), 2, **options)
+    list(first)
+    iterator = iter(first)
+    taken = [found(next(iterator)) for _ in range(min(position, 6))]
+    saved = json.loads(json.dumps(iterator.state()))
+
+    again = made(Seekable(42, 8), replicas, **options)
+    resumed = iter(again)
+    resumed.restore(saved)
+    assert taken + [found(element) for element in resumed] == epochs[1]
+    assert epoch_of(again) == epochs[2]
+
+
+def test_a_state_is_small_and_of_plain_values():
+    """Numbers, a string and Nones: what JSON and every checkpoint can hold."""
+    iterator = iter(made(Seekable(seed=3)))
+    next(iterator)
+    assert iterator.state() == {
+        "version": 1,
+        "source": "a shuffled range",
+        "seed": 3,
+        "batches": 6,
+        "epoch": 0,
+        "position": 1,
+        "first_batch": 4,
+        "largest_batch": 4,
+    }
+    assert json.loads(json.dumps(iterator.state())) == iterator.state()
+
+
+def test_numbers_of_a_checkpoint_are_numbers():
+    """Checkpoints give NumPy integers and 0-d arrays back for Python's."""
+    state = iter(made(Seekable())).state()
+    saved = {k: np.asarray(v) if isinstance(v, int) else v for k, v in state.items()}
+    iterator = iter(made(Seekable()))
+    iterator.restore(saved)
+    assert len(list(iterator)) == 6
+
+
+class Fixed(Seekable):
+    """Given batches in their order."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self._batches = [np.full(n, i, np.int32) for i, n in enumerate(sizes)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def preview(self) -> Iterator[np.ndarray]:
+        return iter(self._batches)
+
+    def open_at(self, epoch: int, position: int) -> Iterator[np.ndarray]:
+        return iter(self._batches[position:])
+
+
+@pytest.mark.parametrize(
+    ("partial", "sizes", "taken"),
+    [
+        ("mask", (4, 0, 0, 4, 2), 2),
+        ("mask", (4, 8, 4, 2), 2),
+        ("drop", (4, 8, 2, 4, 4), 2),
+        ("shrink", (8, 8, 3, 1), 2),
+    ],
+)
+def test_a_resumed_epoch_has_the_shapes_of_the_whole_one(
+    partial: str, sizes: tuple[int, ...], taken: int
+):
+    """Skipped batches count, and what a full batch is is remembered: same shapes, same counts."""
+
+    def described(elements: Any) -> list:
+        return [(e.part_shape, e.counts, found(e)) for e in elements]
+
+    whole = described(made(Fixed(sizes), 2, partial))
+    iterator = iter(made(Fixed(sizes), 2, partial))
+    for _ in range(taken):
+        next(iterator)
+    resumed = iter(made(Fixed(sizes), 2, partial))
+    resumed.restore(iterator.state())
+    assert described(resumed) == whole[taken:]
+
+
+def test_an_iterator_can_be_moved_back_and_forth():
+    """restore works at any time, also after the end and on the iterator that gave the state."""
+    iterator = iter(made(Seekable()))
+    next(iterator)
+    saved = iterator.state()
+    rest = [found(element) for element in iterator]
+    iterator.restore(saved)
+    assert [found(element) for element in iterator] == rest
+    assert iterator.state()["position"] == 6
+
+
+def test_a_resumed_partial_batch_is_no_measure():
+    """The last batch of an epoch is neither taken for a batch size too small nor for the spec."""
+    iterator = iter(made(Fixed((4, 1)), 4, "shrink"))
+    next(iterator)
+    dataset = made(Fixed((4, 1)), 4, "shrink")
+    resumed = iter(dataset)
+    resumed.restore(iterator.state())
+    assert [found(element) for element in resumed] == [[1]]
+    assert resumed.element_spec.shape == (1,)
+    wider = made(Fixed((8, 1)), 4, "shrink")
+    resumed = iter(wider)
+    resumed.restore(iterator.state() | {"first_batch": 8, "largest_batch": 8})
+    next(resumed)
+    assert resumed.element_spec.shape == (2,)
+
+
+def test_a_failed_restore_changes_nothing():
+    """The iterator stands where it stood."""
+    iterator = iter(made(Seekable()))
+    next(iterator)
+    before = iterator.state()
+    with pytest.raises(ArgumentError):
+        iterator.restore(before | {"epoch": -1})
+    assert iterator.state() == before
+    assert len(list(iterator)) == 5
+
+
+STATE = {
+    "version": 1,
+    "source": "a shuffled range",
+    "seed": 0,
+    "batches": 6,
+    "epoch": 0,
+    "position": 2,
+    "first_batch": 4,
+    "largest_batch": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "is no state of an iterator"),
+        ([1], "is no state of an iterator"),
+        ({}, "is no state of an iterator"),
+        (STATE | {"version": 2}, "version 2; this release reads version 1"),
+        ({k: v for k, v in STATE.items() if k != "seed"}, "a state without seed"),
+        (STATE | {"source": "files"}, "source 'files', but this dataset has source 'a shuffled"),
+        (STATE | {"seed": 5}, "seed 5, but this dataset has seed 0.*Shuffle with the seed"),
+        (STATE | {"batches": 12}, "batches 12, but this dataset has batches 6.*global batch size"),
+        (STATE | {"position": 7}, "position 7, but an epoch has 6"),
+        (STATE | {"position": -1}, "position is -1; it is an int"),
+        (STATE | {"epoch": 1.5}, "epoch is 1.5; it is an int"),
+        (STATE | {"epoch": "one"}, "epoch is 'one'; it is an int"),
+    ],
+)
+def test_what_is_no_state_of_this_dataset_is_refused(state: Any, message: str):
+    """Each message says what is wrong with it, what this dataset has, and what to do."""
+    iterator = iter(made(Seekable()))
+    with pytest.raises(ArgumentError, match=message):
+        iterator.restore(state)
+
+
+class Endless(Seekable):
+    """A source of unknown length."""
+
+    is_infinite = True
+
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_another_batch_size_is_found_out_where_no_length_is_known(size: int):
+    """The first batch of the epoch tells it, so that no other examples come next unseen."""
+    iterator = iter(made(Endless(40, 4)))
+    next(iterator)
+    saved = iterator.state()
+    assert saved["batches"] is None
+    with pytest.raises(
+        ArgumentError, match=f"first_batch 4, but this dataset has first_batch {size}"
+    ):
+        iter(made(Endless(40, size))).restore(saved)
+    same = iter(made(Endless(40, 4)))
+    same.restore(saved)
+    assert found(next(same)) == found(next(iterator))
+
+
+@pytest.mark.parametrize(
+    "source", [batches(6, 2), lambda: batches(6, 2), iter(batches(6, 2))], ids=type
+)
+def test_sources_that_cannot_seek_say_so(source: Any):
+    """state and restore name the source and what to use instead; the pass itself goes on."""
+    iterator = iter(distribute(source, 2))
+    next(iterator)
+    with pytest.raises(ArgumentError, match=r"iterator\.state .*from_arrays"):
+        iterator.state()
+    with pytest.raises(ArgumentError, match=r"iterator\.restore .*from_arrays"):
+        iterator.restore(STATE)
+    assert len(list(iterator)) == 2
+
+
+def test_reduce_over_data_without_end_is_refused():
+    """It would never return, so it says so at once."""
+    with pytest.raises(ArgumentError, match="repeated without end"):
+        made(Endless()).reduce(0, lambda state, element: state)

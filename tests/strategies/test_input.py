@@ -1,0 +1,67 @@
+"""Datasets as strategies give them: where they may be iterated, and what their elements are worth."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+
+BATCHES = [np.arange(8, dtype=np.float32), np.arange(6, dtype=np.float32)]
+
+
+@pytest.mark.parametrize("advance", ["__next__", "get_next", "get_next_as_optional"])
+def test_an_iterator_inside_run_is_a_value_error(s2: dj.MirroredStrategy, advance: str):
+    """Acceptance 105: the message shows how to pass the element, and no batch is lost."""
+    iterator = iter(s2.distribute_dataset(BATCHES))
+    with pytest.raises(ValueError, match=r"next\(iterator\).*args=\(next\(iterator\),\)") as error:
+        s2.run(lambda: getattr(iterator, advance)())
+    assert isinstance(error.value, dj.ContextError)
+    assert len(list(iterator)) == 2
+
+
+def test_a_dataset_inside_run_or_a_trace_is_refused(s2: dj.MirroredStrategy):
+    """Looping in a step is the same error; under the user's own jit it is a RuntimeError as well."""
+    dataset = s2.distribute_dataset(BATCHES)
+    with pytest.raises(dj.IterationError):
+        s2.run(lambda: list(dataset))
+    with pytest.raises(dj.ContextError, match="JAX is tracing"):
+        jax.jit(lambda: list(dataset))()
+
+
+def test_every_method_of_input_belongs_to_cross_replica_context(s2: dj.MirroredStrategy):
+    """Datasets are made outside run, and outside another strategy's scope."""
+    makers = (s2.distribute_dataset, s2.distribute_datasets_from_function)
+    for make in makers:
+        with pytest.raises(dj.ContextError, match="on one replica"):
+            s2.run(lambda make=make: make(BATCHES))
+        with dj.OneDeviceStrategy("cpu:0").scope(), pytest.raises(dj.MixedStrategiesError):
+            make(BATCHES)
+
+
+@pytest.mark.parametrize("options", [{"partial": "drop"}, "drop", dj.RunOptions()], ids=type)
+def test_options_of_another_kind_are_refused(s2: dj.MirroredStrategy, options: object):
+    """A dict, a name or run's options are no InputOptions, whichever method gets them."""
+    for make in (s2.distribute_dataset, s2.distribute_datasets_from_function):
+        with pytest.raises(dj.ArgumentError, match=r"Pass dj\.InputOptions"):
+            make(lambda *_: BATCHES, options)
+
+
+@pytest.mark.parametrize("policy", ["auto", "off"])
+def test_a_step_gives_the_same_numbers_by_both_rules(strategy: dj.Strategy, policy: str):
+    """Partial batches of rule A and of rule B, run and reduced, equal the plain sums and means."""
+    options = dj.InputOptions(auto_shard_policy=policy)
+    dataset = strategy.distribute_dataset(BATCHES, options)
+    for batch, element in zip(BATCHES, dataset, strict=True):
+        losses = strategy.run(lambda x: dj.compute_average_loss(x**2), args=(element,))
+        loss = strategy.reduce("sum", losses, axis=None)
+        assert float(loss) == pytest.approx(float((batch**2).mean()))
+        gathered = strategy.gather(strategy.run(lambda x: 2 * x, args=(element,)), axis=0)
+        np.testing.assert_array_equal(gathered, 2 * batch)
+
+
+def test_the_experimental_name_is_the_same_method():
+    """TensorFlow's name for distribute_dataset needs no warning: it never got another there."""
+    methods = vars(dj.Strategy.__mro__[1])
+    assert methods["experimental_distribute_dataset"] is methods["distribute_dataset"]

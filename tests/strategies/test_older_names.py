@@ -1,0 +1,83 @@
+"""Older spellings work, and each warns with the name that replaced it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+
+BATCHES = [np.arange(4, dtype=np.float32), np.arange(2, dtype=np.float32)]
+
+
+def parts(element: Any) -> list[list[float]]:
+    return [np.asarray(value).tolist() for value in element.values]
+
+
+def test_unwrap_is_local_results(s2: dj.MirroredStrategy):
+    """A tuple of this process's values; the warning points at the user's line."""
+    value = next(iter(s2.distribute_dataset(BATCHES)))
+    with pytest.warns(DeprecationWarning, match=r"experimental_local_results\(value\)") as caught:
+        unwrapped = s2.unwrap(value)
+    assert [np.asarray(part).tolist() for part in unwrapped] == [[0, 1], [2, 3]]
+    assert caught[0].filename == __file__
+
+
+def test_experimental_distribute_datasets_from_function(s2: dj.MirroredStrategy):
+    """The older name passes its options on."""
+    options = dj.InputOptions(experimental_replication_mode="per_replica")
+    with pytest.warns(DeprecationWarning, match=r"strategy\.distribute_datasets_from_function"):
+        dataset = s2.experimental_distribute_datasets_from_function(
+            lambda context: [np.full(1, context.input_pipeline_id)], options
+        )
+    assert [parts(element) for element in dataset] == [[[0], [1]]]
+
+
+def test_a_dataset_iterator_is_initialized_as_often_as_wished(s2: dj.MirroredStrategy):
+    """get_next and next go through an epoch; initialize starts the next; none is needed at first."""
+    with pytest.warns(DeprecationWarning, match=r"strategy\.distribute_dataset\(ds\)"):
+        iterator = s2.make_dataset_iterator(BATCHES)
+    assert parts(iterator.get_next()) == [[0, 1], [2, 3]]
+    assert parts(next(iterator)) == [[0], [1]]
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+    assert iterator.initialize() == []
+    assert [parts(element) for element in iterator] == [[[0, 1], [2, 3]], [[0], [1]]]
+
+
+def test_an_input_fn_iterator_deals_out_batches(s2: dj.MirroredStrategy):
+    """The function gets an InputContext; the mode is passed on."""
+    seen = []
+
+    def input_fn(context: dj.InputContext) -> Iterator[np.ndarray]:
+        seen.append(context)
+        return iter(BATCHES)
+
+    with pytest.warns(DeprecationWarning, match=r"distribute_datasets_from_function\(fn\)"):
+        iterator = s2.make_input_fn_iterator(input_fn)
+    assert parts(iterator.get_next()) == [[0, 1, 2, 3], [0, 1]]
+    with pytest.warns(DeprecationWarning, match="make_input_fn_iterator"):
+        iterator = s2.make_input_fn_iterator(input_fn, dj.InputReplicationMode.PER_REPLICA)
+    assert parts(iterator.get_next()) == [[0, 1, 2, 3]] * 2
+    assert seen == [dj.InputContext(1, 0, 2), *(dj.InputContext(2, i, 2) for i in range(2))]
+
+
+def test_experimental_run_passes_the_next_element(s2: dj.MirroredStrategy):
+    """The whole element is the step's only argument; without an iterator it has none."""
+    pairs = [(batch, batch) for batch in BATCHES]
+    iterator = iter(s2.distribute_dataset(pairs))
+    with pytest.warns(DeprecationWarning, match=r"strategy\.run\(fn"):
+        result = s2.experimental_run(lambda pair: pair[0] + pair[1], iterator)
+    assert parts(result) == [[0, 2], [4, 6]]
+    with pytest.warns(DeprecationWarning, match=r"strategy\.run\(fn"):
+        assert float(s2.experimental_run(lambda: 1.0)) == 1
+
+
+def test_a_configuration_comes_back_as_it_is(s2: dj.MirroredStrategy):
+    """There is no session to configure, whatever the object."""
+    config = object()
+    with pytest.warns(DeprecationWarning, match="update_config_proto"):
+        assert s2.update_config_proto(config) is config
