@@ -27,6 +27,7 @@ class Frame:
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        self.reads_ahead = False
 
 
 _stack = _Stack()
@@ -85,8 +86,29 @@ def require_method(strategy: Any, method: str) -> None:
     if top is not None and (top.replica is not None or top.strategy is not strategy):
         require_cross_replica(method)
         require_unmixed(strategy)
+    if _stack.reads_ahead:
+        raise _not_ahead(method)
     if not at_top_level():
         require_untraced(method)
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """Marks this thread as one that reads batches for a loop in another thread."""
+    _stack.reads_ahead = True
+    try:
+        yield
+    finally:
+        _stack.reads_ahead = False
+
+
+def _not_ahead(method: str) -> ContextError:
+    return ContextError(
+        f"{method} was called by a source of batches, in the thread that reads ahead of the loop. Two "
+        "programs at once could wait for each other without end, and would use weights of an earlier "
+        "step. Pass InputOptions(experimental_per_replica_buffer_size=0): then each batch is read in "
+        "the loop's own thread, when it is asked for."
+    )
 
 
 def require_cross_replica(method: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh
 
@@ -14,9 +14,15 @@ from distribute_jax.data._element import HostElement
 from distribute_jax.data._ends import EndOfData, OneProcess
 from distribute_jax.data._feed import Feed
 from distribute_jax.data._optional import OptionalElement
+from distribute_jax.data._pace import Pace
 from distribute_jax.data._partial import warn_of_idle_replicas
+from distribute_jax.data._prefetch import Prefetcher
 from distribute_jax.data._seen import Seen
 from distribute_jax.data._state import State
+from distribute_jax.data._surroundings import surroundings
+
+_Placed: TypeAlias = tuple[HostElement, PyTree]
+"""An element as it was on the host, and as it is on the devices."""
 
 
 class DistributedDataset:
@@ -33,6 +39,7 @@ class DistributedDataset:
         guard: called when iteration starts and before each batch; it raises where neither is
             allowed.
         ends: how processes agree on the end of an epoch.
+        ahead: how many elements a background thread may have ready on the devices; 0 for no thread.
 
     Example:
         >>> import distribute_jax as dj, numpy as np
@@ -54,11 +61,14 @@ class DistributedDataset:
         mesh: Mesh,
         guard: Callable[[], None] = lambda: None,
         ends: EndOfData | None = None,
+        ahead: int = 0,
     ) -> None:
         self._feed = feed
         self._mesh = mesh
         self._guard = guard
         self._ends = ends or OneProcess()
+        self._ahead = ahead
+        self._pace = Pace()
         self._epoch = 0
         self._spec: PyTree = None
         self._warned = False
@@ -66,7 +76,7 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         """Starts the next epoch from its first batch."""
         self._guard()
-        elements = self._agreed(self._feed.open(self._epoch))
+        elements = self._placed(self._feed.open(self._epoch))
         self._epoch += 1
         return DistributedIterator(self, self._epoch - 1, elements)
 
@@ -117,9 +127,14 @@ class DistributedDataset:
             state = reduce_func(state, element)
         return state
 
-    def _agreed(self, elements: Iterator[HostElement], taken: int = 0) -> Iterator[HostElement]:
+    def _placed(self, elements: Iterator[HostElement], taken: int = 0) -> Iterator[_Placed]:
         length = self._feed.cardinality
-        return self._ends.steps(elements, None if length is None else length - taken)
+        agreed = self._ends.steps(elements, None if length is None else length - taken)
+        placed = ((element, element.placed(self._mesh)) for element in agreed)
+        if self._ahead == 0:
+            return placed
+        self._pace.restart()
+        return Prefetcher(placed, self._ahead, surroundings, self._pace.waited)
 
     def _note_first(self, element: HostElement) -> None:
         if self._spec is None:
@@ -145,7 +160,7 @@ class DistributedIterator(Iterator[Any]):
     __module__ = "distribute_jax"
 
     def __init__(
-        self, dataset: DistributedDataset, epoch: int, elements: Iterator[HostElement]
+        self, dataset: DistributedDataset, epoch: int, elements: Iterator[_Placed]
     ) -> None:
         self._dataset = dataset
         self._epoch = epoch
@@ -200,19 +215,19 @@ class DistributedIterator(Iterator[Any]):
         dataset._guard()
         epoch, seen, elements = dataset._feed.resume(state)
         self._epoch, self._seen = epoch, seen
-        self._elements = dataset._agreed(elements, seen.batches)
+        self._elements = dataset._placed(elements, seen.batches)
         # The first element from here on may be a partial one, which tells no batch size.
         self._is_first = seen.batches == 0
         dataset._epoch = epoch + 1
 
     def _take(self) -> tuple[PyTree] | None:
         self._dataset._guard()
-        element = next(self._elements, None)
-        if element is None:
+        found = next(self._elements, None)
+        if found is None:
             return None
+        element, placed = found
         if self._is_first:
             self._is_first = False
             self._dataset._note_first(element)
-        placed = element.placed(self._dataset._mesh)
         self._seen = element.seen
         return (placed,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextvars
 import logging
 import threading
 import time
@@ -10,9 +11,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
+"""Called in the thread; what it gives is entered there."""
 
 _SILENT_AFTER = 60
 """Seconds without an element after which the log says what the loop waits for."""
@@ -39,7 +43,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     Args:
         elements: what to read ahead; only the thread touches it from now on.
         depth: the bound, at least 1.
-        context: makes the context in which the thread works, such as the strategy's scope.
+        context: called by the first ``next``, gives what makes the context that the thread works in.
         waited: is told how many seconds each ``next`` waited.
     """
 
@@ -47,29 +51,36 @@ class Prefetcher(Iterator[T], Generic[T]):
         self,
         elements: Generator[T, None, None],
         depth: int,
-        context: Callable[[], AbstractContextManager[Any]],
+        context: Callable[[], Context],
         waited: Callable[[float], None],
     ) -> None:
         self._waited = waited
         self._buffer = _Buffer(depth)
         # The thread refers to the buffer and not to this object, which can so be collected.
-        thread = threading.Thread(
-            target=_read_ahead,
-            args=(elements, self._buffer, context),
-            name="distribute_jax prefetch",
-            daemon=True,
-        )
+        self._elements: Any = elements
+        self._context = context
         self.close = weakref.finalize(self, self._buffer.stop)
         self.close.atexit = False
-        _running[thread] = self._buffer
-        thread.start()
 
     def __next__(self) -> T:
-        """Waits for the next element; StopIteration at the end."""
+        """Waits for the next element; StopIteration at the end. The first call starts the thread."""
         start = time.perf_counter()
+        if self._elements is not None:
+            self._start()
         element: T = self._buffer.take()
         self._waited(time.perf_counter() - start)
         return element
+
+    def _start(self) -> None:
+        elements, self._elements = self._elements, None
+        thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(_read_ahead, elements, self._buffer, self._context()),
+            name="distribute_jax prefetch",
+            daemon=True,
+        )
+        _running[thread] = self._buffer
+        thread.start()
 
 
 class _Buffer:
@@ -143,7 +154,7 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKey
 def _read_ahead(
     elements: Generator[Any, None, None],
     buffer: _Buffer,
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Context,
 ) -> None:
     """What the thread does."""
     try:

@@ -83,7 +83,7 @@ class InputMethods:
                 "supported in `distribute_datasets_from_function`, which makes a dataset for each."
             )
         source = find_source(dataset)
-        return _dataset(self, GlobalBatches(source, chosen, num_replicas(self.mesh)))
+        return _dataset(self, GlobalBatches(source, chosen, num_replicas(self.mesh)), chosen)
 
     experimental_distribute_dataset = distribute_dataset
 
@@ -137,7 +137,7 @@ class InputMethods:
             )
         replicas = num_replicas(self.mesh)
         sources = sources_of(dataset_fn, chosen, replicas)
-        return _dataset(self, OwnBatches(sources, chosen, replicas))
+        return _dataset(self, OwnBatches(sources, chosen, replicas), chosen)
 
 
 def guard_iteration() -> None:
@@ -152,8 +152,11 @@ def guard_iteration() -> None:
     _context.require_untraced("Iterating over a distributed dataset")
 
 
-def _dataset(strategy: _Owner, feed: Feed) -> DistributedDataset:
-    return DistributedDataset(feed, mesh=strategy.mesh, guard=guard_iteration)
+def _dataset(strategy: _Owner, feed: Feed, options: InputOptions) -> DistributedDataset:
+    ahead = (
+        options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
+    )
+    return DistributedDataset(feed, mesh=strategy.mesh, guard=guard_iteration, ahead=ahead)
 
 
 def _checked(options: Any, called: str) -> InputOptions:

@@ -27,7 +27,7 @@ LONG = 30.0
 
 def prefetched(elements: Generator[Any, None, None], depth: int = 2) -> Prefetcher[Any]:
     """Reads ahead without any context or measurement."""
-    return Prefetcher(elements, depth, nullcontext, lambda _: None)
+    return Prefetcher(elements, depth, lambda: nullcontext, lambda _: None)
 
 
 def threads() -> list[threading.Thread]:
@@ -71,12 +71,13 @@ def test_elements_come_in_order_and_end() -> None:
 def test_no_more_than_the_bound_is_made_ahead_of_the_loop(depth: int) -> None:
     source = Counted()
     found = prefetched(source(), depth)
+    assert source.made == 0  # nothing is read before the first element is asked for
     for i in range(20):
+        assert next(found) == i
+        source.taken += 1
         end = time.monotonic() + LONG
         while source.made - source.taken < depth and time.monotonic() < end:
             time.sleep(0.001)  # until the thread is as far ahead as it may be
-        assert next(found) == i
-        source.taken += 1
     time.sleep(0.05)
     # The one just taken makes room before this test counts it.
     assert depth <= source.most_ahead <= depth + 1
@@ -149,7 +150,7 @@ def source():
     yield 1
     {rest}
 
-found = Prefetcher(source(), 2, nullcontext, lambda _: None)
+found = Prefetcher(source(), 2, lambda: nullcontext, lambda _: None)
 print(next(found), flush=True)
 {end}
 """

@@ -1,0 +1,113 @@
+"""A dataset reads ahead of its loop, within its bound, as if it read in the loop itself."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+
+
+def test_batches_are_ready_before_they_are_asked_for(s2: dj.MirroredStrategy) -> None:
+    """Of endless batches, the one in the loop and two more are made, and not a fourth."""
+    made: list[int] = []
+
+    def source():
+        for i in range(100):
+            made.append(i)
+            yield np.full(4, i, np.float32)
+
+    iterator = iter(s2.distribute_dataset(source))
+    assert made == []
+    next(iterator)
+    wait_until(lambda: len(made) == 3)
+    time.sleep(0.05)
+    assert made == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dj.InputOptions(experimental_per_replica_buffer_size=0),
+        dj.InputOptions(experimental_fetch_to_device=False),
+    ],
+)
+def test_without_a_buffer_each_batch_is_made_when_it_is_asked_for(
+    s2: dj.MirroredStrategy, options: dj.InputOptions
+) -> None:
+    """And in the thread of the loop, so that a source may use the strategy itself."""
+    made: list[Any] = []
+
+    def source():
+        for i in range(3):
+            made.append(threading.current_thread())
+            yield np.full(2, float(s2.run(lambda i=i: i + 1)), np.float32)
+
+    for count, batch in enumerate(s2.distribute_dataset(source, options), 1):
+        assert made == [threading.current_thread()] * count
+        np.testing.assert_array_equal(s2.gather(batch, axis=0), [count, count])
+
+
+def test_a_source_that_runs_steps_ahead_of_the_loop_is_refused(s2: dj.MirroredStrategy) -> None:
+    """Two programs at once could wait for each other without end."""
+
+    def source():
+        yield np.full(2, float(s2.run(lambda: 1.0)))
+
+    with pytest.raises(RuntimeError, match="experimental_per_replica_buffer_size=0") as caught:
+        next(iter(s2.distribute_dataset(source)))
+    assert "strategy.run was called by a source of batches" in str(caught.value)
+
+
+def test_a_source_sees_the_surroundings_of_the_loop(s2: dj.MirroredStrategy) -> None:
+    """Strategy, precision and the user's own context variables are those of the loop."""
+    mine = contextvars.ContextVar("mine", default=0)
+    seen: list[Any] = []
+
+    def source():
+        seen.append((dj.get_strategy(), dj.in_cross_replica_context(), mine.get()))
+        yield np.asarray([1, 2**40])
+
+    mine.set(7)
+    with jax.enable_x64(True), s2.scope():
+        (batch,) = list(s2.distribute_dataset(source))
+        assert [int(part[0]) for part in batch.values] == [1, 2**40]
+    assert seen == [(s2, True, 7)]
+
+
+def test_leaving_a_loop_over_a_dataset_ends_its_thread(s2: dj.MirroredStrategy) -> None:
+    """By break, by an exception of the source, and by restoring a state."""
+    closed: list[int] = []
+
+    def source():
+        try:
+            for i in range(100):
+                if i == 50:
+                    raise ZeroDivisionError
+                yield np.full(2, i, np.float32)
+        finally:
+            closed.append(1)
+
+    dataset = s2.distribute_dataset(source)
+    for _ in dataset:
+        break
+    wait_until(lambda: len(closed) == 1)
+    with pytest.raises(ZeroDivisionError):
+        list(dataset)
+    assert len(list(zip(range(3), dataset, strict=False))) == 3
+    wait_until(lambda: len(closed) == 3)
+    wait_until(lambda: "distribute_jax prefetch" not in {t.name for t in threading.enumerate()})
+
+
+def wait_until(true: Any) -> None:
+    """Waits for another thread, but not without end."""
+    end = time.monotonic() + 30
+    while not true() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert true()
