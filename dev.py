@@ -503,8 +503,9 @@ def lint_steps() -> List[Tuple[str, List[str]]]:
 
 
 def pytest_step(arguments: List[str], everything: bool) -> Tuple[str, List[str]]:
-    """The tests; an empty mark expression takes the slow and wide ones too."""
-    return "pytest", ["-m", "pytest"] + (["-m", ""] if everything else []) + arguments
+    """The tests, on request with the slow and wide ones too."""
+    marks = ["-m", "not exhaustive"] if everything else []
+    return "pytest", ["-m", "pytest", *marks, *arguments]
 
 
 def in_parallel() -> List[str]:

@@ -479,9 +479,9 @@ def test_split_arguments(arguments: list[str], own: list[str], passed_on: list[s
         ([], ["ruff check", "ruff format --check", "codespell_lib", "mypy", "pytest -n"]),
         (["--lint"], ["ruff check", "ruff format --check", "codespell_lib", "mypy"]),
         (["--no-lint"], ["pytest -n"]),
-        (["--no-lint", "--all"], ["pytest -m  -n"]),
+        (["--no-lint", "--all"], ["pytest -m not exhaustive -n"]),
         (["tests/test_dev.py", "-k", "stamp"], ["pytest tests/test_dev.py -k stamp"]),
-        (["--all", "-x"], ["pytest -m  -x"]),
+        (["--all", "-x"], ["pytest -m not exhaustive -x"]),
     ],
 )
 @posix

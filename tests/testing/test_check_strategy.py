@@ -14,7 +14,6 @@ import pytest
 import distribute_jax as dj
 from distribute_jax.testing._checks import CHECKS
 
-COUNTS = [1, pytest.param(2, marks=pytest.mark.wide), 4, pytest.param(8, marks=pytest.mark.wide)]
 THEMES: dict[str, list[str]] = {}
 for _name, _check in CHECKS.items():
     THEMES.setdefault(_check.__module__.rpartition("._")[2], []).append(_name)
@@ -60,14 +59,23 @@ def test_cross_device_operations_pass(name: str):
     dj.testing.check_strategy(FACTORIES[name], [4], only=only)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
-@pytest.mark.parametrize("replicas", COUNTS)
-@pytest.mark.parametrize("name", ["one_device", *FACTORIES])
+LOWERINGS = ("shard_map", "vmap", "pmap")
+CELLS = [
+    *(("one_device", 1, lowering) for lowering in LOWERINGS),
+    *((name, n, lowering) for name in FACTORIES for n in (1, 2, 4, 8) for lowering in LOWERINGS),
+]
+
+
+def marked(name: str, replicas: int, lowering: str) -> Any:
+    """A cell of the matrix: the strategies as most people use them run with the slow tests."""
+    usual = lowering == "shard_map" and name not in OPERATIONS
+    mark = pytest.mark.slow if usual else pytest.mark.exhaustive
+    return pytest.param(name, replicas, lowering, marks=mark)
+
+
+@pytest.mark.parametrize(("name", "replicas", "lowering"), [marked(*cell) for cell in CELLS])
 def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: str):
     """Only vmap refuses some, and only for the operations that JAX cannot batch."""
-    if name == "one_device" and replicas > 1:
-        pytest.skip("OneDeviceStrategy has one replica")
     factory = FACTORIES.get(name, dj.OneDeviceStrategy)
     report = dj.testing.check_strategy(factory, [replicas], lowerings=[lowering])
     assert report.checks == tuple(CHECKS)
