@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import distribute_jax as dj
-from benchmarks._harness import Log, environment, report_path, surroundings, table
+from benchmarks._harness import Log, environment, report_path, table
 from benchmarks._programs import N, Statement, Values, outputs_of, programs
 from distribute_jax.program.proof._prove import prove
 
@@ -154,7 +154,7 @@ def report(log: Log) -> str:
     found = [[name, number] for name, number in causes.items() if name != "kind"]
     parts = [
         "# The proof of sync on random programs",
-        surroundings(log.records[0]),
+        "{date}, Python {python}, JAX {jax}, {system}.".format(**log.records[0]),
         "Programs of up to some thirty operations are drawn at random: collectives with and without "
         "groups, refs, callbacks, random bits, linear solves, custom derivatives, branches, loops, "
         "jit, recomputation, vmap and gradients. Each is proved, run on four replicas, and its outputs "
