@@ -195,6 +195,18 @@ class DistributedIterator(Iterator[Any]):
 
         Raises:
             ArgumentError: the source cannot start in the middle of an epoch.
+
+        Example:
+            >>> import distribute_jax as dj, numpy as np
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> dataset = strategy.distribute_dataset(dj.data.from_arrays(np.arange(6.0)).batch(2))
+            >>> iterator = iter(dataset)
+            >>> _ = next(iterator)
+            >>> saved = iterator.state()
+            >>> again = iter(dataset)
+            >>> again.restore(saved)
+            >>> strategy.experimental_local_results(next(again))[0].tolist()
+            [2.0, 3.0]
         """
         return dict(self._dataset._feed.state(self._epoch, self._seen))
 

@@ -6,12 +6,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import jax
+import numpy as np
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._tree import listed
 from distribute_jax._typing import PyTree
 from distribute_jax.data import (
+    ArrayDataset,
     DistributedDataset,
     InputContext,
     InputOptions,
     InputReplicationMode,
+    from_arrays,
 )
 
 T = TypeVar("T")
@@ -47,6 +54,24 @@ class OlderNames:
             "distribute_datasets_from_function(fn)",
         )
         return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: PyTree, session: Any = None
+    ) -> ArrayDataset:
+        """Makes a dataset of single examples: batch it, then distribute it.
+
+        Args:
+            numpy_input: a nest of arrays with the examples along dim 0; lists of arrays are stacked.
+            session: accepted for TensorFlow's signature.
+
+        Raises:
+            ValueError: the arrays of a list differ in shape, or what ``dj.data.from_arrays`` refuses.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset
+        """
+        del session
+        _warn("experimental_make_numpy_dataset", "dj.data.from_arrays(x).batch(256)", method=False)
+        return from_arrays(_stacked(numpy_input))
 
     def make_dataset_iterator(self: _Modern, dataset: Any) -> OlderIterator:
         """Distributes a dataset of global batches, and gives an iterator over it.
@@ -111,6 +136,25 @@ class OlderIterator(Iterator[Any]):
         return next(self._iterator or iter(()))
 
     get_next = __next__
+
+
+def _stacked(tree: PyTree) -> PyTree:
+    """Puts each list of arrays together along a new dim 0, as tf.data does."""
+
+    def stack(node: Any) -> Any:
+        if not isinstance(node, list):
+            return node
+        try:
+            return np.asarray(node)
+        except ValueError:
+            shapes = listed([str(np.shape(array)) for array in node])
+            raise ArgumentError(
+                "strategy.experimental_make_numpy_dataset stacks the arrays of a list into one, and "
+                f"these have several shapes:\n{shapes}\nPad them to one shape, or pass a tuple of "
+                "arrays that have as many rows each."
+            ) from None
+
+    return jax.tree.map(stack, tree, is_leaf=lambda node: isinstance(node, list))
 
 
 def _warn(older: str, modern: str, *, method: bool = True) -> None:

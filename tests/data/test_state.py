@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import grain
 import numpy as np
 import pytest
 from input_helpers import batches, distribute, found
 
+import distribute_jax as dj
 from distribute_jax._errors import ArgumentError
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._source import Source
@@ -269,3 +271,34 @@ def test_reduce_over_data_without_end_is_refused():
     """It would never return, so it says so at once."""
     with pytest.raises(ArgumentError, match="repeated without end"):
         made(Endless()).reduce(0, lambda state, element: state)
+
+
+REAL = {
+    "arrays": lambda n: dj.data.from_arrays(np.arange(n)).shuffle(seed=3).batch(8),
+    "endless arrays": lambda n: dj.data.from_arrays(np.arange(n)).shuffle(seed=3).repeat().batch(8),
+    "grain map": lambda n: grain.MapDataset.source(np.arange(n)).shuffle(seed=3).batch(8),
+    "grain iter": lambda n: grain.MapDataset.source(np.arange(n)).to_iter_dataset().batch(8),
+}
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_real_sources_resume_on_other_replicas(kind: str):
+    """Arrays and Grain: epoch 1, left after two batches, goes on elsewhere with the third."""
+    first = distribute(REAL[kind](36), 2)
+    if not first._feed.is_infinite:
+        list(first)
+    iterator = iter(first)
+    for _ in range(2):
+        next(iterator)
+    saved = json.loads(json.dumps(iterator.state()))
+    resumed = iter(distribute(REAL[kind](36), 4))
+    resumed.restore(saved)
+    assert [found(next(resumed)) for _ in range(3)] == [found(next(iterator)) for _ in range(3)]
+
+
+def test_arrays_in_other_batches_are_found_out():
+    """from_arrays with another batch size: the position would mean other examples."""
+    saved = iter(distribute(REAL["arrays"](36), 2)).state()
+    other = dj.data.from_arrays(np.arange(36)).shuffle(seed=3).batch(4)
+    with pytest.raises(ArgumentError, match=r"batches 5, .* batches 9.*global batch size"):
+        iter(distribute(other, 2)).restore(saved)

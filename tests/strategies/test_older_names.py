@@ -36,6 +36,23 @@ def test_experimental_distribute_datasets_from_function(s2: dj.MirroredStrategy)
     assert [parts(element) for element in dataset] == [[[0], [1]]]
 
 
+def test_a_numpy_dataset_has_single_examples(s2: dj.MirroredStrategy):
+    """Arrays are cut along dim 0, lists of arrays are stacked first; batching is the user's."""
+    nest = {"x": np.arange(3), "y": [np.zeros(2), np.ones(2), np.full(2, 2)]}
+    with pytest.warns(DeprecationWarning, match=r"dj\.data\.from_arrays\(x\)\.batch"):
+        dataset = s2.experimental_make_numpy_dataset(nest, session=None)
+    elements = list(s2.distribute_dataset(dataset.batch(2)))
+    assert [parts(element["x"]) for element in elements] == [[[0], [1]], [[2], []]]
+    assert [parts(element["y"]) for element in elements] == [[[[0, 0]], [[1, 1]]], [[[2, 2]], []]]
+
+
+@pytest.mark.filterwarnings("ignore:strategy.experimental_make_numpy_dataset:DeprecationWarning")
+def test_a_list_that_does_not_stack_shows_its_shapes(s2: dj.MirroredStrategy):
+    """The message lists every shape, and what to pass instead."""
+    with pytest.raises(dj.ArgumentError, match=r"(?s)\(2,\).*\(3,\).*tuple"):
+        s2.experimental_make_numpy_dataset([np.zeros(2), np.zeros(3)])
+
+
 def test_a_dataset_iterator_is_initialized_as_often_as_wished(s2: dj.MirroredStrategy):
     """get_next and next go through an epoch; initialize starts the next; none is needed at first."""
     with pytest.warns(DeprecationWarning, match=r"strategy\.distribute_dataset\(ds\)"):
