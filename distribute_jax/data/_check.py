@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._tree import is_array, leaf_text, listed, path_text
+from distribute_jax._tree import is_array, is_given_away, leaf_text, listed, path_text
 from distribute_jax._typing import KeyPath, PyTree
 from distribute_jax._values import DistributedValues
 
@@ -39,6 +39,10 @@ RAGGED = (
 MASKED = (
     "Devices know no masks, so the masked values would be taken for data. Give the values and the mask "
     "as two leaves: array.filled(0) and np.ma.getmaskarray(array)."
+)
+GIVEN_AWAY = (
+    "A step has taken the memory of these arrays (donate_args, or they were state), so they can no longer "
+    "be read. Keep data on the host as NumPy arrays, or copy it before: dj.snapshot(batch)."
 )
 TOO_LARGE = (
     "64-bit integers become 32-bit, because jax_enable_x64 is off, and these do not fit. Call "
@@ -124,6 +128,7 @@ def _is_too_large(leaf: Any) -> bool:
 
 _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda leaf: isinstance(leaf, DistributedValues), DISTRIBUTED),
+    (is_given_away, GIVEN_AWAY),
     (lambda leaf: isinstance(leaf, np.ma.MaskedArray), MASKED),
     (_is_not_numeric, NOT_NUMERIC),
     (_is_unbatched, UNBATCHED),
