@@ -177,6 +177,7 @@ def _beyond(strategy: dj.Strategy, step: Any, batch: Any, calls: int) -> list[fl
     """Times ``run`` with a program that returns at once what the real one gave."""
     entry, values = _entry(strategy, step, batch)
     outs = entry.execute(entry.flat_inputs(values, take_apart(batch, {}, strategy.mesh)))
+    entry.store(outs)
     entry.program.compiled = lambda *_: outs
     times = []
     for _ in range(calls):

@@ -234,6 +234,16 @@ def test_a_distributed_batch_is_not_distributed_again():
     assert "distributed already" in message({"x": element})
 
 
+def test_arrays_that_a_step_has_taken_are_named():
+    """To read one fails inside JAX, and crashes the process on some versions."""
+    gone = jnp.ones(4)
+    gone.delete()
+    text = message({"x": gone, "y": np.ones(4)})
+    assert "batch['x']: float32[4]" in text
+    assert "batch['y']" not in text
+    assert "dj.snapshot" in text
+
+
 @pytest.mark.parametrize("batch", [(), {}, None, [None]])
 def test_a_batch_without_arrays_is_refused(batch: Any):
     """An empty structure has no examples to divide."""
