@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 
-DEVICES = "--xla_force_host_platform_device_count=8"
-# Most of the time of the suite is LLVM's. This XLA can spend half as much and optimise less; a later one
-# has no such flag, so that the suite also runs with everything as users have it.
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "16")
-_flags = os.environ.get("XLA_FLAGS", "")
-if DEVICES.partition("=")[0] not in _flags:
-    _flags = f"{_flags} {DEVICES}"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 if version("jaxlib").startswith("0.10."):
-    _flags = f"{_flags} {QUICK}"
-os.environ["XLA_FLAGS"] = _flags.strip()
+    # Most of the suite's time is LLVM's. This XLA can be told to take half as much and optimise less; a
+    # later one cannot, so that on another Python the suite runs with everything as users have it.
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import pytest
 
