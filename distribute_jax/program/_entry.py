@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import DonatedError
@@ -16,6 +14,7 @@ from distribute_jax._internals import read_raw, write_raw
 from distribute_jax._tree import listed
 from distribute_jax._values import PerReplica, mark_mirrored
 from distribute_jax.program._failed import failed, not_finite
+from distribute_jax.program._memory import Donated, memory, unshared
 from distribute_jax.program._program import Program
 from distribute_jax.program.binding._arguments import Arguments
 from distribute_jax.program.binding._bind import Binding
@@ -51,6 +50,7 @@ class Entry:
         self._loose = 0
         self._known: list[Any] = []
         self._kept: list[Any] = []
+        self._donated: Donated | None = None
 
     def inputs_now(self) -> list[Any]:
         """Reads the state that the next call would start from."""
@@ -92,9 +92,12 @@ class Entry:
         state = self._state_inputs
         untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
         self.check_readable(flat, state if untouched and _all_alive(self._known) else 0)
-        if given and not (untouched and not self._loose):
-            # State that is just what the last call left is distinct; loose arrays may be part of it.
-            flat = _unshared(flat, given, same=id if untouched else _memory)
+        if given and self._loose:
+            self._donated = self._donated or Donated(flat, range(self.program.donated))
+            flat = self._donated.apart(flat, range(state, len(flat)))
+        if given and not (untouched and len(given) == self.program.donated):
+            # State that is just what the last call left is distinct; arguments may not be.
+            flat = unshared(flat, given, memory)
         try:
             return compiled(*flat)
         except Exception as error:
@@ -206,25 +209,3 @@ def _all_alive(state: Sequence[Any]) -> bool:
         return not any(map(_is_deleted, state))
     except AttributeError:  # a NumPy array that the user put into a variable
         return False
-
-
-def _unshared(flat: list[Any], given: Sequence[int], same: Callable[[Any], Any]) -> list[Any]:
-    """Copies donated arrays that occur twice, so that nothing is given away that is still read."""
-    keys = list(map(same, flat))
-    if len(set(keys)) == len(keys):
-        return flat
-    times = Counter(keys)
-    flat = list(flat)
-    for i in given:
-        if times[keys[i]] > 1 and isinstance(flat[i], jax.Array):
-            flat[i] = jnp.copy(flat[i])
-    return flat
-
-
-def _memory(value: Any) -> Any:
-    """Tells arrays apart by their memory, which two array objects may share.
-
-    To give the same memory away twice crashes the process on JAX 0.10.
-    """
-    is_plain = isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    return value.addressable_data(0).unsafe_buffer_pointer() if is_plain else -id(value)

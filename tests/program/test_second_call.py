@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import distribute_jax as dj
@@ -54,3 +55,33 @@ def test_a_compilation_would_be_seen():
     compilations.clear()
     jax.jit(lambda x: x * 3.25)(jnp.ones(17)).block_until_ready()
     assert compilations
+
+
+TAKEN = {
+    "reduce": lambda s, w: s.reduce("mean", w),
+    "local results": lambda s, w: s.experimental_local_results(w)[-1],
+    "a shard": lambda s, w: w[...].addressable_shards[-1].data,
+    "the array": lambda s, w: w[...],
+    "device_put": lambda s, w: jax.device_put(w[...], jax.devices()[0]),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+@pytest.mark.parametrize("placed", ["argument", "captured"])
+def test_an_argument_may_be_the_memory_of_the_state(strategy: dj.Strategy, how: str, placed: str):
+    """To give memory away that is also read crashes the process on some JAX: it is copied first."""
+    with strategy.scope():
+        w = nnx.Param(jnp.arange(3.0))
+    held = {"x": jnp.ones(3)}
+
+    def step(*x: jax.Array):
+        w[...] = w[...] + (x[0] if x else held["x"])
+
+    def run(x: jax.Array):
+        held["x"] = x
+        strategy.run(step, args=(x,) if placed == "argument" else ())
+
+    run(jnp.ones(3))
+    for _ in range(2):
+        run(TAKEN[how](strategy, w))
+    np.testing.assert_array_equal(w[...], 4 * (np.arange(3.0) + 1))
