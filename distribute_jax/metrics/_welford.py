@@ -78,7 +78,7 @@ class Welford(Metric):
         size = self.count[...] + self.weight[...]
         deviation = jnp.sqrt(self.m2[...] / size)
         return nnx.metrics.Statistics(
-            mean=self.mean[...],
+            mean=jnp.copy(self.mean[...]),  # the next step takes the memory of the metric itself
             standard_error_of_mean=deviation / jnp.sqrt(size),
             standard_deviation=deviation,
         )

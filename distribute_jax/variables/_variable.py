@@ -305,8 +305,10 @@ class Variable(nnx.Variable[Any]):
     def _store(self, raw: Any) -> Any:
         old = self.get_raw_value()
         if at_top_level() and isinstance(old, jax.Array):
-            # Stays where it was: on the mesh, with its components on their replicas.
-            raw = jax.device_put(raw, old.sharding)
+            # A copy: what was assigned may be the memory of another variable, which a step takes. It
+            # stays where the old value was: on the mesh, with its components on their replicas.
+            with outside_mesh():
+                raw = jax.device_put(jnp.copy(raw), old.sharding)
         self.set_raw_value(raw)
         return raw if _inside_replica() else self
 

@@ -131,6 +131,17 @@ def test_welford_stays_accurate_over_many_small_batches(strategy: dj.Strategy):
 
 
 @FEW
+def test_a_statistic_that_is_kept_outlives_the_next_step(s2: dj.MirroredStrategy):
+    """What compute gives is no part of the metric's state, which the next step takes."""
+    with s2.scope():
+        metric = dj.metrics.Welford("v")
+    kept = []
+    for batch in s2.distribute_dataset([np.arange(8.0), np.arange(8.0) + 8]):
+        s2.run(lambda v: metric.update(v=v), args=(batch,))
+        kept.append(metric.compute())
+    assert [float(statistics.mean) for statistics in kept] == [3.5, 7.5]
+
+
 def test_welford_with_weights_is_that_of_repeated_values(strategy: dj.Strategy):
     metric = made(strategy, Welford)
     x = np.arange(13, dtype=np.float32)

@@ -125,6 +125,23 @@ def test_another_variable_can_be_assigned(s2: dj.MirroredStrategy):
     assert variable[...].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("spelling", ["variable", "array", "item"])
+def test_what_was_assigned_lives_on_when_a_step_takes_the_source(
+    strategy: dj.Strategy, spelling: str
+):
+    """A target that is assigned the online weights has a copy of them, as in TensorFlow."""
+    online, target = made(strategy, jnp.ones(3)), made(strategy, jnp.zeros(3))
+    step = lambda: online.assign_add(jnp.ones(3))  # noqa: E731
+    strategy.run(step)
+    if spelling == "item":
+        target[...] = online
+    else:
+        target.assign(online if spelling == "variable" else online[...])
+    strategy.run(step)
+    np.testing.assert_array_equal(target.numpy(), np.full(3, 2.0))
+    np.testing.assert_array_equal(online.numpy(), np.full(3, 3.0))
+
+
 def test_names_and_metadata(s4: dj.MirroredStrategy):
     """The components of ``v`` are ``v``, ``v/replica_1``, …; trainable is True by default."""
     variable = made(s4)
