@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import DonatedError
@@ -56,4 +57,6 @@ def _is_variable(node: Any) -> bool:
 
 
 def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -103,6 +103,15 @@ def test_gradients_are_those_of_tensorflow(
     assert [float(v) for v in s2.experimental_local_results(result)] == wanted
 
 
+def test_wrong_arguments_are_named(s2: dj.MirroredStrategy):
+    """An axis that is no int and a merge function that is none end in our message, not in JAX's."""
+    for axis in ("a", None, True, 1.5):
+        with pytest.raises(ValueError, match=r"all_gather\(axis=.*axis is an int"):
+            s2.run(lambda axis=axis: context().all_gather(jnp.ones(2), axis))
+    with pytest.raises(ValueError, match="merge_call got int 3, which is no function"):
+        s2.run(lambda: context().merge_call(3))
+
+
 def test_merge_call_sums_what_all_replicas_gave(s2: dj.MirroredStrategy):
     seen = {}
 

@@ -279,3 +279,11 @@ def test_the_state_of_a_model_is_the_model_and_follows_it(s2: dj.MirroredStrateg
     s2.run(learn, args=(agent, *batches_of(s2)[0]))
     assert alias["kernel"] is agent.model.kernel
     np.testing.assert_array_equal(alias["kernel"][...], agent.model.kernel[...])
+
+
+def test_a_snapshot_copies_arrays_on_the_host_too():
+    """A NumPy array that is changed in place later does not change what was kept."""
+    numbers = np.zeros(2)
+    kept = dj.snapshot({"n": numbers})
+    numbers += 1
+    assert kept["n"].tolist() == [0.0, 0.0]

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from distribute_jax import _context
-from distribute_jax._errors import ContextError
+from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._mesh import DATA
+from distribute_jax._tree import leaf_text
 from distribute_jax._typing import PyTree
 from distribute_jax._values import DistributedValues
 from distribute_jax.collectives._options import CommunicationOptions, checked_options
@@ -162,7 +164,12 @@ class ReplicaContext:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_gather
         """
         checked_options(options, "all_gather")
-        return all_gather(value, axis, bound=self._bound)
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+            raise ArgumentError(
+                f"all_gather(axis={axis!r}): axis is an int, the dim of each replica's array along which "
+                "they are joined. Pass axis=0 for rows."
+            )
+        return all_gather(value, int(axis), bound=self._bound)
 
     def merge_call(
         self,
@@ -189,6 +196,11 @@ class ReplicaContext:
             raise ContextError(
                 "merge_call was called in cross-replica context. Call it inside a function given to "
                 "strategy.run, on dj.get_replica_context()."
+            )
+        if not callable(merge_fn):
+            raise ArgumentError(
+                f"merge_call got {leaf_text(merge_fn)}, which is no function. Pass one that takes the "
+                "strategy and then the regrouped values: merge_call(fn, args=(value,))."
             )
         given = (tuple(args), dict(kwargs or {}))
         regrouped, named = jax.tree.map(self._regroup, given, is_leaf=_is_object)
