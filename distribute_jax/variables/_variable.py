@@ -135,6 +135,11 @@ class Variable(nnx.Variable[Any]):
         """Gives the value as a NumPy array; outside of ``run`` only."""
         return np.asarray(self.get_value())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Lets NumPy read what ``numpy()`` gives, never the components."""
+        value = self.numpy()
+        return value.astype(value.dtype if dtype is None else dtype, copy=bool(copy))
+
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This process's components in replica order, outside of ``run``."""
@@ -151,8 +156,8 @@ class Variable(nnx.Variable[Any]):
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _aggregated(self, raw: Any) -> Any:
-        if _inside_run():  # in merge_call: the raw value is this replica's component
-            raw = jax.lax.all_gather(raw, DATA)
+        if _inside_run():
+            raw = gathered(self)
         return _components.combined(raw, self.aggregation, self.name)
 
     # Writing
@@ -332,6 +337,14 @@ class Variable(nnx.Variable[Any]):
         if not name.startswith("_") and self.is_on_read and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
+
+
+def gathered(variable: Variable) -> jax.Array | None:
+    """Gives all components of an ON_READ variable, stacked, in ``merge_call``; None elsewhere.
+
+    There the raw value is this replica's component.
+    """
+    return jax.lax.all_gather(variable.get_raw_value(), DATA) if _inside_run() else None
 
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
