@@ -16,6 +16,7 @@ from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.variables import _components
+from distribute_jax.variables._cast import cast
 from distribute_jax.variables._created import note_created
 from distribute_jax.variables._kinds import (
     VariableAggregation,
@@ -164,6 +165,8 @@ class Variable(nnx.Variable[Any]):
 
     def set_value(self, value: Any, *, index: Any = ...) -> None:
         """Assigns the value, or a part of it, by the rules of the class."""
+        if index is not Ellipsis:
+            value = cast(value, self.get_raw_value().dtype, self.name)
         if index is Ellipsis:
             self.assign(value)
         elif self.is_on_read and not _inside_replica():
@@ -187,7 +190,8 @@ class Variable(nnx.Variable[Any]):
             Inside ``run`` this replica's new value; outside of it the variable.
 
         Raises:
-            ValueError: the shape differs, or a per-replica value outside of ``run``.
+            ValueError: the shape differs, numbers that the dtype cannot hold, such as 0.5 for an
+                integer, or a per-replica value outside of ``run``.
         """
         value = self._as_own(value)
         if _inside_replica():
@@ -208,7 +212,9 @@ class Variable(nnx.Variable[Any]):
     def scatter(self, op: str, indices: Any, updates: Any) -> Any:
         """Changes rows of the value: ``v[indices] op= updates``, duplicates one after another.
 
-        Inside ``run`` each replica's change is combined by the aggregation, as one dense change.
+        Inside ``run`` each replica's change is combined by the aggregation, as one dense change:
+        under SUM a row is multiplied or divided by the sum of the replicas' factors, each of which
+        is the product of what the replica gives for that row. Integers are divided toward zero.
 
         Args:
             op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
@@ -220,7 +226,7 @@ class Variable(nnx.Variable[Any]):
 
         Raises:
             NotImplementedError: an ON_READ variable; min, max or update under SUM or MEAN.
-            ValueError: no such ``op``.
+            ValueError: no such ``op``, or updates that the dtype cannot hold.
         """
         if op not in SCATTERS:
             raise ArgumentError(f"scatter got op={op!r}. Use one of {', '.join(SCATTERS)}.")
@@ -236,7 +242,9 @@ class Variable(nnx.Variable[Any]):
                 f"({self.name!r}). Use ONLY_FIRST_REPLICA, or NONE with equal updates."
             )
         over = self._over_replicas if combines else None
-        new = scattered(self.get_raw_value(), op, jnp.asarray(indices), jnp.asarray(updates), over)
+        raw = self.get_raw_value()
+        updates = cast(updates, raw.dtype, self.name)
+        new = scattered(raw, op, jnp.asarray(indices), updates, over)
         return self._store(new if combines or not _inside_replica() else self._over_replicas(new))
 
     def scatter_add(self, indices: Any, updates: Any) -> Any:
@@ -287,8 +295,8 @@ class Variable(nnx.Variable[Any]):
             raise _different_values(self.name)
         if isinstance(value, nnx.Variable):
             value = value.get_value()
-        array = jnp.asarray(value).astype(self.get_raw_value().dtype)
         raw = self.get_raw_value()
+        array = cast(value, raw.dtype, self.name)
         shape = raw.shape[1:] if self.is_on_read and not _inside_run() else raw.shape
         if array.shape != shape:
             raise ArgumentError(
