@@ -109,10 +109,10 @@ class Variable(nnx.Variable[Any]):
 
     def _first_in_step(self, value: Any) -> Any:
         """Gives the first value of a variable made in a step: that of the first replica."""
-        if not self.is_on_read:
-            return _components.first_replica(value)
-        others = jnp.zeros_like(value) if self.aggregation is _SUM else value
-        return jnp.where(jax.lax.axis_index(DATA) == 0, value, others)
+        first = _components.first_replica(value)
+        if not self.is_on_read or self.aggregation is not _SUM:
+            return first
+        return jnp.where(jax.lax.axis_index(DATA) == 0, first, jnp.zeros_like(first))
 
     @property
     def is_on_read(self) -> bool:

@@ -67,6 +67,23 @@ def test_an_assigned_sum_is_divided(s2: dj.MirroredStrategy):
     assert [float(v) for v in real.values] == [3.5, 3.5]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "complex64"])
+def test_every_assigned_sum_reads_back_exactly(strategy: dj.Strategy, dtype: str):
+    """Fractions, the largest and the smallest numbers, infinity and NaN are what they were."""
+    numbers = [0, 1, -5, 7, 127]
+    if dtype != "int32":
+        numbers += [0.1, 1 / 3, -2.7, 1e-3, np.inf, -np.inf, np.nan]
+        numbers += [float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).tiny)]
+    given = jnp.asarray(np.array(numbers), dtype)
+    variable = made(strategy, Agg.SUM, jnp.zeros_like(given))
+    variable.assign(given)
+    read, wanted = variable.numpy().astype(complex), np.asarray(given).astype(complex)
+    np.testing.assert_array_equal(read, wanted)
+    (one,) = [v[3].item() for v in variable.values[-1:]]
+    n = strategy.num_replicas_in_sync
+    assert one == {"int32": 7 // n, "complex64": 7 if n == 1 else 0}.get(dtype, 7 / n)
+
+
 @pytest.mark.parametrize(
     ("aggregation", "allowed"),
     [(Agg.MEAN, True), (Agg.ONLY_FIRST_REPLICA, True), (Agg.SUM, False), (Agg.NONE, False)],
