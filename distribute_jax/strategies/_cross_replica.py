@@ -35,7 +35,8 @@ from distribute_jax.collectives._dtypes import (
 )
 from distribute_jax.collectives._reduce_op import ReduceOp
 from distribute_jax.collectives._tree import checked_dim
-from distribute_jax.variables import Variable
+from distribute_jax.program import MergedValues
+from distribute_jax.variables import Variable, gathered
 
 Axes = tuple[int, ...] | None
 
@@ -108,9 +109,12 @@ def _of_variable(value: Any) -> Any:
     if not isinstance(value, nnx.Variable):
         return value
     raw = value.get_raw_value()
+    own = isinstance(value, Variable) and value.is_on_read
+    if own and (stacked := gathered(cast("Variable", value))) is not None:
+        return MergedValues(stacked, stacked.shape[0])
     if not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):
         return raw
-    if isinstance(value, Variable) and value.is_on_read:
+    if own:
         return PerReplica(raw, cast("Mesh", cast("NamedSharding", raw.sharding).mesh))
     return mark_mirrored(raw, None)
 

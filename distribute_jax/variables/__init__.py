@@ -9,6 +9,7 @@ from distribute_jax.variables._kinds import (
 from distribute_jax.variables._variable import (
     Variable as Variable,
     aggregated as aggregated,
+    gathered as gathered,
     on_replicas as on_replicas,
 )
 
@@ -18,6 +19,7 @@ __all__ = [
     "VariableSynchronization",
     "aggregated",
     "first_replica",
+    "gathered",
     "noting_created",
     "on_replicas",
 ]

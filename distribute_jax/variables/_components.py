@@ -25,15 +25,32 @@ def divided(value: jax.Array, replicas: int, aggregation: VariableAggregation) -
     """Stacks the components of a value assigned from outside.
 
     Under SUM each replica gets an equal share, and replica 0 what is left over, so that integers
-    and rounded numbers read back as they were given.
+    and floats, infinity included, read back as they were given.
     """
     if aggregation is not VariableAggregation.SUM:
         return jnp.broadcast_to(value, (replicas, *value.shape))
-    whole = jnp.issubdtype(value.dtype, jnp.integer)
-    share = value // replicas if whole else value / replicas
+    share = _share(value, replicas)
     first = value - share * (replicas - 1)
     others = jnp.broadcast_to(share, (replicas - 1, *value.shape))
-    return jnp.concatenate([first[None], others]).astype(value.dtype)
+    return jnp.concatenate([first[None], others])
+
+
+def _share(value: jax.Array, replicas: int) -> jax.Array:
+    """Gives about value / N, so that shares and remainder add up exactly, in whatever order.
+
+    For floats it is a multiple of the value's last digit: then no partial sum is rounded. Where
+    there is no such digit, as in infinity and the smallest numbers, the share is zero.
+    """
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        return value // replicas
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return jnp.zeros_like(value)
+    size = jnp.abs(value)
+    digit = jnp.nextafter(size, jnp.full_like(size, jnp.inf)) - size
+    has_digit = jnp.isfinite(digit) & (digit >= jnp.finfo(value.dtype).tiny)
+    digit = jnp.where(has_digit, digit, 1)
+    share = jnp.trunc(value / digit / replicas) * digit
+    return jnp.where(has_digit, share, 0).astype(value.dtype)
 
 
 def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:

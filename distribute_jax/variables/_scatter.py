@@ -27,14 +27,25 @@ def scattered(
         indices: the rows.
         updates: what to add, multiply by, or put there.
         over: combines the replicas' changes, or None where there is one change only. Sums are taken
-            over the dense changes; factors over the rows that any replica touches.
+            over the dense changes; factors over the rows that any replica touches, where the
+            factors that one replica gives for one row are multiplied first.
+
+    Integers are divided toward zero.
     """
     if over is None:
+        if op == "div":
+            return _divided(value, jnp.ones_like(value).at[indices].multiply(updates))
         changed: jax.Array = getattr(value.at[indices], SCATTERS[op])(updates)
         return changed
-    dense = over(jnp.zeros_like(value).at[indices].add(updates))
     if op in ("add", "sub"):
+        dense = over(jnp.zeros_like(value).at[indices].add(updates))
         return value + dense if op == "add" else value - dense
-    touched = over(jnp.zeros_like(value).at[indices].set(1)) > 0
-    factor = dense if op == "mul" else 1 / dense
-    return jnp.where(touched, value * factor, value).astype(value.dtype)
+    own = jnp.zeros_like(value).at[indices].set(1)
+    factor = over(jnp.where(own > 0, jnp.ones_like(value).at[indices].multiply(updates), 0))
+    touched = over(own) > 0
+    factor = jnp.where(touched, factor, 1)
+    return value * factor if op == "mul" else _divided(value, factor)
+
+
+def _divided(value: jax.Array, by: jax.Array) -> jax.Array:
+    return jax.lax.div(value, by.astype(value.dtype))

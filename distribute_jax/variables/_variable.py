@@ -16,6 +16,7 @@ from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.variables import _components
+from distribute_jax.variables._cast import cast
 from distribute_jax.variables._created import note_created
 from distribute_jax.variables._kinds import (
     VariableAggregation,
@@ -108,10 +109,10 @@ class Variable(nnx.Variable[Any]):
 
     def _first_in_step(self, value: Any) -> Any:
         """Gives the first value of a variable made in a step: that of the first replica."""
-        if not self.is_on_read:
-            return _components.first_replica(value)
-        others = jnp.zeros_like(value) if self.aggregation is _SUM else value
-        return jnp.where(jax.lax.axis_index(DATA) == 0, value, others)
+        first = _components.first_replica(value)
+        if not self.is_on_read or self.aggregation is not _SUM:
+            return first
+        return jnp.where(jax.lax.axis_index(DATA) == 0, first, jnp.zeros_like(first))
 
     @property
     def is_on_read(self) -> bool:
@@ -135,6 +136,11 @@ class Variable(nnx.Variable[Any]):
         """Gives the value as a NumPy array; outside of ``run`` only."""
         return np.asarray(self.get_value())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Lets NumPy read what ``numpy()`` gives, never the components."""
+        value = self.numpy()
+        return value.astype(value.dtype if dtype is None else dtype, copy=bool(copy))
+
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This process's components in replica order, outside of ``run``."""
@@ -151,14 +157,16 @@ class Variable(nnx.Variable[Any]):
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _aggregated(self, raw: Any) -> Any:
-        if _inside_run():  # in merge_call: the raw value is this replica's component
-            raw = jax.lax.all_gather(raw, DATA)
+        if _inside_run():
+            raw = gathered(self)
         return _components.combined(raw, self.aggregation, self.name)
 
     # Writing
 
     def set_value(self, value: Any, *, index: Any = ...) -> None:
         """Assigns the value, or a part of it, by the rules of the class."""
+        if index is not Ellipsis:
+            value = cast(value, self.get_raw_value().dtype, self.name)
         if index is Ellipsis:
             self.assign(value)
         elif self.is_on_read and not _inside_replica():
@@ -182,7 +190,8 @@ class Variable(nnx.Variable[Any]):
             Inside ``run`` this replica's new value; outside of it the variable.
 
         Raises:
-            ValueError: the shape differs, or a per-replica value outside of ``run``.
+            ValueError: the shape differs, numbers that the dtype cannot hold, such as 0.5 for an
+                integer, or a per-replica value outside of ``run``.
         """
         value = self._as_own(value)
         if _inside_replica():
@@ -203,7 +212,9 @@ class Variable(nnx.Variable[Any]):
     def scatter(self, op: str, indices: Any, updates: Any) -> Any:
         """Changes rows of the value: ``v[indices] op= updates``, duplicates one after another.
 
-        Inside ``run`` each replica's change is combined by the aggregation, as one dense change.
+        Inside ``run`` each replica's change is combined by the aggregation, as one dense change:
+        under SUM a row is multiplied or divided by the sum of the replicas' factors, each of which
+        is the product of what the replica gives for that row. Integers are divided toward zero.
 
         Args:
             op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
@@ -215,7 +226,7 @@ class Variable(nnx.Variable[Any]):
 
         Raises:
             NotImplementedError: an ON_READ variable; min, max or update under SUM or MEAN.
-            ValueError: no such ``op``.
+            ValueError: no such ``op``, or updates that the dtype cannot hold.
         """
         if op not in SCATTERS:
             raise ArgumentError(f"scatter got op={op!r}. Use one of {', '.join(SCATTERS)}.")
@@ -231,7 +242,9 @@ class Variable(nnx.Variable[Any]):
                 f"({self.name!r}). Use ONLY_FIRST_REPLICA, or NONE with equal updates."
             )
         over = self._over_replicas if combines else None
-        new = scattered(self.get_raw_value(), op, jnp.asarray(indices), jnp.asarray(updates), over)
+        raw = self.get_raw_value()
+        updates = cast(updates, raw.dtype, self.name)
+        new = scattered(raw, op, jnp.asarray(indices), updates, over)
         return self._store(new if combines or not _inside_replica() else self._over_replicas(new))
 
     def scatter_add(self, indices: Any, updates: Any) -> Any:
@@ -282,8 +295,8 @@ class Variable(nnx.Variable[Any]):
             raise _different_values(self.name)
         if isinstance(value, nnx.Variable):
             value = value.get_value()
-        array = jnp.asarray(value).astype(self.get_raw_value().dtype)
         raw = self.get_raw_value()
+        array = cast(value, raw.dtype, self.name)
         shape = raw.shape[1:] if self.is_on_read and not _inside_run() else raw.shape
         if array.shape != shape:
             raise ArgumentError(
@@ -334,6 +347,14 @@ class Variable(nnx.Variable[Any]):
         if not name.startswith("_") and self.is_on_read and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
+
+
+def gathered(variable: Variable) -> jax.Array | None:
+    """Gives all components of an ON_READ variable, stacked, in ``merge_call``; None elsewhere.
+
+    There the raw value is this replica's component.
+    """
+    return jax.lax.all_gather(variable.get_raw_value(), DATA) if _inside_run() else None
 
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:

@@ -66,6 +66,26 @@ def test_an_on_read_variable_made_in_run_starts_on_the_first_replica(strategy: d
     assert int(owner.count.numpy()) == 7 + 2 * strategy.num_replicas_in_sync
 
 
+@pytest.mark.parametrize("aggregation", list(Agg))
+def test_an_on_read_variable_starts_from_the_first_replicas_value(
+    s4: dj.MirroredStrategy, aggregation: Agg
+):
+    """Replica r asks for r + 5: replica 0's 5 is what all start with; under SUM it alone holds it."""
+    owner = Plain()
+
+    def step() -> None:
+        if owner.count is None:
+            owner.count = dj.Variable(
+                replica_id() + 5,
+                synchronization=dj.VariableSynchronization.ON_READ,
+                aggregation=aggregation,
+            )
+
+    s4.run(step)
+    wanted = [5.0, 0.0, 0.0, 0.0] if aggregation is Agg.SUM else [5.0] * 4
+    assert [float(v) for v in owner.count.values] == wanted
+
+
 def test_a_variable_that_is_made_and_dropped_is_a_plain_value(s2: dj.MirroredStrategy):
     """A local variable of the step is nobody's state."""
 

@@ -67,6 +67,23 @@ def test_an_assigned_sum_is_divided(s2: dj.MirroredStrategy):
     assert [float(v) for v in real.values] == [3.5, 3.5]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "complex64"])
+def test_every_assigned_sum_reads_back_exactly(strategy: dj.Strategy, dtype: str):
+    """Fractions, the largest and the smallest numbers, infinity and NaN are what they were."""
+    numbers = [0, 1, -5, 7, 127]
+    if dtype != "int32":
+        numbers += [0.1, 1 / 3, -2.7, 1e-3, np.inf, -np.inf, np.nan]
+        numbers += [float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).tiny)]
+    given = jnp.asarray(np.array(numbers), dtype)
+    variable = made(strategy, Agg.SUM, jnp.zeros_like(given))
+    variable.assign(given)
+    read, wanted = variable.numpy().astype(complex), np.asarray(given).astype(complex)
+    np.testing.assert_array_equal(read, wanted)
+    (one,) = [v[3].item() for v in variable.values[-1:]]
+    n = strategy.num_replicas_in_sync
+    assert one == {"int32": 7 // n, "complex64": 7 if n == 1 else 0}.get(dtype, 7 / n)
+
+
 @pytest.mark.parametrize(
     ("aggregation", "allowed"),
     [(Agg.MEAN, True), (Agg.ONLY_FIRST_REPLICA, True), (Agg.SUM, False), (Agg.NONE, False)],
@@ -207,3 +224,42 @@ def test_verify_compares_what_it_reads_as(s4: dj.MirroredStrategy, wrong: bool):
         dj.testing.check_equals_one_device(s4, step, (batch,))
     assert float(variable.numpy()) == (1.0 if wrong else 9.0)  # the step itself ran after the check
     assert [float(v) for v in free.values] == [1.0 if wrong else 2.0] * 4
+
+
+def test_numpy_reads_the_aggregate(s2: dj.MirroredStrategy):
+    """NumPy's functions get what ``numpy()`` gives, in the dtype asked for; of NONE there is nothing."""
+    variable = made(s2, Agg.SUM, jnp.zeros(2))
+    s2.run(lambda: variable.assign_add(jnp.ones(2)))
+    assert np.asarray(variable).tolist() == [2.0, 2.0]
+    assert np.allclose(variable, [2.0, 2.0])
+    assert np.asarray(variable, np.int32).dtype == np.int32
+    own = np.array(variable)
+    own[0] = 7.0
+    assert variable.numpy().tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="aggregation=NONE"):
+        np.asarray(made(s2, Agg.NONE))
+
+
+def test_in_merge_call_it_is_reduced_as_outside(s4: dj.MirroredStrategy):
+    """reduce, reduce_to and the local results take all components there, not this replica's."""
+    variable = made(s4, Agg.MEAN, 0.0)
+
+    def merge(s: dj.Strategy) -> Any:
+        total = s.extended.reduce_to("sum", variable, destinations=variable)
+        return s.reduce("mean", variable), total, s.experimental_local_results(variable)[3]
+
+    def step() -> Any:
+        variable.assign(replica_id() + 1)
+        return dj.get_replica_context().merge_call(merge)
+
+    assert [float(x) for x in s4.run(step)] == [2.5, 10.0, 4.0]
+    assert float(s4.reduce("mean", variable)) == 2.5
+
+
+@pytest.mark.parametrize("value", [True, jnp.uint8(3), jnp.float16(0.5)])
+def test_a_constant_is_written(s2: dj.MirroredStrategy, value: Any):
+    """What a step writes without computing it is each replica's value too, in the variable's dtype."""
+    variable = made(s2, Agg.ONLY_FIRST_REPLICA, jnp.zeros_like(value))
+    s2.run(lambda: variable.assign(value))
+    assert variable[...].dtype == jnp.asarray(value).dtype
+    assert [v.item() for v in variable.values] == [jnp.asarray(value).item()] * 2

@@ -280,3 +280,95 @@ def test_metadata_is_part_of_the_program(s2: dj.MirroredStrategy):
         variable = made(s2, aggregation=aggregation)
         results.append(float(s2.run(lambda: variable.assign(replica_id() + 1))))  # noqa: B023
     assert results == [3.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("start", "value", "given"),
+    [
+        (0, 3.7, "float64"),
+        (0, jnp.float32(jnp.nan), "float32"),
+        (jnp.uint8(0), 300, "int64"),
+        (jnp.int8(0), jnp.int32(-129), "int32"),
+        (0.0, 1j, "complex128"),
+        (False, 1, "int64"),
+        (0, 2**70, "object"),
+    ],
+)
+def test_numbers_that_the_dtype_cannot_hold_are_refused(
+    s2: dj.MirroredStrategy, start: Any, value: Any, given: str
+):
+    """Every way to write them, inside of run and outside, names both dtypes and changes nothing."""
+    variable = made(s2, jnp.zeros(1, jnp.asarray(start).dtype), aggregation=Agg.ONLY_FIRST_REPLICA)
+    array = [value] if given == "object" else np.asarray([value])
+    text = rf"dtype {variable.dtype} and was given {given}.*dj\.Variable\(0\.0\)"
+    array = np.asarray(array)
+
+    def item() -> None:
+        variable[0] = value
+
+    for write in (
+        lambda: variable.assign(array),
+        lambda: variable.assign_add(array),
+        lambda: variable.scatter_update(jnp.array([0]), array),
+        item,
+    ):
+        for call in (write, lambda: s2.run(write)):  # noqa: B023
+            with pytest.raises(ValueError, match=text):
+                call()
+    assert not variable.numpy().any()
+
+
+def test_a_traced_number_is_judged_by_its_dtype(s2: dj.MirroredStrategy):
+    """Floats into integers and int32 into uint8 are refused before the step runs; counts are not."""
+    small, count = made(s2, jnp.uint8(0)), made(s2, 0, aggregation=Agg.SUM)
+    for variable in (small, count):
+        with pytest.raises(ValueError, match="given float32"):
+            s2.run(lambda: variable.assign(replica_id()))  # noqa: B023
+    with pytest.raises(ValueError, match="uint8 and was given int32"):
+        s2.run(lambda: small.assign(dj.get_replica_context().replica_id_in_sync_group))
+    s2.run(lambda: count.assign_add(dj.get_replica_context().replica_id_in_sync_group + 1))
+    assert int(count.numpy()) == 3
+
+
+def test_numbers_that_it_can_hold_are_written(s2: dj.MirroredStrategy):
+    """Integers and bools go into floats, bools into integers, and integers that fit into shorter ones."""
+    real, small = made(s2), made(s2, jnp.uint8(0))
+    for value in (3, True, np.arange(4)[3], jnp.int32(3), jnp.bfloat16(3)):
+        assert float(real.assign(value).numpy()) == float(value)
+    for value in (255, np.int64(255), jnp.int32(255), True):
+        assert int(small.assign(value).numpy()) == int(value)
+    assert real[...].dtype == jnp.float32
+    assert small[...].dtype == jnp.uint8
+
+
+def test_integers_are_divided_exactly(s2: dj.MirroredStrategy):
+    """scatter_div gives the quotient toward zero in the variable's dtype, above 2**24 too."""
+    numbers = jnp.array([49, 2**24 + 1, -7, 5])
+    by = jnp.array([49, 1, 2, 5])
+    rows = jnp.arange(4)
+    outside, inside = made(s2, numbers), made(s2, numbers, aggregation=Agg.SUM)
+
+    def step() -> None:
+        first = dj.get_replica_context().replica_id_in_sync_group == 0
+        inside.scatter_div(rows, jnp.where(first, by, 0))
+
+    s2.run(step)
+    outside.scatter_div(rows, by)
+    for variable in (outside, inside):
+        assert variable.numpy().tolist() == [1, 2**24 + 1, -3, 1]
+        assert variable[...].dtype == jnp.int32
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("mul", [72.0, 12.0]), ("div", [2.0, 12.0])])
+def test_factors_for_one_row_are_multiplied(strategy: dj.Strategy, op: str, wanted: list[float]):
+    """2 and 3 for row 0 are 6, from outside and from the only replica that gives them, alike."""
+    rows, by = jnp.array([0, 0]), jnp.array([2.0, 3.0])
+    outside = made(strategy, jnp.array([12.0, 12.0]))
+    inside = made(strategy, jnp.array([12.0, 12.0]), aggregation=Agg.SUM)
+
+    def step() -> None:
+        inside.scatter(op, rows, by * (replica_id() == 0))
+
+    outside.scatter(op, rows, by)
+    strategy.run(step)
+    assert outside.numpy().tolist() == inside.numpy().tolist() == wanted

@@ -10,6 +10,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax import VariableAggregation as Agg
+from distribute_jax.program.binding._aggregation import BY_TYPE
 
 
 class Summed(nnx.Variable[Any]):
@@ -54,3 +55,20 @@ def test_what_is_no_type_or_no_aggregation_is_refused():
     for kind, aggregation in ((int, Agg.SUM), (Summed, "sum"), (Summed(1.0), Agg.SUM)):
         with pytest.raises(ValueError, match=r"subclass of nnx\.Variable"):
             dj.register_aggregation(kind, aggregation)  # type: ignore[arg-type]
+
+
+def test_a_dj_variable_keeps_its_own_rule(s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch):
+    """It combines its writes itself: a rule for it is refused, one for its base does not count twice."""
+
+    class Own(dj.Variable):
+        pass
+
+    for kind in (dj.Variable, Own):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}.*own aggregation"):
+            dj.register_aggregation(kind, Agg.SUM)
+    monkeypatch.setitem(BY_TYPE, nnx.Variable, BY_TYPE[nnx.Variable])  # put back after the test
+    dj.register_aggregation(nnx.Variable, Agg.SUM)
+    with s2.scope():
+        total = Own(0.0, aggregation=Agg.SUM)
+    s2.run(lambda: total.assign_add(1.0))
+    assert float(total.numpy()) == 2.0

@@ -64,7 +64,7 @@ def register_aggregation(
             the value of replica 0.
 
     Raises:
-        ValueError: no type of variable, or no aggregation.
+        ValueError: no type of variable, or no aggregation; ``dj.Variable`` or a subclass of it.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -86,13 +86,21 @@ def register_aggregation(
             f"register_aggregation got {variable_type!r} and {aggregation!r}. It takes a subclass of "
             "nnx.Variable and a dj.VariableAggregation."
         )
+    if issubclass(variable_type, Variable):
+        raise ArgumentError(
+            f"register_aggregation got {variable_type.__name__}, a dj.Variable, whose writes are combined "
+            "by its own aggregation already; a second rule would count them twice. Make the variable "
+            f"with aggregation=dj.VariableAggregation.{aggregation.name} instead."
+        )
     BY_TYPE[variable_type] = _BY_NAME[aggregation]
 
 
 def rule_for(variable: nnx.Variable[Any]) -> Combine:
-    """Gives the rule for a variable: that of its nearest base class in the table."""
+    """Gives the rule for a variable: its own, or that of its nearest base class in the table."""
     if keeps_own_values(variable):
         return Combine.OWN
+    if isinstance(variable, Variable):
+        return Combine.MIRRORED  # its writes were combined when they happened
     return next(BY_TYPE[cls] for cls in type(variable).__mro__ if cls in BY_TYPE)
 
 
@@ -109,4 +117,5 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.asarray(old + jax.lax.psum(new - old, DATA), new.dtype)
     if rule is Combine.FIRST:
         return first_replica(new)
-    return new[None] if rule is Combine.OWN else new
+    # A constant that a step writes arrives as a plain number.
+    return jnp.asarray(new)[None] if rule is Combine.OWN else new

@@ -1,0 +1,56 @@
+"""What is written takes the dtype of the variable, where that loses nothing but digits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._errors import ArgumentError
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+"""Each kind of number can be written where a later one is kept, not the other way round."""
+
+
+def cast(value: Any, dtype: Any, name: str) -> jax.Array:
+    """Turns a value into an array of a variable's dtype.
+
+    A shorter float is rounded, as everywhere in JAX; integers must fit.
+
+    Raises:
+        ValueError: the variable cannot hold such numbers: a float in an integer, 300 in a uint8.
+    """
+    plain = isinstance(value, (bool, int, float, complex, np.ndarray, np.generic))
+    given = np.asarray(value) if plain else jnp.asarray(value)
+    if given.dtype != dtype and not _fits(given, dtype):
+        raise ArgumentError(
+            f"Variable {name!r} has dtype {dtype} and was given {given.dtype}"
+            f"{'' if isinstance(given, jax.core.Tracer) else f' {given!s:.60}'}, which would be changed "
+            "silently. Keep such numbers in a variable that can hold them, as dj.Variable(0.0) holds "
+            f"floats, or say what becomes of them: jnp.round(value).astype({str(dtype)!r})."
+        )
+    return jnp.asarray(given, dtype)
+
+
+def _fits(given: Any, dtype: Any) -> bool:
+    own, wanted = _kind(given.dtype), _kind(dtype)
+    if own is None or wanted is None or own != wanted:
+        return own is not None and wanted is not None and own < wanted
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return True
+    low, high = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    held = jnp.iinfo(given.dtype)
+    if low <= held.min and held.max <= high:
+        return True
+    if isinstance(given, jax.core.Tracer):
+        return bool(given.aval.weak_type)  # a Python number, of which only the user knows the size
+    if isinstance(given, jax.Array) and not given.is_fully_addressable:
+        return False
+    numbers = np.asarray(given)
+    return numbers.size == 0 or (low <= int(numbers.min()) and int(numbers.max()) <= high)
+
+
+def _kind(dtype: Any) -> int | None:
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
