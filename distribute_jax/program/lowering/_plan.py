@@ -42,7 +42,7 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
     if replicas == 1:
-        own = (keeps_own_values(variable) for variable, _, _ in _written(call, traced))
+        own = (keeps_own_values(variable) for variable, *_ in _written(call, traced))
         rules = (Combine.OWN if is_own else Combine.MIRRORED for is_own in own)
         return Plan(tuple(rules), (True,) * results)
     marks = prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
@@ -88,11 +88,11 @@ def _combine(
     """
     drifting: list[str] = []
     reset: list[str] = []
-    for output, (variable, name, inputs) in enumerate(_written(call, traced)):
+    for output, (variable, name, old, beside) in enumerate(_written(call, traced)):
         rule = special.get(output, rule_for(variable))
         to_old = Relation.PLUS
         if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
-            to_old = relation(traced.jaxpr.jaxpr, output, inputs)
+            to_old = relation(traced.jaxpr.jaxpr, output, old, beside)
         if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
@@ -119,15 +119,13 @@ def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation)
     return line
 
 
-def _written(
-    call: Call, traced: Traced
-) -> Iterator[tuple[nnx.Variable[Any], str, tuple[int, ...]]]:
-    """Gives variable, name and flat inputs for each state output."""
+def _written(call: Call, traced: Traced) -> Iterator[tuple[nnx.Variable[Any], str, int, range]]:
+    """Gives for each state output its variable, name, old value and all inputs of the variable."""
     starts = traced.input_starts
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
-        inputs = tuple(range(starts[index], starts[index + 1]))
-        for _ in range(size):
-            yield call.binding.variables[index], call.binding.names[index], inputs
+        inputs = range(starts[index], starts[index + 1])
+        for k in range(size):
+            yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
 
 
 _DRIFT = """\
