@@ -10,12 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distribute_jax._errors import OutOfSyncError
+from distribute_jax._errors import ArgumentError, OutOfSyncError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._tree import is_array, is_number, listed
 from distribute_jax._values import PerReplica
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program.binding._aggregation import Combine, keeps_own_values, rule_for
+from distribute_jax.program.binding._aggregation import (
+    Combine,
+    dtype_refused,
+    keeps_own_values,
+    rule_for,
+)
 from distribute_jax.program.lowering._merge import Merge, as_merge, written_metrics
 from distribute_jax.program.proof._increments import Relation, relation
 from distribute_jax.program.proof._prove import Mark, prove
@@ -50,7 +55,8 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
     special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
     special |= {k: Combine.TOGETHER for merge in merges for k in merge.outputs}
-    combine = tuple(_combine(call, traced, marks, options, special))
+    planned = list(_combine(call, traced, marks, options, special))
+    combine = tuple(_with_dtypes(call, traced, marks, planned))
     mirrored = tuple(not mark for mark in marks[state:])
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
@@ -109,6 +115,22 @@ def _combine(
         raise OutOfSyncError(_RESET.format(lines=listed(reset)))
 
 
+def _with_dtypes(
+    call: Call, traced: Traced, marks: Sequence[Mark], rules: Sequence[Combine]
+) -> Iterator[Combine]:
+    """Refuses dtypes that a rule cannot combine; what every replica has alike needs no rule."""
+    refused: list[str] = []
+    avals: list[Any] = [var.aval for var in traced.jaxpr.jaxpr.outvars]
+    for output, (variable, name, *_) in enumerate(_written(call, traced)):
+        why = dtype_refused(rules[output], avals[output].dtype)
+        if why and marks[output]:
+            kind = type(variable).__name__
+            refused.append(f"{name} ({kind}, {avals[output].dtype}): {why}.")
+        yield Combine.MIRRORED if why else rules[output]
+    if refused:
+        raise ArgumentError(_DTYPE.format(lines=listed(refused)))
+
+
 def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation) -> str:
     line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
     if to_old is Relation.OTHER:
@@ -135,6 +157,10 @@ A variable must end mirrored, or the replicas train different models. Usually th
 combined: write grads = dj.get_replica_context().all_reduce("sum", grads) before the update. A value \
 that you know to be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns \
 the proof off."""
+
+_DTYPE = """\
+The replicas' values of these variables cannot be combined in their dtype:
+{lines}"""
 
 _RESET = """\
 The step gives these parts of a metric a new value that does not depend on the old one, as reset() does \
