@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
@@ -71,10 +72,30 @@ def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) ->
     )
 
 
+def made_anew(value: jax.Array) -> jax.Array:
+    """Gives the same numbers, or random keys, in an array that no device was chosen for yet."""
+    if _is_key(value):
+        data = jnp.asarray(np.asarray(jax.random.key_data(value)))
+        return _key_like(value, data)
+    return jnp.asarray(np.asarray(value))
+
+
 def first_replica(value: jax.Array) -> jax.Array:
-    """Gives every replica the value of replica 0."""
+    """Gives every replica the value of replica 0: numbers, bools or random keys."""
+    if _is_key(value):
+        data = first_replica(jax.random.key_data(value))
+        return _key_like(value, data)
     own = jnp.where(jax.lax.axis_index(DATA) == 0, value, jnp.zeros_like(value))
     return jnp.asarray(jax.lax.psum(own, DATA), value.dtype)
+
+
+def _is_key(value: jax.Array) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def _key_like(key: jax.Array, data: jax.Array) -> jax.Array:
+    new: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+    return new
 
 
 def placed(stacked: Any, mesh: Mesh) -> Any:

@@ -102,7 +102,7 @@ class Variable(nnx.Variable[Any]):
         if not self.is_on_read:
             made_elsewhere = _context.entered() is not None and at_top_level()
             # A new array lies where the scope puts state; one made before would stay where it is.
-            return jnp.asarray(np.asarray(value)) if made_elsewhere else value
+            return _components.made_anew(value) if made_elsewhere else value
         mesh = _context.current().strategy.mesh
         stacked = _components.initial(value, num_replicas(mesh), self.aggregation)
         return _components.placed(stacked, mesh)

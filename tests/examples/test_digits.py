@@ -35,7 +35,8 @@ def test_accuracy_counts_exactly_the_images_of_the_data() -> None:
     assert partial == whole
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_four_replicas_train_as_one_device_does_partial_batch_included(
     dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from examples import linen_digits as linen
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_short_training_learns_in_sync_and_in_place(capsys: pytest.CaptureFixture[str]) -> None:
     """Ten steps on two replicas, with batch norm and dropout and the state donated."""
     strategy = dj.MirroredStrategy([0, 1])

@@ -77,3 +77,67 @@ def test_anything_else_is_refused_unless_it_is_mirrored(s4: dj.MirroredStrategy,
     wanted = float(OTHERS[name](jnp.float32(8.0), jnp.float32(3.0)))
     s4.run(step, args=(jnp.float32(3.0),))
     assert float(state[...]) == pytest.approx(wanted, rel=1e-6)
+
+
+MOVES: dict[str, Change] = {
+    "transposes": lambda old, x: old.T + x,
+    "reshapes": lambda old, x: old.reshape(4).reshape(2, 2) + x,
+    "reshapes from columns": lambda old, x: jax.lax.reshape(old, (2, 2), (1, 0)) + x,
+    "turns around": lambda old, x: old[::-1] + x,
+    "sorts": lambda old, x: jnp.sort(old) + x,
+    "takes items": lambda old, x: old[jnp.array([1, 0])] + x,
+    "rolls": lambda old, x: jnp.roll(old, 1) + x,
+    "moves in a branch": lambda old, x: jax.lax.cond(x > 0, lambda o: o.T + x, lambda o: o, old),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+def test_the_old_value_in_other_places_is_refused(s4: dj.MirroredStrategy, name: str):
+    """What was added to numbers that moved cannot be found by subtracting the old value."""
+    state = nnx.metrics.MetricState(jnp.arange(4.0).reshape(2, 2))
+
+    def step(x: Any) -> None:
+        state[...] = MOVES[name](state[...], x)
+
+    own = s4.experimental_distribute_values_from_function(
+        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
+    )
+    with pytest.raises(dj.OutOfSyncError, match=r"state \(MetricState\).*not its old value plus"):
+        s4.run(step, args=(own,))
+    assert state[...].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_parts_of_a_variable_that_change_places_are_refused(s4: dj.MirroredStrategy):
+    """The old value of one part plus something is no addition to another part."""
+    with s4.scope():
+        state = nnx.metrics.MetricState({"a": jnp.float32(1), "b": jnp.float32(2)})
+
+    def step() -> None:
+        r = dj.get_replica_context().replica_id_in_sync_group
+        old = state.get_value()
+        state.set_value({"a": old["b"] + r, "b": old["a"] + r})
+
+    with pytest.raises(dj.OutOfSyncError, match="not its old value plus"):
+        s4.run(step)
+
+
+def test_a_metric_is_updated_in_a_scan_with_dims_of_size_one(s4: dj.MirroredStrategy):
+    """A scan that carries the metric, and a sum with a dim of size 1 more, are additions still."""
+    with s4.scope():
+        average = dj.metrics.Average("v")
+        kept = nnx.metrics.MetricState(jnp.zeros(2))
+
+    def step(x: Any) -> None:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def chunk(metric: Any, v: Any) -> Any:
+            metric.update(v=v)
+            return metric
+
+        chunk(average, x.reshape(2, 1))
+        kept[...] = (kept[...][None] + x[None])[0]
+
+    (batch,) = s4.distribute_dataset([jnp.arange(8.0)])
+    s4.run(step, args=(batch,))
+    assert float(average.compute()) == 3.5
+    assert kept[...].tolist() == [0 + 2 + 4 + 6, 1 + 3 + 5 + 7]

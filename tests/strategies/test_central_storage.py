@@ -99,6 +99,11 @@ def train(strategy: dj.Strategy, options: dj.RunOptions | None = None, steps: in
     return losses, numbers(model, optimizer), gathered, (model, optimizer)
 
 
+def slow(*values: Any) -> Any:
+    """Parameters that run with the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @functools.cache
 def mirrored(replicas: int) -> Any:
     """What MirroredStrategy gives."""
@@ -109,10 +114,10 @@ def mirrored(replicas: int) -> Any:
     ("options", "steps"),
     [
         (None, 1),
-        (None, 3),
-        (dj.RunOptions(donate_state=False), 1),
+        slow(None, 3),
+        slow(dj.RunOptions(donate_state=False), 1),
         (dj.RunOptions(lowering="vmap"), 3),
-        (dj.RunOptions(lowering="pmap"), 1),
+        slow(dj.RunOptions(lowering="pmap"), 1),
     ],
 )
 def test_the_numbers_are_those_of_mirrored_strategy(
@@ -129,7 +134,7 @@ def test_the_numbers_are_those_of_mirrored_strategy(
     )
 
 
-@pytest.mark.parametrize(("donate", "steps"), [(True, 1), (True, 3), (False, 1)])
+@pytest.mark.parametrize(("donate", "steps"), [(True, 1), slow(True, 3), slow(False, 1)])
 def test_no_device_but_the_parameter_device_holds_state_between_steps(
     central: dj.CentralStorageStrategy, donate: bool, steps: int
 ):

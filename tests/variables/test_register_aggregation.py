@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -72,3 +73,71 @@ def test_a_dj_variable_keeps_its_own_rule(s2: dj.MirroredStrategy, monkeypatch: 
         total = Own(0.0, aggregation=Agg.SUM)
     s2.run(lambda: total.assign_add(1.0))
     assert float(total.numpy()) == 2.0
+
+
+def test_the_first_replica_decides_on_random_keys_and_bools(s4: dj.MirroredStrategy):
+    """What replica 0 wrote holds everywhere, whatever is in the variable."""
+    with s4.scope():
+        key, flag = First(jax.random.key(0)), First(jnp.array(False))
+        assigned = dj.Variable(jax.random.key(0), aggregation=Agg.ONLY_FIRST_REPLICA)
+
+    def step() -> None:
+        replica = dj.get_replica_context().replica_id_in_sync_group
+        key[...] = jax.random.fold_in(key[...], replica + 5)
+        flag[...] = replica == 0
+        assigned.assign(jax.random.fold_in(assigned[...], replica + 5))
+
+    s4.run(step)
+    wanted = jax.random.key_data(jax.random.fold_in(jax.random.key(0), 5)).tolist()
+    assert jax.random.key_data(key[...]).tolist() == wanted
+    assert jax.random.key_data(assigned[...]).tolist() == wanted
+    assert (flag[...].dtype, bool(flag[...])) == (jnp.bool_, True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_mean_of_narrow_numbers_is_exact_and_keeps_the_dtype(s4: dj.MirroredStrategy, dtype: Any):
+    """The sum of four such values is beyond float16, and beyond the digits of bfloat16."""
+    values = jnp.array([40000, 33024, 32768, 32768], jnp.float32).astype(dtype)
+    with s4.scope():
+        mean, statistic = Averaged(jnp.zeros((), dtype)), nnx.BatchStat(jnp.zeros((), dtype))
+
+    def step() -> None:
+        replica = dj.get_replica_context().replica_id_in_sync_group
+        mean[...] = statistic[...] = values[replica]
+
+    s4.run(step)
+    wanted = values.astype(jnp.float32).mean().astype(dtype)
+    assert mean[...].dtype == statistic[...].dtype == dtype
+    assert float(mean[...]) == float(statistic[...]) == float(wanted)
+
+
+@pytest.mark.parametrize("kind", [Averaged, nnx.BatchStat])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_a_mean_of_integers_is_refused_by_name(s4: dj.MirroredStrategy, kind: Any, dtype: Any):
+    """It would change the dtype; what every replica writes alike stays as it is."""
+    with s4.scope():
+        state = kind(jnp.zeros((), dtype))
+
+    def step(x: Any) -> None:
+        state[...] = (state[...] + x).astype(dtype)
+
+    own = s4.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
+    with pytest.raises(
+        dj.ArgumentError, match=rf"state \({kind.__name__}, {dtype.dtype}\): .*mean"
+    ):
+        s4.run(step, args=(own,))
+    s4.run(step, args=(1,))
+    assert (state[...].dtype, int(state[...])) == (dtype, 1)
+
+
+def test_a_sum_of_bools_is_refused_by_name(s4: dj.MirroredStrategy):
+    """State of a metric is a sum, and the message says what to keep it in."""
+    with s4.scope():
+        state = nnx.metrics.MetricState(jnp.array(False))
+
+    def step() -> None:
+        replica = dj.get_replica_context().replica_id_in_sync_group
+        state[...] = (state[...].astype(jnp.int32) + replica).astype(bool)
+
+    with pytest.raises(dj.ArgumentError, match=r"state \(MetricState, bool\): .* is a sum.*count"):
+        s4.run(step)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
+from distribute_jax.collectives._dtypes import as_dtype, wide
 from distribute_jax.variables import Variable, VariableAggregation, first_replica
 
 
@@ -109,10 +110,28 @@ def keeps_own_values(variable: nnx.Variable[Any]) -> bool:
     return isinstance(variable, Variable) and variable.is_on_read
 
 
+def dtype_refused(rule: Combine, dtype: Any) -> str:
+    """Says why replicas' values of a dtype cannot be combined by a rule; empty if they can."""
+    if rule is Combine.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
+        return (
+            f"the replicas' values are averaged, and the mean of {dtype} is not {dtype}. Keep it in a "
+            "floating dtype, combine it in the step as with all_reduce, or register the type with "
+            "dj.VariableAggregation.SUM or ONLY_FIRST_REPLICA"
+        )
+    if rule is Combine.INCREMENTS and not jnp.issubdtype(dtype, jnp.number):
+        return (
+            f"such state is a sum, of what all replicas added, and {dtype} cannot be summed. Keep it in an "
+            "integer or floating dtype, as a count, or in a dj.Variable with "
+            "aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA"
+        )
+    return ""
+
+
 def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
     """Combines the replicas' values of one leaf; runs inside ``shard_map``."""
     if rule is Combine.MEAN:
-        return jnp.asarray(jax.lax.pmean(new, DATA))
+        # The sum of float16 values leaves their range long before their mean does.
+        return jnp.asarray(jax.lax.pmean(as_dtype(new, wide(new.dtype)), DATA), new.dtype)
     if rule is Combine.INCREMENTS:
         return jnp.asarray(old + jax.lax.psum(new - old, DATA), new.dtype)
     if rule is Combine.FIRST:

@@ -94,7 +94,7 @@ def as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merge
     inputs = {output: traced.input_starts[index] for output, index in _first_outputs(traced)}
     jaxpr = traced.jaxpr.jaxpr
     updated = all(
-        relation(jaxpr, output, [inputs[output]]) is not Relation.NONE for output in outputs
+        relation(jaxpr, output, inputs[output]) is not Relation.NONE for output in outputs
     )
     return Merge(outputs, rule.combined) if updated and len(outputs) == len(rule.parts) else None
 

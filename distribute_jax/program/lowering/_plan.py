@@ -10,12 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distribute_jax._errors import OutOfSyncError
+from distribute_jax._errors import ArgumentError, OutOfSyncError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._tree import is_array, is_number, listed
 from distribute_jax._values import PerReplica
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program.binding._aggregation import Combine, keeps_own_values, rule_for
+from distribute_jax.program.binding._aggregation import (
+    Combine,
+    dtype_refused,
+    keeps_own_values,
+    rule_for,
+)
 from distribute_jax.program.lowering._merge import Merge, as_merge, written_metrics
 from distribute_jax.program.proof._increments import Relation, relation
 from distribute_jax.program.proof._prove import Mark, prove
@@ -42,7 +47,7 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
     if replicas == 1:
-        own = (keeps_own_values(variable) for variable, _, _ in _written(call, traced))
+        own = (keeps_own_values(variable) for variable, *_ in _written(call, traced))
         rules = (Combine.OWN if is_own else Combine.MIRRORED for is_own in own)
         return Plan(tuple(rules), (True,) * results)
     marks = prove(traced.jaxpr, input_marks(call, traced), axis_size=replicas)
@@ -50,7 +55,8 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
     special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
     special |= {k: Combine.TOGETHER for merge in merges for k in merge.outputs}
-    combine = tuple(_combine(call, traced, marks, options, special))
+    planned = list(_combine(call, traced, marks, options, special))
+    combine = tuple(_with_dtypes(call, traced, marks, planned))
     mirrored = tuple(not mark for mark in marks[state:])
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
@@ -88,11 +94,11 @@ def _combine(
     """
     drifting: list[str] = []
     reset: list[str] = []
-    for output, (variable, name, inputs) in enumerate(_written(call, traced)):
+    for output, (variable, name, old, beside) in enumerate(_written(call, traced)):
         rule = special.get(output, rule_for(variable))
         to_old = Relation.PLUS
         if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
-            to_old = relation(traced.jaxpr.jaxpr, output, inputs)
+            to_old = relation(traced.jaxpr.jaxpr, output, old, beside)
         if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
@@ -109,6 +115,22 @@ def _combine(
         raise OutOfSyncError(_RESET.format(lines=listed(reset)))
 
 
+def _with_dtypes(
+    call: Call, traced: Traced, marks: Sequence[Mark], rules: Sequence[Combine]
+) -> Iterator[Combine]:
+    """Refuses dtypes that a rule cannot combine; what every replica has alike needs no rule."""
+    refused: list[str] = []
+    avals: list[Any] = [var.aval for var in traced.jaxpr.jaxpr.outvars]
+    for output, (variable, name, *_) in enumerate(_written(call, traced)):
+        why = dtype_refused(rules[output], avals[output].dtype)
+        if why and marks[output]:
+            kind = type(variable).__name__
+            refused.append(f"{name} ({kind}, {avals[output].dtype}): {why}.")
+        yield Combine.MIRRORED if why else rules[output]
+    if refused:
+        raise ArgumentError(_DTYPE.format(lines=listed(refused)))
+
+
 def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation) -> str:
     line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
     if to_old is Relation.OTHER:
@@ -119,15 +141,13 @@ def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation)
     return line
 
 
-def _written(
-    call: Call, traced: Traced
-) -> Iterator[tuple[nnx.Variable[Any], str, tuple[int, ...]]]:
-    """Gives variable, name and flat inputs for each state output."""
+def _written(call: Call, traced: Traced) -> Iterator[tuple[nnx.Variable[Any], str, int, range]]:
+    """Gives for each state output its variable, name, old value and all inputs of the variable."""
     starts = traced.input_starts
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
-        inputs = tuple(range(starts[index], starts[index + 1]))
-        for _ in range(size):
-            yield call.binding.variables[index], call.binding.names[index], inputs
+        inputs = range(starts[index], starts[index + 1])
+        for k in range(size):
+            yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
 
 
 _DRIFT = """\
@@ -137,6 +157,10 @@ A variable must end mirrored, or the replicas train different models. Usually th
 combined: write grads = dj.get_replica_context().all_reduce("sum", grads) before the update. A value \
 that you know to be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns \
 the proof off."""
+
+_DTYPE = """\
+The replicas' values of these variables cannot be combined in their dtype:
+{lines}"""
 
 _RESET = """\
 The step gives these parts of a metric a new value that does not depend on the old one, as reset() does \

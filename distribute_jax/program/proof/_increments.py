@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.extend.core as jex_core
 
-from distribute_jax.program.proof._marks import ClosedJaxpr
+from distribute_jax.program.proof._marks import ClosedJaxpr, num_scanned
 
 
 class Relation(enum.Enum):
@@ -22,16 +22,32 @@ class Relation(enum.Enum):
 _NONE, _PLUS, _OTHER = Relation.NONE, Relation.PLUS, Relation.OTHER
 
 _SAME = frozenset({
-    "convert_element_type", "copy", "copy_p", "reshape", "broadcast_in_dim", "squeeze",
-    "expand_dims", "transpose", "mirrored", "optimization_barrier", "stop_gradient",
+    "convert_element_type", "copy", "copy_p", "mirrored", "optimization_barrier", "stop_gradient",
 })  # fmt: skip
-"""Operations that keep the numbers, so that of a sum they give the sum."""
+"""Operations that keep each number and its place, so that of a sum they give the sum."""
+
+_NEW_DIMS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+"""Operations that keep a number's place if they only add or drop dims of size 1."""
 
 
-def relation(jaxpr: jex_core.Jaxpr, output: int, inputs: Sequence[int]) -> Relation:
-    """Finds what an output of a program has to do with some of its inputs."""
-    start = [_PLUS if i in inputs else _NONE for i in range(len(jaxpr.invars))]
-    return _run(jaxpr, start)[output]
+def relation(jaxpr: jex_core.Jaxpr, output: int, old: int, beside: Sequence[int] = ()) -> Relation:
+    """Finds what an output of a program has to do with the input that holds its old value.
+
+    Args:
+        jaxpr: the program.
+        output: which output.
+        old: the input with the old value.
+        beside: the inputs with the other parts of the same variable, which are not to come in.
+    """
+    start = [_NONE] * len(jaxpr.invars)
+    for i in beside:
+        start[i] = _OTHER
+    start[old] = _PLUS
+    found = _run(jaxpr, start)[output]
+    old_aval: Any = jaxpr.invars[old].aval
+    new_aval: Any = jaxpr.outvars[output].aval
+    reshaped = new_aval.shape != old_aval.shape
+    return _OTHER if found is _PLUS and reshaped else found
 
 
 def _run(jaxpr: Any, inputs: Sequence[Relation]) -> list[Relation]:
@@ -59,12 +75,21 @@ def _equation(eqn: Any, operands: list[Relation]) -> list[Relation]:
     elif (body := _called(eqn)) is not None:
         found = _run(body, operands)
     else:
-        found = [_PLUS if _is_plus(name, operands) else _OTHER] * outs
+        kept = name in _NEW_DIMS and _keeps_places(eqn)
+        found = [_PLUS if _is_plus(name, operands, kept) else _OTHER] * outs
     return found if len(found) == outs else [_OTHER] * outs
 
 
-def _is_plus(name: str, operands: list[Relation]) -> bool:
-    if name in _SAME:
+def _keeps_places(eqn: Any) -> bool:
+    """Tells whether the dims above size 1 stay the same, in the same order."""
+    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
+        return False  # A transpose and a reshape in one.
+    old, new = ([n for n in var.aval.shape if n != 1] for var in (eqn.invars[0], eqn.outvars[0]))
+    return old == new
+
+
+def _is_plus(name: str, operands: list[Relation], kept: bool) -> bool:
+    if name in _SAME or kept:
         return operands == [_PLUS]
     if name in ("add", "add_any"):
         return sorted(operands, key=lambda r: r is _PLUS) == [_NONE, _PLUS]
@@ -88,9 +113,15 @@ def _called(eqn: Any) -> Any:
 
 
 def _scan(eqn: Any, operands: list[Relation]) -> list[Relation]:
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    body = eqn.params["jaxpr"]
+    # JAX 0.10 gives the numbers, 0.12 trees of a private type: only what is scanned has one dim more
+    # outside the body, in both.
+    carries = len(eqn.outvars) - num_scanned(eqn.outvars, body.outvars)
+    consts = len(operands) - num_scanned(eqn.invars, body.invars) - carries
+    if consts < 0:
+        return [_OTHER] * len(eqn.outvars)
     first = operands[consts : consts + carries]
-    outs = _run(eqn.params["jaxpr"], operands)
+    outs = _run(body, operands)
     steady = outs[:carries] == first and all(r is not _PLUS for r in operands[:consts])
     if not steady or any(r is not _NONE for r in operands[consts + carries :]):
         return [_OTHER] * len(outs)

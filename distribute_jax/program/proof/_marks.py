@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ class Control:
         if not mark:
             return self
         return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
+
+
+def num_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """Counts the operands, or outputs, of a scan that have one dim more outside its body."""
+    return sum(
+        len(out.aval.shape) != len(body.aval.shape) for out, body in zip(outer, inner, strict=True)
+    )
 
 
 def name(eqn: Any) -> str:

@@ -19,6 +19,7 @@ from distribute_jax.program.proof._marks import (
     Mark,
     line,
     name,
+    num_scanned,
     union,
 )
 
@@ -212,9 +213,9 @@ def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
     body = eqn.params["jaxpr"]
     # JAX 0.10 gives the numbers, 0.12 trees of a private type. The shapes tell in both: only what
     # is scanned has one dim more outside the body.
-    num_ys = _num_scanned(eqn.outvars, body.outvars)
+    num_ys = num_scanned(eqn.outvars, body.outvars)
     num_carry = len(eqn.outvars) - num_ys
-    start = len(marks) - _num_scanned(eqn.invars, body.invars) - num_carry
+    start = len(marks) - num_scanned(eqn.invars, body.invars) - num_carry
     if start < 0:
         return None
     state = list(marks)
@@ -231,12 +232,6 @@ def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
         outs = [marks[i] for i in carries] + outs[num_carry:]
     written = {i: mark for i, mark in _written(marks, state).items() if i not in carries}
     return Outcome(outs, written)
-
-
-def _num_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    return sum(
-        len(out.aval.shape) != len(body.aval.shape) for out, body in zip(outer, inner, strict=True)
-    )
 
 
 def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
