@@ -183,6 +183,36 @@ def test_a_model_captured_out_of_sight_is_refused_when_read_or_changed(s2: dj.Mi
         assert isinstance(caught.value, dj.StaleCaptureError)
 
 
+def test_a_captured_variable_written_in_a_transformation_is_explained(s2: dj.MirroredStrategy):
+    """The step sees it, so the message is about the transformation, and its advice works."""
+    with s2.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def add(carry: jax.Array, variable: dj.Variable = total) -> tuple[jax.Array, None]:
+        variable.assign_add(1.0)
+        return carry, None
+
+    def scan():
+        jax.lax.scan(lambda carry, _: add(carry), 0.0, None, length=3)
+
+    def differentiate():
+        nnx.grad(lambda x: add(x)[0])(1.0)
+
+    for step in (scan, differentiate):
+        with pytest.raises(dj.StaleCaptureError, match=r"cannot write .*nnx\.scan.*nnx\.grad"):
+            s2.run(step)
+
+    def advised():
+        def body(variable: dj.Variable, x: jax.Array) -> dj.Variable:
+            add(x, variable)
+            return variable
+
+        nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(total, jnp.zeros(3))
+
+    s2.run(advised)
+    assert float(total.numpy()) == 6.0
+
+
 def test_losses_and_regularisation_outside_a_replica_are_refused(s2: dj.MirroredStrategy):
     with s2.scope():
         for function in (dj.compute_average_loss, dj.scale_regularization_loss):

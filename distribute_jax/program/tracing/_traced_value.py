@@ -35,6 +35,17 @@ closure, a global, self, or an attribute, list or dict of one of these.
 Below: {reason}"""
 
 
+_NOT_WRITTEN = """\
+{fn} writes a variable where it can only be read. JAX's transformations cannot write a variable that the \
+function they transform captured: a body of jax.lax.scan, cond or fori_loop, or a function in nnx.grad or \
+nnx.jit. Pass the variable, or its module, through Flax's own, where the function gets it as an argument: \
+nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(model, xs), where body returns the model; or \
+nnx.grad(loss)(model, x). Or return the new value from the function and write it after.
+A variable that the step writes outside of these, and that run could not see, is passed in args: \
+strategy.run(step, args=(model, x)).
+Below: {reason}"""
+
+
 _NOT_COPIED = """\
 {fn} uses a module or variable inside nnx.grad, jax.lax.scan or another transformation that was made \
 outside of it, and in a way that run could not see.
@@ -56,6 +67,10 @@ _ORDER_REFUSED = ("ordered effects are not supported", "GlobalToLocalShape")
 
 # Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
+
+
+# Flax's words for what was done to the object.
+_BY_WORDS = {"extract graph node": _NOT_COPIED, "Cannot mutate": _NOT_WRITTEN}
 
 
 def step_name(fn: Any) -> str:
@@ -94,6 +109,6 @@ def compilable(step: str) -> Iterator[None]:
 
 
 def _unseen(name: str, error: Exception) -> Exception:
-    text = _NOT_COPIED if "extract graph node" in str(error) else _UNSEEN
+    text = next((t for part, t in _BY_WORDS.items() if part in str(error)), _UNSEEN)
     message = text.format(fn=name, reason=str(error).splitlines()[0])
     return StaleCaptureError(message).with_traceback(error.__traceback__)
