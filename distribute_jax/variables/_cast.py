@@ -40,12 +40,14 @@ def _fits(given: Any, dtype: Any) -> bool:
         return own is not None and wanted is not None and own < wanted
     if not jnp.issubdtype(dtype, jnp.integer):
         return True
-    low, high = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-    held = jnp.iinfo(given.dtype)
-    if low <= held.min and held.max <= high:
+    info: Any = jnp.iinfo
+    low, high = info(dtype).min, info(dtype).max
+    if low <= info(given.dtype).min and info(given.dtype).max <= high:
         return True
     if isinstance(given, jax.core.Tracer):
-        return bool(given.aval.weak_type)  # a Python number, of which only the user knows the size
+        return bool(
+            getattr(given, "weak_type", False)
+        )  # made of Python numbers, whose size is not known
     if isinstance(given, jax.Array) and not given.is_fully_addressable:
         return False
     numbers = np.asarray(given)
