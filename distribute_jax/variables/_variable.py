@@ -11,12 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, PerReplicaError
+from distribute_jax._errors import ArgumentError
 from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.variables import _components
-from distribute_jax.variables._cast import cast
+from distribute_jax.variables._cast import cast, different_values
 from distribute_jax.variables._created import note_created
 from distribute_jax.variables._kinds import (
     VariableAggregation,
@@ -79,7 +79,7 @@ class Variable(nnx.Variable[Any]):
     ) -> None:
         """Makes the variable for the strategy that is current; see the class for the arguments."""
         if isinstance(value, DistributedValues):
-            raise _different_values(name)
+            raise different_values(name)
         array = jnp.asarray(value)
         synchronization, aggregation = checked_kinds(synchronization, aggregation, array.dtype)
         if trainable is None:
@@ -304,7 +304,7 @@ class Variable(nnx.Variable[Any]):
     def _as_own(self, value: Any) -> jax.Array:
         """Turns a value into an array of the variable's dtype, and checks its shape."""
         if isinstance(value, DistributedValues):
-            raise _different_values(self.name)
+            raise different_values(self.name)
         if isinstance(value, nnx.Variable):
             value = value.get_value()
         raw = self._raw()
@@ -393,10 +393,3 @@ def _inside_run() -> bool:
     """Tells whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
     top = _context.entered()
     return top is not None and (top.replica is not None or (top.merging and not at_top_level()))
-
-
-def _different_values(name: str) -> PerReplicaError:
-    return PerReplicaError(
-        f"Variable {name!r} was given a per-replica value in cross-replica context; its replicas would "
-        "drift apart. Reduce it first: v.assign(strategy.reduce('mean', value)), or assign inside run."
-    )
