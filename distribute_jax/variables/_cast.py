@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, PerReplicaError
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 """Each kind of number can be written where a later one is kept, not the other way round."""
@@ -40,12 +40,13 @@ def _fits(given: Any, dtype: Any) -> bool:
         return own is not None and wanted is not None and own < wanted
     if not jnp.issubdtype(dtype, jnp.integer):
         return True
-    low, high = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-    held = jnp.iinfo(given.dtype)
-    if low <= held.min and held.max <= high:
+    info: Any = jnp.iinfo
+    low, high = info(dtype).min, info(dtype).max
+    if low <= info(given.dtype).min and info(given.dtype).max <= high:
         return True
     if isinstance(given, jax.core.Tracer):
-        return bool(given.aval.weak_type)  # a Python number, of which only the user knows the size
+        # One made of Python numbers has a dtype by chance; its size is not known.
+        return bool(getattr(given, "weak_type", False))
     if isinstance(given, jax.Array) and not given.is_fully_addressable:
         return False
     numbers = np.asarray(given)
@@ -54,3 +55,11 @@ def _fits(given: Any, dtype: Any) -> bool:
 
 def _kind(dtype: Any) -> int | None:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+
+
+def different_values(name: str) -> PerReplicaError:
+    """Says why a per-replica value cannot be written from outside, and what to do."""
+    return PerReplicaError(
+        f"Variable {name!r} was given a per-replica value in cross-replica context; its replicas would "
+        "drift apart. Reduce it first: v.assign(strategy.reduce('mean', value)), or assign inside run."
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, num_replicas, split_sharding
+from distribute_jax._values import Mirrored, PerReplica
 from distribute_jax.variables._kinds import VariableAggregation
 
 
@@ -48,7 +49,8 @@ def _share(value: jax.Array, replicas: int) -> jax.Array:
         return jnp.zeros_like(value)
     size = jnp.abs(value)
     digit = jnp.nextafter(size, jnp.full_like(size, jnp.inf)) - size
-    has_digit = jnp.isfinite(digit) & (digit >= jnp.finfo(value.dtype).tiny)
+    finfo: Any = jnp.finfo
+    has_digit = jnp.isfinite(digit) & (digit >= finfo(value.dtype).tiny)
     digit = jnp.where(has_digit, digit, 1)
     share = jnp.trunc(value / digit / replicas) * digit
     return jnp.where(has_digit, share, 0).astype(value.dtype)
@@ -78,6 +80,16 @@ def made_anew(value: jax.Array) -> jax.Array:
         data = jnp.asarray(np.asarray(jax.random.key_data(value)))
         return _key_like(value, data)
     return jnp.asarray(np.asarray(value))
+
+
+def returned(raw: Any) -> Any:
+    """Gives the components that a variable in the result of a step has: what each replica returned."""
+    if isinstance(raw, PerReplica):
+        return raw.global_array
+    if isinstance(raw, Mirrored):
+        mesh = cast("Any", raw).sharding.mesh
+        return placed(jnp.stack([cast("Any", raw)] * num_replicas(mesh)), mesh)
+    return raw
 
 
 def first_replica(value: jax.Array) -> jax.Array:

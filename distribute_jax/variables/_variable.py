@@ -11,12 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, PerReplicaError
+from distribute_jax._errors import ArgumentError
 from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.variables import _components
-from distribute_jax.variables._cast import cast
+from distribute_jax.variables._cast import cast, different_values
 from distribute_jax.variables._created import note_created
 from distribute_jax.variables._kinds import (
     VariableAggregation,
@@ -79,7 +79,7 @@ class Variable(nnx.Variable[Any]):
     ) -> None:
         """Makes the variable for the strategy that is current; see the class for the arguments."""
         if isinstance(value, DistributedValues):
-            raise _different_values(name)
+            raise different_values(name)
         array = jnp.asarray(value)
         synchronization, aggregation = checked_kinds(synchronization, aggregation, array.dtype)
         if trainable is None:
@@ -123,7 +123,7 @@ class Variable(nnx.Variable[Any]):
 
     def get_value(self, *, index: Any = ...) -> Any:
         """Gives the value: inside ``run`` this replica's, outside of it the aggregated one."""
-        raw = self.get_raw_value()
+        raw = self._raw()
         if self.is_on_read and not _inside_replica():
             raw = self._aggregated(raw)
         return raw if index is Ellipsis or not hasattr(raw, "shape") else raw[index]
@@ -144,19 +144,31 @@ class Variable(nnx.Variable[Any]):
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This process's components in replica order, outside of ``run``."""
-        raw = self.get_raw_value()
+        raw = self._raw()
         if self.is_on_read:
             return PerReplica(raw, raw.sharding.mesh).values
+        if isinstance(raw, PerReplica):  # the variable is part of what a step returned
+            return raw.values
         with outside_mesh():
             return tuple(uncommitted(shard.data) for shard in raw.addressable_shards)
 
     @property
     def component_names(self) -> tuple[str, ...]:
         """The names of all replicas' components: ``v``, ``v/replica_1``, …."""
-        replicas = len(self.get_raw_value().sharding.device_set)
+        replicas = len(self._raw().sharding.device_set)
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
+    def _raw(self) -> Any:
+        """Gives what is stored; in a variable that a step returned, first makes it components."""
+        stored = self.get_raw_value()
+        raw = _components.returned(stored) if self.is_on_read else stored
+        if raw is not stored and at_top_level():
+            self.set_raw_value(raw)
+        return raw
+
     def _aggregated(self, raw: Any) -> Any:
+        if not hasattr(raw, "shape"):  # not an array: what a tree function put here
+            return raw
         if _inside_run():
             raw = gathered(self)
         return _components.combined(raw, self.aggregation, self.name)
@@ -166,7 +178,7 @@ class Variable(nnx.Variable[Any]):
     def set_value(self, value: Any, *, index: Any = ...) -> None:
         """Assigns the value, or a part of it, by the rules of the class."""
         if index is not Ellipsis:
-            value = cast(value, self.get_raw_value().dtype, self.name)
+            value = cast(value, self._raw().dtype, self.name)
         if index is Ellipsis:
             self.assign(value)
         elif self.is_on_read and not _inside_replica():
@@ -178,7 +190,7 @@ class Variable(nnx.Variable[Any]):
                 "scatter_add, or assign the whole value."
             )
         else:
-            self.assign(self.get_raw_value().at[index].set(value))
+            self.assign(self._raw().at[index].set(value))
 
     def assign(self, value: Any) -> Any:
         """Sets the value.
@@ -242,7 +254,7 @@ class Variable(nnx.Variable[Any]):
                 f"({self.name!r}). Use ONLY_FIRST_REPLICA, or NONE with equal updates."
             )
         over = self._over_replicas if combines else None
-        raw = self.get_raw_value()
+        raw = self._raw()
         updates = cast(updates, raw.dtype, self.name)
         new = scattered(raw, op, jnp.asarray(indices), updates, over)
         return self._store(new if combines or not _inside_replica() else self._over_replicas(new))
@@ -278,24 +290,24 @@ class Variable(nnx.Variable[Any]):
     def _assign_change(self, method: str, delta: jax.Array) -> Any:
         if _inside_replica():
             change = delta if self.is_on_read else self._over_replicas(delta)
-            return self._store(self.get_raw_value() + change)
+            return self._store(self._raw() + change)
         if not self.is_on_read:
-            return self._store(self.get_raw_value() + delta)
+            return self._store(self._raw() + delta)
         self._check_assignable(method)
         if self.aggregation is _SUM and self._components() > 1:
             raise ArgumentError(
                 f"SyncOnReadVariable {self.name!r} does not support `{method}` in cross-replica context "
                 "when aggregation is set to `VariableAggregation.SUM`. Use assign, or call it inside run."
             )
-        return self._store(self.get_raw_value() + delta)
+        return self._store(self._raw() + delta)
 
     def _as_own(self, value: Any) -> jax.Array:
         """Turns a value into an array of the variable's dtype, and checks its shape."""
         if isinstance(value, DistributedValues):
-            raise _different_values(self.name)
+            raise different_values(self.name)
         if isinstance(value, nnx.Variable):
             value = value.get_value()
-        raw = self.get_raw_value()
+        raw = self._raw()
         array = cast(value, raw.dtype, self.name)
         shape = raw.shape[1:] if self.is_on_read and not _inside_run() else raw.shape
         if array.shape != shape:
@@ -316,7 +328,7 @@ class Variable(nnx.Variable[Any]):
         return total.astype(value.dtype)
 
     def _store(self, raw: Any) -> Any:
-        old = self.get_raw_value()
+        old = self._raw()
         if at_top_level() and isinstance(old, jax.Array):
             # A copy: what was assigned may be the memory of another variable, which a step takes. It
             # stays where the old value was: on the mesh, with its components on their replicas.
@@ -333,7 +345,7 @@ class Variable(nnx.Variable[Any]):
 
     def _components(self) -> int:
         """Gives how many replicas have a component."""
-        return int(jax.lax.psum(1, DATA) if _inside_run() else self.get_raw_value().shape[0])
+        return int(jax.lax.psum(1, DATA) if _inside_run() else self._raw().shape[0])
 
     def _check_assignable(self, method: str) -> None:
         if self.aggregation is _NONE and self._components() > 1:
@@ -359,7 +371,9 @@ def gathered(variable: Variable) -> jax.Array | None:
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
     """Gives the raw value of an ON_READ variable with one component for each replica of a mesh."""
-    return _components.relaid(variable.get_raw_value(), mesh, variable.aggregation)
+    return _components.relaid(
+        _components.returned(variable.get_raw_value()), mesh, variable.aggregation
+    )
 
 
 def aggregated(variable: Variable, components: jax.Array) -> jax.Array | None:
@@ -379,10 +393,3 @@ def _inside_run() -> bool:
     """Tells whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
     top = _context.entered()
     return top is not None and (top.replica is not None or (top.merging and not at_top_level()))
-
-
-def _different_values(name: str) -> PerReplicaError:
-    return PerReplicaError(
-        f"Variable {name!r} was given a per-replica value in cross-replica context; its replicas would "
-        "drift apart. Reduce it first: v.assign(strategy.reduce('mean', value)), or assign inside run."
-    )

@@ -263,3 +263,28 @@ def test_a_constant_is_written(s2: dj.MirroredStrategy, value: Any):
     s2.run(lambda: variable.assign(value))
     assert variable[...].dtype == jnp.asarray(value).dtype
     assert [v.item() for v in variable.values] == [jnp.asarray(value).item()] * 2
+
+
+def test_a_returned_variable_holds_what_each_replica_returned(s4: dj.MirroredStrategy):
+    """In a state that a step returns it reads, shows, reduces and goes on as a variable does."""
+    with s4.scope():
+        model = nnx.List([dj.Variable(0.0, synchronization=ON_READ, aggregation=Agg.SUM)])
+
+    def step() -> Any:
+        state = nnx.state(model)
+        return jax.tree.map(lambda x: x + replica_id(), state), jax.tree.map(lambda x: x + 1, state)
+
+    def constant() -> Any:
+        return jax.tree.map(lambda x: jnp.ones(()), nnx.state(model))
+
+    (different, more), same = s4.run(step), s4.run(constant)
+    for state, wanted in ((different, [0.0, 1.0, 2.0, 3.0]), (more, [1.0] * 4), (same, [1.0] * 4)):
+        variable = state[0]
+        s4.run(lambda: variable.assign_add(0.0))  # noqa: B023
+        assert [float(v) for v in variable.values] == wanted
+        assert float(variable.numpy()) == sum(wanted) == float(s4.reduce("sum", variable))
+        assert f"{sum(wanted)}" in repr(state).replace("6.", "6.0").replace("4.", "4.0")
+        s4.run(lambda: variable.assign_add(1.0))  # noqa: B023
+        assert float(variable.numpy()) == sum(wanted) + 4
+        variable.assign(8.0)
+        assert float(variable.numpy()) == 8.0

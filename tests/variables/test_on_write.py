@@ -328,6 +328,8 @@ def test_a_traced_number_is_judged_by_its_dtype(s2: dj.MirroredStrategy):
         s2.run(lambda: small.assign(dj.get_replica_context().replica_id_in_sync_group))
     s2.run(lambda: count.assign_add(dj.get_replica_context().replica_id_in_sync_group + 1))
     assert int(count.numpy()) == 3
+    s2.run(lambda: small.assign_add(jnp.where(jnp.isnan(count[...] * 1.0), 0, 2)))
+    assert int(small.numpy()) == 2
 
 
 def test_numbers_that_it_can_hold_are_written(s2: dj.MirroredStrategy):
