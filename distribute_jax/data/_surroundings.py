@@ -17,9 +17,9 @@ def surroundings() -> Callable[[], AbstractContextManager[None]]:
     Sources are the user's code: what they make lies where it would in the loop, with the same
     precision, and ``get_strategy`` gives the same strategy.
     """
-    top, config = _context.entered(), jax.config
-    x64: bool = config.jax_enable_x64  # type: ignore[attr-defined]
-    device: Any = config.jax_default_device  # type: ignore[attr-defined]
+    top = _context.entered()
+    config: Any = jax.config
+    x64, device = config.jax_enable_x64, config.jax_default_device
 
     @contextmanager
     def same() -> Iterator[None]:
