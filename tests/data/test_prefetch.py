@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -142,7 +142,8 @@ def test_close_ends_it_at_once() -> None:
 
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
 from contextlib import nullcontext
 from distribute_jax.data._prefetch import Prefetcher
 
@@ -156,33 +157,38 @@ print(next(found), flush=True)
 """
 
 
-def started(rest: str, end: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(rest: str, end: str) -> Iterator[subprocess.Popen[str]]:
     """Starts a Python that reads ahead, and gives it once its first element is there."""
     code = textwrap.dedent(PROGRAM).format(rest=rest, end=end)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "1\n"
-    return process
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rest", ["while True: yield 2", "time.sleep(3600)"])
 def test_python_exits_while_a_thread_reads_or_waits_for_room(rest: str) -> None:
-    process = started(rest, "")
-    _, errors = process.communicate(timeout=LONG)
-    assert (process.returncode, errors) == (0, "")
+    with started(rest, "") as process:
+        _, errors = process.communicate(timeout=LONG)
+        assert (process.returncode, errors) == (0, "")
 
 
 @pytest.mark.slow
 def test_ctrl_c_reaches_a_loop_that_waits_for_its_source() -> None:
-    process = started("time.sleep(3600)", "next(found)")
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=LONG)
-    assert process.returncode != 0
-    assert "KeyboardInterrupt" in errors
+    with started("time.sleep(3600)", "next(found)") as process:
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LONG)
+        assert process.returncode != 0
+        assert "KeyboardInterrupt" in errors
 
 
 def test_a_loop_that_waits_for_its_data_is_told_once(
