@@ -188,3 +188,11 @@ def report_path(question: str, record: Mapping[str, Any]) -> Path:
     python = "py" + "".join(record["python"].split(".")[:2])
     name = f"{question}_{record['date']}_{python}_jax{record['jax']}.md"
     return Path(__file__).parent / "reports" / name
+
+
+def write_report(question: str, log: Log, text: str) -> None:
+    """Writes a page to the dated reports, and says where it is."""
+    path = report_path(question, log.records[0])
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")

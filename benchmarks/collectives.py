@@ -14,7 +14,6 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,9 +25,9 @@ from benchmarks._harness import (
     environment,
     interleaved,
     ratio,
-    report_path,
     surroundings,
     table,
+    write_report,
 )
 
 BASELINE = "native"
@@ -168,10 +167,7 @@ def main() -> None:
     dj.simulate(8)
     log = measure(QUICK if chosen.quick else Options())
     if chosen.report:
-        path = report_path("collectives", log.records[0])
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(report(log), encoding="utf-8")
-        print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+        write_report("collectives", log, report(log))
 
 
 if __name__ == "__main__":

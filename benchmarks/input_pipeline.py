@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,9 +31,9 @@ from benchmarks._harness import (
     environment,
     interleaved,
     ratio,
-    report_path,
     surroundings,
     table,
+    write_report,
 )
 from benchmarks._sources import SOURCES
 from benchmarks._steps import MLP, batch_of, mesh_of, run_parts, shard_map_parts
@@ -274,10 +273,7 @@ def main() -> None:
     dj.simulate(8)
     log = measure(QUICK if chosen.quick else Options())
     if chosen.report:
-        path = report_path("input_pipeline", log.records[0])
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(report(log), encoding="utf-8")
-        print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+        write_report("input_pipeline", log, report(log))
 
 
 if __name__ == "__main__":

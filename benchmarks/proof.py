@@ -15,7 +15,6 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import distribute_jax as dj
-from benchmarks._harness import Log, environment, report_path, table
+from benchmarks._harness import Log, environment, table, write_report
 from benchmarks._programs import N, Statement, Values, outputs_of, programs
 from distribute_jax.program.proof._prove import prove
 
@@ -177,10 +176,7 @@ def main() -> None:
     dj.simulate(8)
     log = measure(chosen.programs)
     if chosen.report:
-        path = report_path("proof", log.records[0])
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(report(log), encoding="utf-8")
-        print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+        write_report("proof", log, report(log))
 
 
 if __name__ == "__main__":

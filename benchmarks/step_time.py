@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,10 +27,10 @@ from benchmarks._harness import (
     environment,
     interleaved,
     ratio,
-    report_path,
     stopwatch,
     surroundings,
     table,
+    write_report,
 )
 from benchmarks._steps import (
     COLUMNS,
@@ -285,10 +284,7 @@ def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     log = measure(QUICK if chosen.quick else Options())
     if chosen.report:
-        path = report_path("step_time", log.records[0])
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(report(log), encoding="utf-8")
-        print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+        write_report("step_time", log, report(log))
 
 
 if __name__ == "__main__":

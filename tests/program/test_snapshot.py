@@ -265,11 +265,15 @@ def test_state_on_another_device_that_was_taken_is_refused_too(s2: dj.MirroredSt
 
 def test_a_stale_copy_that_the_step_does_not_read_is_no_error(s2: dj.MirroredStrategy):
     """An agent may carry dead arrays along; only what reads them is refused."""
-    agent, (first, second) = made(s2), batches_of(s2)
+    agent, without, (first, second) = made(s2), made(s2), batches_of(s2)
     s2.run(learn, args=(agent, *second))
     agent.stale = nnx.clone(agent.model)
-    s2.run(learn, args=(agent, *second))
-    s2.run(learn, args=(agent, *first))
+    for batch in (second, first):
+        s2.run(learn, args=(agent, *batch))
+    assert agent.stale.kernel.get_raw_value().is_deleted()
+    for batch in (second, second, first):
+        s2.run(learn, args=(without, *batch))
+    np.testing.assert_array_equal(agent.model.kernel[...], without.model.kernel[...])
 
 
 def test_the_state_of_a_model_is_the_model_and_follows_it(s2: dj.MirroredStrategy):

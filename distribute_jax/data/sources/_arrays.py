@@ -15,7 +15,7 @@ from distribute_jax._typing import PyTree
 from distribute_jax.data.sources._checked import checked_function, checked_integer, checked_seed
 from distribute_jax.data.sources._order import ENDLESS, Order, passes_without_end
 from distribute_jax.data.sources._rows import check_rows, stacked, taken
-from distribute_jax.data.sources._seekable import Seekable
+from distribute_jax.data.sources._seekable import Seekable, unbatched
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -173,10 +173,7 @@ class ArraySource(Seekable):
 
     def __init__(self, dataset: ArrayDataset, called: str) -> None:
         if dataset._batches is None:
-            raise ArgumentError(
-                f"{called} got dj.data.from_arrays(…) without batches. It takes global batches: call "
-                ".batch(256) on the dataset first, with the number of examples of all replicas together."
-            )
+            raise unbatched(self.text, called)
         self._dataset = dataset
 
     @property

@@ -17,7 +17,7 @@ from distribute_jax._typing import PyTree
 from distribute_jax.data.sources._checked import checked_integer, checked_seed
 from distribute_jax.data.sources._leaves import on_host
 from distribute_jax.data.sources._rows import check_rows, stacked
-from distribute_jax.data.sources._seekable import Seekable
+from distribute_jax.data.sources._seekable import Seekable, unbatched
 
 Path = str | os.PathLike[str]
 
@@ -117,10 +117,7 @@ class FileSource(Seekable):
 
     def __init__(self, dataset: FileDataset, called: str) -> None:
         if dataset._size is None:
-            raise ArgumentError(
-                f"{called} got dj.data.from_files(…) without batches. It takes global batches: call "
-                ".batch(256) on the dataset first, with the number of examples of all replicas together."
-            )
+            raise unbatched(self.text, called)
         self._dataset = dataset
         self._called = called
 

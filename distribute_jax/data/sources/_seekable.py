@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import final
 
+from distribute_jax._errors import ArgumentError
 from distribute_jax._typing import PyTree
 from distribute_jax.data.sources._base import Source
 
@@ -35,3 +36,11 @@ class Seekable(Source):
         """See ``Source.open_at``."""
         self._next_epoch = epoch + 1
         return self.read(epoch, position)
+
+
+def unbatched(text: str, called: str) -> ArgumentError:
+    """Says that one of the library's own datasets has no batches yet."""
+    return ArgumentError(
+        f"{called} got {text} without batches. It takes global batches: call .batch(256) on the dataset "
+        "first, with the number of examples of all replicas together."
+    )
