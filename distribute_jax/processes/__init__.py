@@ -1,8 +1,9 @@
 """The processes of one job: how they start, meet, wait, notice what is wrong, and end.
 
-``_start`` connects them after a roll call (``_roll_call``); ``_job`` is who they are and how they talk, on
-the key-value store of the coordination service (``_store``), never on the devices; ``_pulse`` says where
-this process is, ``_watchdog`` sees to it that nobody waits for ever, and ``_end`` ends the process in order.
+``_start`` connects them after a roll call (``_roll_call`` on process 0, ``_answer_roll`` on the others);
+``_job`` is who they are and how they talk, on the key-value store of the coordination service
+(``_store``), never on the devices; ``_pulse`` says where this process is, ``_watchdog`` sees to it that
+nobody waits for ever, and ``_end`` ends the process in order.
 """
 
 from distribute_jax.processes._found import (

@@ -1,60 +1,34 @@
-"""Before JAX connects: every process of the job comes to process 0 and says who it is.
+"""Before JAX connects, process 0 waits for every process of the job and compares what they say.
 
 JAX ends a process from C++ where another is missing, takes processes that disagree about their number,
 and lets a second job on the same port end the first. So the processes meet here before, in plain
 sockets, where each of these is an error in Python that every process raises with the same text.
+The others come with ``_answer_roll``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from distribute_jax._errors import ClusterError, DeadlineExceededError, ProcessesDifferError
 from distribute_jax.processes._job import Member
+from distribute_jax.processes._presence import (
+    GREETING,
+    GREETING_SECONDS,
+    LONGEST,
+    Presence,
+    resolved,
+    split,
+)
 
-Facts = Mapping[str, str]
-"""What has to be the same on all processes, by name."""
-
-_GREETING = b'{"distribute_jax": "roll call"}\n'
-_LONGEST = 1 << 16
-_GREETING_SECONDS = 2.0
-_RETRY_SECONDS = 0.1
 _LINGER_SECONDS = 1.0
 """How long process 0 stays to tell an error to those that come late."""
-
-
-@dataclass(frozen=True)
-class Presence:
-    """What one process says of itself."""
-
-    process: int
-    facts: Facts
-    job: str = ""
-    """Tells the processes of one launch from those of another."""
-    member: Member = field(default_factory=lambda: Member(socket.gethostname(), os.getpid()))
-
-    def line(self) -> bytes:
-        """Writes it down as one line."""
-        said = [self.process, dict(self.facts), self.job, self.member.host, self.member.pid]
-        return json.dumps(said).encode() + b"\n"
-
-    @classmethod
-    def read(cls, line: bytes) -> Presence:
-        """Reads such a line; a ValueError for anything else."""
-        try:
-            process, facts, job, host, pid = json.loads(line)
-            named = {str(key): str(value) for key, value in facts.items()}
-            return cls(int(process), named, str(job), Member(str(host), int(pid)))
-        except (TypeError, AttributeError) as error:
-            raise ValueError(str(error)) from None
 
 
 def bound(address: str) -> tuple[socket.socket, str]:
@@ -70,7 +44,7 @@ def bound(address: str) -> tuple[socket.socket, str]:
         ClusterError: another program listens there, or the host is not this machine.
     """
     host, port = split(address)
-    family, _, _, _, where = _resolved(host, port)
+    family, _, _, _, where = resolved(host, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
     # Ports of connections that have ended may be taken again; one that is listened at may not.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,12 +61,6 @@ def bound(address: str) -> tuple[socket.socket, str]:
         ) from error
     shown = f"[{where[0]}]" if ":" in str(where[0]) else str(where[0])
     return listener, f"{shown}:{port}"
-
-
-def split(address: str) -> tuple[str, int]:
-    """Divides ``host:port``."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def call_roll(listener: socket.socket, mine: Presence, count: int, seconds: float) -> list[Member]:
@@ -133,9 +101,9 @@ def call_roll(listener: socket.socket, mine: Presence, count: int, seconds: floa
 
 def _greet(listener: socket.socket, selector: selectors.BaseSelector) -> None:
     connection, _ = listener.accept()
-    connection.settimeout(_GREETING_SECONDS)
+    connection.settimeout(GREETING_SECONDS)
     try:
-        connection.sendall(_GREETING)
+        connection.sendall(GREETING)
     except OSError:
         connection.close()
         return
@@ -153,11 +121,11 @@ def _heard(
     """Takes what has arrived on a connection; gives the error that ends the roll call, if it is one."""
     connection: Any = key.fileobj
     try:
-        part = connection.recv(_LONGEST)
+        part = connection.recv(LONGEST)
     except OSError:
         part = b""
     key.data.extend(part)
-    if part and b"\n" not in key.data and len(key.data) < _LONGEST:
+    if part and b"\n" not in key.data and len(key.data) < LONGEST:
         return None
     selector.unregister(connection)
     try:
@@ -209,7 +177,7 @@ def _as_answer(error: Exception) -> dict[str, Any]:
 
 
 def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
-    connection.settimeout(_GREETING_SECONDS)
+    connection.settimeout(GREETING_SECONDS)
     with contextlib.suppress(OSError):  # it has gone
         connection.sendall(json.dumps(answer).encode() + b"\n")
     connection.close()
@@ -223,82 +191,12 @@ def _tell_latecomers(
         for key, _ in selector.select(left):
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                connection.settimeout(_GREETING_SECONDS)
-                connection.sendall(_GREETING)
+                connection.settimeout(GREETING_SECONDS)
+                connection.sendall(GREETING)
                 _send(connection, _as_answer(error))
             else:
                 selector.unregister(key.fileobj)
                 _send(key.fileobj, _as_answer(error))  # type: ignore[arg-type]
-
-
-def answer_roll(address: str, mine: Presence, count: int, seconds: float) -> list[Member]:
-    """Comes, as another process, to process 0 and waits until it may go on.
-
-    Returns:
-        Who the processes are, in their order.
-
-    Raises:
-        DeadlineExceededError: process 0, or another process, has not come.
-        ProcessesDifferError: the processes disagree about what has to be the same.
-        ClusterError: somebody else listens at the address.
-    """
-    deadline = time.monotonic() + seconds
-    connection = _reached(address, mine, count, deadline, seconds)
-    with connection, connection.makefile("rb") as lines:
-        connection.settimeout(_GREETING_SECONDS)
-        if _line(lines) != _GREETING:
-            raise ClusterError(_somebody_else(address))
-        connection.sendall(mine.line())
-        # Process 0 began its own wait at another moment.
-        connection.settimeout(max(deadline - time.monotonic(), 0) + seconds + _GREETING_SECONDS)
-        answer = _line(lines)
-    if not answer:
-        raise ClusterError(
-            f"Process 0 at {address} ended while process {mine.process} of {count} waited for the others. "
-            "Its own output says why."
-        )
-    told = json.loads(answer)
-    if "error" in told:
-        raise _KINDS.get(told.get("kind"), ClusterError)(told["error"])
-    return [Member(str(host), int(pid)) for host, pid in told["members"]]
-
-
-def _reached(
-    address: str, mine: Presence, count: int, deadline: float, seconds: float
-) -> socket.socket:
-    host, port = split(address)
-    reason = "nothing listens there"
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceededError(
-                f"Process {mine.process} of {count} has waited {seconds:g} s for process 0, which is to be "
-                f"met at {address}: {reason}. Start process 0 on {host}, let port {port} through the "
-                "firewall, or give the start more time: dj.ClusterOptions(start_seconds=...)."
-            )
-        try:
-            return socket.create_connection((host, port), timeout=min(left, _GREETING_SECONDS))
-        except OSError as error:
-            reason = str(error.strerror or error)
-            time.sleep(min(_RETRY_SECONDS, max(left, 0)))
-
-
-def _line(lines: Any) -> bytes:
-    try:
-        line: bytes = lines.readline(_LONGEST)
-    except OSError:
-        return b""
-    return line
-
-
-def _resolved(host: str, port: int) -> tuple[Any, ...]:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ClusterError(
-            f"Process 0 of the job is to be met at {host}:{port}, and the name {host!r} cannot be resolved "
-            f"here: {error.strerror}. Give an address that every process can resolve."
-        ) from error
 
 
 def _missing(present: Mapping[int, Presence], count: int, seconds: float) -> DeadlineExceededError:
@@ -322,11 +220,8 @@ def _difference(first: Presence, other: Presence, count: int) -> ProcessesDiffer
     ]
     if not lines and not 0 < other.process < count:
         lines = [f"  process ids: 0 to {count - 1} on process 0, and {other.process} has come"]
-    return differ(lines) if lines else None
-
-
-def differ(lines: Sequence[str]) -> ProcessesDifferError:
-    """Makes the error for processes that disagree, from a line for each difference."""
+    if not lines:
+        return None
     return ProcessesDifferError(
         "The processes of the job disagree about what has to be the same on all of them:\n"
         + "\n".join(lines)
@@ -341,18 +236,7 @@ def _twice(said: Presence, present: Mapping[int, Presence]) -> str:
     )
 
 
-def _somebody_else(address: str) -> str:
-    return (
-        f"Process 0 of this job is to be met at {address}, and what listens there is something else: "
-        f"another program, or another job that is running. Choose a port that is free on the machine of "
-        "process 0, and give it to every process."
-    )
-
-
 _STRANGER = (
     "This process belongs to another launch than the one it came to: an earlier attempt is still alive, or "
     "two jobs use one port. End what is left of the earlier job."
 )
-_KINDS: Mapping[Any, type[Exception]] = {
-    kind.__name__: kind for kind in (DeadlineExceededError, ProcessesDifferError)
-}

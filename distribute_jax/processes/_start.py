@@ -15,13 +15,15 @@ from distribute_jax._errors import BackendStartedError, ClusterError, DeadlineEx
 from distribute_jax._internals import backend_is_started, coordination_client
 from distribute_jax.cluster import ClusterResolver
 from distribute_jax.cluster._launched import JOB
-from distribute_jax.processes import _roll_call as roll
+from distribute_jax.processes._answer_roll import answer_roll
 from distribute_jax.processes._end import End
 from distribute_jax.processes._job import Job, Member, job, set_job
 from distribute_jax.processes._notes import whereabouts
 from distribute_jax.processes._options import ClusterOptions
 from distribute_jax.processes._preemption import end_told
+from distribute_jax.processes._presence import Presence
 from distribute_jax.processes._pulse import pulse
+from distribute_jax.processes._roll_call import bound, call_roll
 from distribute_jax.processes._store import Store
 from distribute_jax.processes._terminate import listen
 from distribute_jax.processes._watchdog import Watchdog
@@ -76,11 +78,11 @@ def start(
 def _meet(
     address: str, index: int, count: int, options: ClusterOptions
 ) -> tuple[list[Member], str | None]:
-    mine = roll.Presence(index, _facts(count), os.environ.get(JOB, ""))
+    mine = Presence(index, _facts(count), os.environ.get(JOB, ""))
     if index:
-        return roll.answer_roll(address, mine, count, options.start_seconds), None
-    listener, bind = roll.bound(address)
-    return roll.call_roll(listener, mine, count, options.start_seconds), bind
+        return answer_roll(address, mine, count, options.start_seconds), None
+    listener, bind = bound(address)
+    return call_roll(listener, mine, count, options.start_seconds), bind
 
 
 def _facts(count: int) -> dict[str, str]:
