@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -47,6 +48,8 @@ class Said:
     """Why it has no more."""
     length: int | None = None
     """Steps of its epoch, where that is known beforehand."""
+    first: str | None = None
+    """A digest of the first batch that it reads, where all read the same."""
 
 
 def as_text(said: Said) -> str:
@@ -102,8 +105,14 @@ class Agreed:
     def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
         """See ``EndOfData.steps``."""
         if self._common:
-            lengths = [one.length for one in self._exchange(Said(length=length))]
-            _check_lengths(lengths)
+            first, error = _next(elements, 1)
+            digest = first[0].whole if first else None
+            said = self._exchange(Said(error=_text(error), length=length, first=digest))
+            _check_lengths([one.length for one in said])
+            _raise(error, said)
+            elements = chain(first, elements)
+            if self._worker.index == 0 and len({one.first for one in said}) > 1:
+                warnings.warn(_OTHER_BATCHES, stacklevel=2)
             if length is not None:
                 return _as_many(elements, length)
         return self._rounds(elements)
@@ -249,4 +258,10 @@ _UNEVEN = (
 _ALIKE = (
     "All processes run one program, so their batches have the same keys, dtypes and sizes, and without "
     "masks as many examples. Make them alike, for example by padding to one size."
+)
+_OTHER_BATCHES = (
+    "All processes are to read the same batches and to take their part of each, but their first batches "
+    "differ: some examples may be trained on twice and others never. Give every process the same data and "
+    "the same seed for its shuffling, or data of its own: strategy.distribute_datasets_from_function, or "
+    'dj.InputOptions(auto_shard_policy="off"). Random changes of the images may stay: this is a warning only.'
 )

@@ -26,6 +26,9 @@ class HostElement:
     all_counts: tuple[int, ...] | None = None
     """Real examples of each replica of all processes, where several agreed on some padding."""
 
+    whole: str | None = None
+    """A digest of the whole batch: of the first one of a pass that all processes read."""
+
     def placed(self, mesh: Mesh) -> PyTree:
         """Puts it on the devices: the same structure with ``PerReplica``s."""
         return assemble(self.batch, self.division, mesh, self.real_counts)

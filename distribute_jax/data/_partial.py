@@ -56,6 +56,11 @@ class Divider:
         self._worker = worker
         self.seen = seen or Seen()
 
+    @property
+    def is_common(self) -> bool:
+        """Whether several processes each read the whole batch and take their part of it."""
+        return self._rule is Rule.A and self._worker.count > 1
+
     def divide(self, n: int, where: str) -> list[Cut]:
         """Gives the steps in which the next batch, of n examples, is used: none where it is skipped."""
         before = self.seen
@@ -67,7 +72,7 @@ class Divider:
             self._refuse(n, where, is_first=before.first == 0)
             return []
         everyone = None
-        if self._rule is Rule.A and self._worker.count > 1:
+        if self.is_common:
             everyone = shares(n, self._replicas)
         return [cut(rows, n, share or max(map(len, rows)), everyone) for rows in self._rows(n)]
 

@@ -14,7 +14,7 @@ import jax
 
 from distribute_jax._errors import StepFailedError
 from distribute_jax._tree import error_text
-from distribute_jax.cluster._exit_codes import OTHER_FAILED
+from distribute_jax.cluster._exit_codes import OTHER_FAILED, PARTED
 from distribute_jax.cluster._status import own_status
 from distribute_jax.processes._job import Job
 from distribute_jax.processes._last_words import leave
@@ -88,8 +88,11 @@ class End:
     def _on_exit(self) -> None:
         if self._code:
             leave(self._job, self._code)
+        self._job.course.publish()
         note_left(self._job, pulse().step)
         while not all_left(self._job):
             time.sleep(_LOOK_SECONDS)
+        if parted := self._job.course.settle():
+            leave(self._job, PARTED, parted)
         self._watchdog.stop()
         jax.distributed.shutdown()

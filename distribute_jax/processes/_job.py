@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distribute_jax._errors import ArgumentError, DeadlineExceededError
+from distribute_jax.processes._course import Course
 from distribute_jax.processes._options import ClusterOptions
 from distribute_jax.processes._pulse import doing
 from distribute_jax.processes._store import Store
@@ -45,8 +46,14 @@ class Job:
     """Who they are, where that is known."""
     whereabouts: Callable[[int], str] = lambda process: ""
     """What a process was last seen doing."""
+    course: Course = field(init=False)
+    """What this process has done so far, for the others to compare."""
     _rounds: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Starts where every process starts."""
+        self.course = Course(self.index, self.count, self.store)
 
     def exchange(self, topic: str, text: str, seconds: float | None = None) -> list[str]:
         """Tells every process a text and gives what each has told, in the order of the processes.

@@ -10,7 +10,7 @@ from itertools import count
 
 import jax
 
-from distribute_jax.cluster._exit_codes import HUNG, OTHER_FAILED
+from distribute_jax.cluster._exit_codes import HUNG, OTHER_FAILED, PARTED
 from distribute_jax.processes import _notes as notes
 from distribute_jax.processes._job import Job
 from distribute_jax.processes._last_words import leave
@@ -89,6 +89,8 @@ class Watchdog:
             leave(self._job, OTHER_FAILED, words)
         if verdict := notes.verdict(self._job):
             self._end_stuck(verdict)
+        if parted := self._job.course.look():
+            leave(self._job, PARTED, parted)
         waits = self._pulse.waits()
         if waits is not None and time.monotonic() - waits[1] > self._limit(waits[0]):
             self._end_stuck(self._verdict(*waits))

@@ -41,6 +41,8 @@ class Entry:
     def __init__(self, program: Program, binding: Binding, step: str) -> None:
         """Prepares the lists that each call reads and writes; ``step`` is the function's name."""
         self.program, self.binding, self.step = program, binding, step
+        self.calls: Any = None
+        """What the processes of a job compare of each call; None where this one is alone."""
         variables = binding.variables
         self.inputs = [variables[i] for i in (*program.written, *program.kept)]
         self.outputs = [variables[i] for i in program.written]
@@ -54,6 +56,11 @@ class Entry:
         self._kept: list[Any] = []
         self._donated: Donated | None = None
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
+
+    @property
+    def left(self) -> list[Any]:
+        """The state as the last call has left it."""
+        return self._known
 
     def inputs_now(self) -> list[Any]:
         """Reads the state that the next call would start from."""

@@ -46,6 +46,7 @@ from distribute_jax.program.checks._verify import verify
 from distribute_jax.program.lowering._home import Home
 from distribute_jax.program.lowering._lowerings import COMPILERS
 from distribute_jax.program.lowering._place_state import kept_shardings, place_state
+from distribute_jax.program.processes._same_course import Calls, note_call, note_made
 from distribute_jax.program.processes._same_program import check_same_program
 from distribute_jax.program.processes._same_values import agree_on_values
 from distribute_jax.program.tracing._created import check_made_once, give_first_values
@@ -136,6 +137,7 @@ class Runner:
             if scans(entry.program):
                 call = self._call(fn, entry, batches[0])
                 self._wait(entry.inputs_now())
+                note_call(entry, entry.inputs_now(), (), self._mesh, len(batches))
                 outs = run_scanned(call, entry, values, batches)
                 arrays = entry.store(outs)
                 self._dispatched(entry, arrays, len(batches))
@@ -164,6 +166,7 @@ class Runner:
                 verify(self._call(fn, entry, arguments), entry, values)
         flat = entry.flat_inputs(values, arguments)
         self._wait(flat)
+        note_call(entry, flat, arguments.data, self._mesh)
         if arguments.counts is not None:
             return self._run_partial(self._call(fn, entry, arguments), entry, values, flat)
         arrays = entry.store(entry.execute(flat))
@@ -235,10 +238,11 @@ class Runner:
             self._programs[key] = program
             if len(self._programs) > _MOST_PROGRAMS:
                 self._drop(self._programs.popitem(last=False)[1])
-        check_same_program(step_name(fn), program, arguments, self._mesh)
+        fingerprint = check_same_program(step_name(fn), program, arguments, self._mesh)
         self._programs.move_to_end(key)
         program.owners.append(binding.owners())
         entry = Entry(program, binding, step_name(fn))
+        entry.calls = Calls(entry, fingerprint) if fingerprint else None
         binding.on_release.append(entry.release)
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
@@ -287,6 +291,7 @@ class Runner:
     def _dispatched(self, entry: Entry, arrays: list[Any], steps: int = 1) -> None:
         token = arrays[-1] if arrays else None
         stepped(steps, token)
+        note_made(entry, arrays, self._mesh)
         if self.steps_in_flight is not None:
             self._in_flight.append((token, entry.program, entry.step))
 

@@ -177,6 +177,7 @@ def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
             value.check_rows_known()
         if 0 not in dims and counts is not None and len(set(counts)) > 1:
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
+    _note(f"strategy.reduce({op.value!r}, axis={axes})", value)
     function = _compiled_reduce(op, dims, value.layout, value.mesh, counts is not None)
     rows = () if counts is None else (np.asarray(counts, np.int32),)
     with outside_mesh():
@@ -283,6 +284,14 @@ def _reduce_dims(op: ReduceOp, array: jax.Array, dims: tuple[int, ...]) -> jax.A
     return _total(op, array, dims, math.prod(array.shape[d] for d in dims))
 
 
+def _note(what: str, value: PerReplica) -> None:
+    """Notes what the processes of a job combine together, so that they notice where they do not."""
+    found = job()
+    if found is not None and not is_local(value.mesh):
+        rows = "" if value.counts is None else f", of which {list(value.counts)} rows are examples"
+        found.course.note(f"{what} of {jax.typeof(value.global_array)}{rows}")
+
+
 def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     value.check_rows_known()
     part = jax.ShapeDtypeStruct(value.part_shape, value.dtype)
@@ -290,6 +299,7 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     counts = value.counts
     if counts is not None and dim != 0 and len(set(counts)) > 1:
         raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
+    _note(f"strategy.gather(axis={axis})", value)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
     with outside_mesh():
         return _local(function(value.global_array))

@@ -29,7 +29,7 @@ _MOST_BYTES = 1 << 20
 _COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
-def check_same_program(step: str, program: Program, arguments: Arguments, mesh: Mesh) -> None:
+def check_same_program(step: str, program: Program, arguments: Arguments, mesh: Mesh) -> str:
     """Raises on every process where they are about to run different steps.
 
     Args:
@@ -38,21 +38,22 @@ def check_same_program(step: str, program: Program, arguments: Arguments, mesh: 
         arguments: what it passes; host values of up to 1 MiB are compared too.
         mesh: the strategy's.
 
+    Returns:
+        The fingerprint of the program; empty where this process is alone.
+
     Raises:
         ProcessesDifferError: naming who differs and in what.
         DeadlineExceededError: a process has not come to any step.
     """
     found = job()
     if found is None or is_local(mesh):
-        return
+        return ""
     text = _text_of(program)
     said = found.exchange("the next step to compile", json.dumps(_facts(step, text, arguments)))
-    facts = [json.loads(one) for one in said]
-    lines = [
-        line for key in facts[0] for line in _differences(key, [one.get(key) for one in facts])
-    ]
+    facts: list[dict[str, str]] = [json.loads(one) for one in said]
+    lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]
     if not lines:
-        return
+        return facts[0]["program"]
     if any("program" in line for line in lines):
         lines += _first_difference(found, text)
     raise ProcessesDifferError(
