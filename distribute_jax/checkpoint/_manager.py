@@ -138,9 +138,7 @@ class CheckpointManager:
         """
         number = _checked_step(step)
         check_place(_SAVE)
-        if (
-            job() is None and not self._background.is_running
-        ):  # in a job only where all are about to save
+        if job() is None and not self._background.is_running:  # else where all are about to save
             self._tell(self._background.taken_error())
         if not force and not self._is_due(number):
             return False
@@ -389,7 +387,7 @@ def delete_all(manager: CheckpointManager) -> None:
     directory = manager._directory
     steps = map(str, _steps.folders(directory))
     for name in [*steps, *directory.were_set_aside()]:
-        directory.remove(name)
+        directory.remove(name.partition("/")[0])  # in a bucket they keep their folder
 
 
 def _checked_step(step: SupportsIndex) -> int:

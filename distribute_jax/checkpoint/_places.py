@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+from distribute_jax._errors import ArgumentError
+from distribute_jax.checkpoint._bucket import bucket_of
+from distribute_jax.checkpoint._bucket_directory import BucketDirectory
 from distribute_jax.checkpoint._directory import Directory
 from distribute_jax.checkpoint._disk_directory import DiskDirectory
+
+_CUT = re.compile(r"(gs|gcs|s3|az|abfs|memory):/[^/]")
+"""What ``pathlib.Path`` makes of a URL."""
 
 
 def is_url(text: str) -> bool:
@@ -15,5 +22,18 @@ def is_url(text: str) -> bool:
 
 
 def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
-    """Gives the directory that a path or a URL means."""
-    return DiskDirectory(Path(path).absolute())
+    """Gives the directory that a path or a URL means.
+
+    Raises:
+        ArgumentError: it is no path and no URL that can be opened.
+        MissingPackageError: the client of an object store is not installed.
+    """
+    text = os.fspath(path)
+    if is_url(text):
+        return BucketDirectory(bucket_of(method, text))
+    if _CUT.match(text):
+        url = text.replace(":/", "://", 1)
+        raise ArgumentError(
+            f"{method} got {path!r}: a Path keeps one slash of a URL. Pass the text: {url!r}."
+        )
+    return DiskDirectory(Path(text).absolute())
