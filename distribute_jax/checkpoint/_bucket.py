@@ -39,13 +39,13 @@ class Bucket:
     def put(self, name: str, data: bytes) -> None:
         """Puts an object, over an older one: others see the old one or the new one, whole."""
         with _asked():
-            self.store.makedirs(self._parent(name), exist_ok=True)  # nothing, but on a disk
+            self._make_folder(name)
             self.store.pipe_file(self._path(name), data)
 
     def put_file(self, name: str, file: Path) -> None:
         """Puts the content of a file."""
         with _asked():
-            self.store.makedirs(self._parent(name), exist_ok=True)
+            self._make_folder(name)
             self.store.put_file(str(file), self._path(name))
 
     def get(self, name: str) -> bytes:
@@ -90,8 +90,9 @@ class Bucket:
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
 
-    def _parent(self, name: str) -> str:
-        return self._path(name).rpartition("/")[0]
+    def _make_folder(self, name: str) -> None:
+        if "file" in self.store.protocol:  # in a store there are none, and S3 would make the bucket
+            self.store.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
 
 def bucket_of(method: str, url: str) -> Bucket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import warnings
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from distribute_jax.checkpoint._together import (
     taken_error,
 )
 from distribute_jax.checkpoint._writing import write_checkpoint
+from distribute_jax.cluster._status import own_status
 from distribute_jax.data import DistributedIterator
 from distribute_jax.processes import is_chief, job
 
@@ -136,7 +136,7 @@ class CheckpointManager:
                 such a step already.
             CheckpointFileError: the save before this one could not be written.
         """
-        number = _checked_step(step)
+        number = _steps.checked_step(step)
         check_place(_SAVE)
         if job() is None and not self._background.is_running:  # else where all are about to save
             self._tell(self._background.taken_error())
@@ -305,12 +305,12 @@ class CheckpointManager:
                 or dtype: all are listed.
             CheckpointDamagedError: what is on the disk is not what was saved.
         """
-        number = _checked_step(step)
+        number = _steps.checked_step(step)
         check_place(_RESTORE)
         await_written(_RESTORE, self._background)
         by_chief(_RESTORE, lambda: self._check_there(number))
         tree = self._restored(number, tree, _RESTORE)
-        self._schedule.note(number)
+        self._note_restored(number)
         return tree
 
     def _check_there(self, step: int) -> None:
@@ -345,7 +345,7 @@ class CheckpointManager:
             except CheckpointDamagedError as error:
                 by_chief(_LATEST, functools.partial(self._set_aside, step, error))
                 continue
-            self._schedule.note(step)
+            self._note_restored(step)
             return step
         by_chief(_LATEST, lambda: self._check_none_damaged(found))
         return None
@@ -361,6 +361,12 @@ class CheckpointManager:
     def _restored(self, step: int, tree: Any, method: str) -> Any:
         manifest_of = functools.partial(_steps.read_step, self._directory, step)
         return restored(self._directory, str(step), manifest_of, tree, method)
+
+    def _note_restored(self, step: int) -> None:
+        self._schedule.note(step)
+        own_status().restored(
+            step
+        )  # a supervisor sees by it whether restarts bring the training further
 
     def _set_aside(self, step: int, error: CheckpointDamagedError) -> None:
         if not self._directory.holds(str(step)):  # another program removed an old step
@@ -388,13 +394,3 @@ def delete_all(manager: CheckpointManager) -> None:
     steps = map(str, _steps.folders(directory))
     for name in [*steps, *directory.were_set_aside()]:
         directory.remove(name.partition("/")[0])  # in a bucket they keep their folder
-
-
-def _checked_step(step: SupportsIndex) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ArgumentError(f"A step is an int of at least 0; got {step!r}.")
-    return number

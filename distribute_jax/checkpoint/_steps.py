@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from distribute_jax._errors import CheckpointDamagedError, CheckpointFileError
+import operator
+from typing import SupportsIndex
+
+from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
 from distribute_jax.checkpoint._directory import Directory
 from distribute_jax.checkpoint._manifest import Manifest
 from distribute_jax.checkpoint._names import is_step
 from distribute_jax.checkpoint._reading import manifest_of
+
+
+def checked_step(step: SupportsIndex) -> int:
+    """Gives the number of a step that a user passed."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ArgumentError(f"A step is an int of at least 0; got {step!r}.")
+    return number
 
 
 def folders(directory: Directory) -> list[int]:
