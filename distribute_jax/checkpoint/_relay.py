@@ -89,10 +89,12 @@ class Relay:
         said = self.await_others()
         late = [i for i, text in said.items() if text is None]
         if late:
-            lines = "\n".join(f"  {self._named(i)}" for i in late[:8])
+            names = "; ".join(
+                map(self._named, late[:8])
+            )  # one line, which other processes show too
             raise CheckpointFileError(
                 f"The checkpoint {where} could not be written: {self._seconds(self._job):g} s have passed, "
-                f"and not every process has written its part. Missing:\n{lines}\nLook whether the file "
+                f"and not every process has written its part. Missing: {names}. Look whether the file "
                 "system still answers there; where writing takes so long, give it more time: "
                 "dj.ClusterOptions(step_seconds=...)."
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import time
 import warnings
 from contextlib import contextmanager
@@ -194,6 +195,23 @@ def _failures(strategy, folder, tree, me):
     told["at last"] = manager.save(3, other), message(manager.wait)
     told["steps"] = manager.all_steps()
     return told
+
+
+def killed_as_it_writes(directory):
+    """Process 1 is killed within its second save."""
+    strategy = dj.MultiWorkerMirroredStrategy(
+        cluster_options=dj.ClusterOptions(step_seconds=5, heartbeat_seconds=5, shutdown_seconds=3)
+    )
+
+    def kill(folder, named):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    manager = dj.CheckpointManager(directory)
+    manager.save(1, tree_of(strategy, 1))
+    manager.wait()
+    with only_on(1, mock.patch.object(_writing, "write_bytes", kill)):
+        manager.save(2, tree_of(strategy, 2))
+        manager.wait()
 
 
 def load_in_four(folder, name):

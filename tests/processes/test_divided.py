@@ -93,6 +93,23 @@ def test_damage_in_the_part_of_one_process_sets_the_step_aside_for_all(two_by_tw
     assert second["damaged"][1] == []
 
 
+@pytest.mark.exhaustive
+def test_a_process_that_is_killed_as_it_writes_lets_nobody_wait(tmp_path):
+    """The other ends by itself; the step before is whole, and the next save removes what is left over."""
+    cluster = LocalCluster(2, 1, timeout=60, grace=None)
+    results = cluster.run(
+        divided_functions.killed_as_it_writes, str(tmp_path / "steps"), check=False
+    )
+    assert results[1].signal == "SIGKILL"
+    assert not results[0].ended_by_cluster
+    assert results[0].exit_code != 0
+    manager = dj.CheckpointManager(tmp_path / "steps")
+    assert manager.all_steps() == [1]
+    manager.save(2, {"x": 1})
+    manager.wait()
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["1", "2"]
+
+
 FAILURES = {
     "full": [
         r"process 1 (",
@@ -103,7 +120,7 @@ FAILURES = {
     ],
     "full, chief": ["steps/3 could not be written", "File too large"],
     "no rights": ["process 1 (", "Permission denied"],
-    "late": ["not every process has written its part. Missing:\n  process 1 ("],
+    "late": ["not every process has written its part. Missing: process 1 ("],
     "apart": ["process 1 (", "has written its part, which process 0 (", "all of them see"],
 }
 
