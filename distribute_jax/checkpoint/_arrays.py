@@ -1,12 +1,17 @@
-"""The arrays of a checkpoint on the disk: Orbax writes and reads them, under numbers for names."""
+"""The arrays of a checkpoint as files: those that process 0 writes by Orbax, those of others as their bytes.
+
+Orbax writes arrays of NumPy on process 0 alone, and no array of JAX that one process of several holds for
+itself.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,6 @@ import numpy as np
 
 from distribute_jax._errors import CheckpointDamagedError
 from distribute_jax._tree import error_text, leaf_text
-from distribute_jax.checkpoint._manifest import Record
 
 _STORED = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
     "bool",
@@ -29,22 +33,30 @@ _STORED = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 
 """Dtypes that Orbax stores as they are; the numbers of others are stored as bytes."""
 
 
-def write_arrays(folder: Path, arrays: Sequence[np.ndarray[Any, Any] | None]) -> None:
-    """Writes the data of leaves to a folder that does not exist yet, the i-th under the name ``i``.
+@dataclass(frozen=True)
+class Wanted:
+    """An array that a folder should hold."""
+
+    path: str
+    """The leaf that it belongs to, for messages."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def write_arrays(folder: Path, named: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Writes arrays to a folder that does not exist yet.
 
     Orbax joins nested names with dots and makes paths of them, so that names that users choose could
     collide; the manifest keeps those. It takes no array without elements: nothing is lost of one.
     """
     import orbax.checkpoint as ocp
 
-    named = {
-        str(i): _stored(data) for i, data in enumerate(arrays) if data is not None and data.size
-    }
-    if not named:
+    stored = {name: _stored(data) for name, data in named.items() if data.size}
+    if not stored:
         folder.mkdir()
         return
     with _quiet(), _orbax() as orbax:
-        orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(named))
+        orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(stored))
 
 
 def _orbax() -> Any:
@@ -90,26 +102,27 @@ def _stored(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return data if data.dtype.name in _STORED else data.reshape(-1).view(np.uint8)
 
 
-def read_arrays(folder: Path, records: Sequence[Record]) -> list[np.ndarray[Any, Any] | None]:
-    """Reads the data of the leaves of a manifest; None for a leaf that has none.
+def read_arrays(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, np.ndarray[Any, Any]]:
+    """Reads some arrays of a folder.
 
     Raises:
         CheckpointDamagedError: Orbax cannot read them, or they are not what the manifest says.
     """
-    names = {str(i) for i, record in enumerate(records) if record.dtype and 0 not in record.shape}
+    names = [name for name, array in wanted.items() if 0 not in array.shape]
     found = _read(folder, names) if names else {}
-    return [_data(folder, found.get(str(i)), record) for i, record in enumerate(records)]
+    return {name: _data(folder, found.get(name), array) for name, array in wanted.items()}
 
 
-def _read(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
+def _read(folder: Path, names: Sequence[str]) -> Mapping[str, Any]:
     import orbax.checkpoint as ocp
 
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    some = ocp.args.PyTreeRestore(
+        item=dict.fromkeys(names, 0), restore_args=as_numpy, partial_restore=True
+    )
     with _orbax() as orbax:
         try:
-            found: Mapping[str, Any] = orbax.restore(
-                folder.absolute(), args=ocp.args.PyTreeRestore(restore_args=as_numpy)
-            )
+            found: Mapping[str, Any] = orbax.restore(folder.absolute(), args=some)
         except PermissionError:
             raise
         except Exception as error:  # whatever a parser says of bytes that are not what was written
@@ -119,18 +132,45 @@ def _read(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
     return found
 
 
-def _data(folder: Path, found: Any, record: Record) -> np.ndarray[Any, Any] | None:
-    if not record.dtype:
-        return None
-    dtype = np.dtype(record.dtype)
-    if 0 in record.shape:
-        return np.zeros(record.shape, dtype)
-    if isinstance(found, np.ndarray) and record.dtype not in _STORED and found.dtype == np.uint8:
-        is_all = found.size == math.prod(record.shape) * dtype.itemsize
-        found = found.view(dtype).reshape(record.shape) if is_all else found
-    if not isinstance(found, np.ndarray) or (found.dtype, found.shape) != (dtype, record.shape):
+def _data(folder: Path, found: Any, wanted: Wanted) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(wanted.dtype)
+    if 0 in wanted.shape:
+        return np.zeros(wanted.shape, dtype)
+    if isinstance(found, np.ndarray) and wanted.dtype not in _STORED and found.dtype == np.uint8:
+        is_all = found.size == math.prod(wanted.shape) * dtype.itemsize
+        found = found.view(dtype).reshape(wanted.shape) if is_all else found
+    if not isinstance(found, np.ndarray) or (found.dtype, found.shape) != (dtype, wanted.shape):
         raise CheckpointDamagedError(
-            f"{folder} holds {leaf_text(found)} for {record.spec.path}, which was saved as "
-            f"{record.dtype}{list(record.shape)}"
+            f"{folder} holds {leaf_text(found)} for {wanted.path}, which was saved as "
+            f"{wanted.dtype}{list(wanted.shape)}"
         )
     return found
+
+
+def write_bytes(folder: Path, named: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Writes arrays to a folder that does not exist yet, each as a file of its little-endian bytes."""
+    folder.mkdir()
+    for name, data in named.items():
+        (folder / name).write_bytes(data.reshape(-1).view(np.uint8).data)
+
+
+def read_bytes(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, np.ndarray[Any, Any]]:
+    """Reads some of those arrays.
+
+    Raises:
+        CheckpointDamagedError: one has another size than the manifest says.
+    """
+    return {name: _from_bytes(folder / name, array) for name, array in wanted.items()}
+
+
+def _from_bytes(file: Path, wanted: Wanted) -> np.ndarray[Any, Any]:
+    if 0 in wanted.shape:
+        return np.zeros(wanted.shape, wanted.dtype)
+    data = np.fromfile(file, np.uint8)
+    dtype = np.dtype(wanted.dtype)
+    if data.size != math.prod(wanted.shape) * dtype.itemsize:
+        raise CheckpointDamagedError(
+            f"{file} has {data.size} bytes for {wanted.path}, which was saved as "
+            f"{wanted.dtype}{list(wanted.shape)}"
+        )
+    return data.view(dtype).reshape(wanted.shape)

@@ -7,7 +7,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,15 +19,17 @@ except ImportError:  # not a POSIX system: there saving goes without locks
 
 _LOCK = "lock"
 _ENDING = "saving"
+_PAUSE = 0.005
 
 
 @contextmanager
-def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
+def temporary_folder(parent: Path, name: str, token: str) -> Iterator[Path]:
     """Gives an empty folder beside where ``name`` will be, and removes it unless it was renamed.
 
     Whoever holds its lock is at work in it, so that two programs may save into one directory.
     """
-    path, held = _made(parent, name)
+    path = temporary_path(parent, name, token)
+    held = _made(path)
     try:
         yield path
     finally:
@@ -34,20 +37,28 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _made(parent: Path, name: str) -> tuple[Path, int]:
+def temporary_path(parent: Path, name: str, token: str) -> Path:
+    """Gives where that folder is; a token is 8 hexadecimal digits that nobody else has."""
+    return parent / f".{name}.{token}.{_ENDING}"
+
+
+def _made(path: Path) -> int:
     for _ in range(100):
-        path = parent / f".{name}.{secrets.token_hex(4)}.{_ENDING}"
         try:
             path.mkdir()
-            held = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            held: int | None = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except (FileExistsError, FileNotFoundError):
-            if not parent.is_dir():
+            if not path.parent.is_dir():
                 raise
-            continue  # another program removed what looked left over, before it was locked
-        if _locked(held):
-            return path, held
-        os.close(held)
-    raise OSError(f"no folder in {parent} could be locked, because another program removes them")
+            held = None  # another program removes what looked left over, before it was locked
+        if held is not None and _locked(held):
+            return held
+        if held is not None:
+            os.close(held)
+        time.sleep(_PAUSE)
+    raise OSError(
+        f"no folder in {path.parent} could be locked, because another program removes them"
+    )
 
 
 def _locked(held: int, *, wait: bool = False) -> bool:
@@ -90,7 +101,7 @@ def remove_left_over(parent: Path, name: str) -> None:
 
 def remove(folder: Path) -> None:
     """Removes a folder, so that it is never seen half removed."""
-    going = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.{_ENDING}"
+    going = temporary_path(folder.parent, folder.name, secrets.token_hex(4))
     try:
         folder.rename(going)
     except FileNotFoundError:  # another program removed it
@@ -98,13 +109,10 @@ def remove(folder: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Gives the sha256 of every file below a folder, by its path from there."""
-    return {
-        path.relative_to(folder).as_posix(): _digest(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+def digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Gives the sha256 of the files below a folder, by their paths from there: of all, or of those named."""
+    paths = sorted(folder.rglob("*")) if names is None else [folder / name for name in names]
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in paths if path.is_file()}
 
 
 def _digest(path: Path) -> str:

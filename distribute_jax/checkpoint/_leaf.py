@@ -61,9 +61,17 @@ class Leaf:
     @property
     def sha256(self) -> str:
         """A digest of the little-endian bytes, or of the JSON text."""
-        if self.data is None:
-            return hashlib.sha256(json.dumps(self.text, sort_keys=True).encode()).hexdigest()
-        return hashlib.sha256(self.data.reshape(-1).view(np.uint8).data).hexdigest()
+        return digest_of_text(self.text) if self.data is None else digest_of(self.data)
+
+
+def digest_of(data: np.ndarray[Any, Any]) -> str:
+    """Gives the sha256 of the bytes of an array, which is little-endian and in C's order."""
+    return hashlib.sha256(data.reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def digest_of_text(text: Any) -> str:
+    """Gives the sha256 of what JSON holds."""
+    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
 
 
 def spec_of(path: str, value: Any) -> Spec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import warnings
 from collections.abc import Callable
@@ -17,9 +16,10 @@ from distribute_jax._errors import (
     CheckpointError,
     CheckpointFileError,
 )
-from distribute_jax.checkpoint import _disk, _steps
+from distribute_jax.checkpoint import _steps
 from distribute_jax.checkpoint._background import Background
-from distribute_jax.checkpoint._folder import Content, write_folder
+from distribute_jax.checkpoint._content import Content
+from distribute_jax.checkpoint._places import directory_of
 from distribute_jax.checkpoint._preemptible import Preemptible, preemptible
 from distribute_jax.checkpoint._schedule import Schedule
 from distribute_jax.checkpoint._state import check_place, check_target, content_of, restored
@@ -29,6 +29,8 @@ from distribute_jax.checkpoint._together import (
     check_shared,
     taken_error,
 )
+from distribute_jax.checkpoint._writing import write_checkpoint
+from distribute_jax.cluster._status import own_status
 from distribute_jax.data import DistributedIterator
 from distribute_jax.processes import is_chief, job
 
@@ -48,12 +50,14 @@ class CheckpointManager:
     distributed iterators, arrays, random keys, and Python numbers, strings and None. Attributes of a
     module that are no arrays are not saved: they belong to the code that builds it.
 
-    All processes of a job call its methods, in the same order; the first one writes, into a directory that
-    all of them see; each reads and compares all that it restores. An error of one is raised on all, and a
-    step that one of them finds damaged is set aside for all.
+    All processes of a job call its methods, in the same order, with a directory that all of them see. Each
+    writes what it holds of arrays that are divided among them, and the first one commits when all have;
+    each reads and compares what it restores. An error of one is raised on all, and a step that one of them
+    finds damaged is set aside for all.
 
     Args:
-        directory: where the steps are; it is made at the first save.
+        directory: where the steps are, a path or the URL of an object store, such as
+            ``"gs://bucket/run"``; it is made at the first save.
         max_to_keep: how many steps stay; None for all.
         every_steps: ``save`` saves when a multiple of this was reached since the last save.
         every_minutes: ``save`` saves when so many minutes have passed since the last save. With both,
@@ -99,7 +103,7 @@ class CheckpointManager:
             raise ArgumentError(
                 f"CheckpointManager got on_error={on_error!r}. Use 'raise' or 'warn'."
             )
-        self._directory = Path(directory).absolute()
+        self._directory = directory_of("CheckpointManager", directory)
         self._keep = max_to_keep
         self._warns = on_error == "warn"
         self._schedule = Schedule(every_steps, every_minutes)
@@ -107,9 +111,9 @@ class CheckpointManager:
         self._is_shared = False
 
     @property
-    def directory(self) -> Path:
-        """Where the steps are."""
-        return self._directory
+    def directory(self) -> Path | str:
+        """Where the steps are: a path, or the URL of an object store as a text."""
+        return self._directory.place
 
     # Saving
 
@@ -132,11 +136,9 @@ class CheckpointManager:
                 such a step already.
             CheckpointFileError: the save before this one could not be written.
         """
-        number = _checked_step(step)
+        number = _steps.checked_step(step)
         check_place(_SAVE)
-        if (
-            job() is None and not self._background.is_running
-        ):  # in a job only where all are about to save
+        if job() is None and not self._background.is_running:  # else where all are about to save
             self._tell(self._background.taken_error())
         if not force and not self._is_due(number):
             return False
@@ -146,8 +148,7 @@ class CheckpointManager:
         self._check_shared(_SAVE)
         content = content_of(tree, number, _SAVE)
         self._schedule.note(number)
-        if content is not None:
-            self._background.start(functools.partial(self._write, number, content))
+        self._background.start(functools.partial(self._write, number, content))
         return True
 
     def _is_due(self, step: int) -> bool:
@@ -173,22 +174,16 @@ class CheckpointManager:
             )
 
     def _write(self, step: int, content: Content) -> None:
-        folder = self._directory / str(step)
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            _disk.remove_left_over(self._directory, r"\d+")
-        except OSError as error:
-            raise CheckpointFileError(
-                f"The checkpoint {folder} could not be written: {error}. It needs {content.bytes} bytes. "
-                "Save to another directory."
-            ) from error
-        write_folder(folder, content)
+        name = str(step)
+        write_checkpoint(self._directory, name, content, lambda: self._directory.prepare(r"\d+"))
+        if not is_chief():
+            return
         try:
             _steps.prune(self._directory, self._keep, step)
         except OSError as error:
             raise CheckpointFileError(
-                f"{folder} was written, but an older step could not be removed: {error}. Remove it by "
-                "hand, or keep all with max_to_keep=None."
+                f"{self._directory.path_of(name)} was written, but an older step could not be removed: "
+                f"{error}. Remove it by hand, or keep all with max_to_keep=None."
             ) from error
 
     def _tell(self, error: CheckpointError | None) -> None:
@@ -310,16 +305,16 @@ class CheckpointManager:
                 or dtype: all are listed.
             CheckpointDamagedError: what is on the disk is not what was saved.
         """
-        number = _checked_step(step)
+        number = _steps.checked_step(step)
         check_place(_RESTORE)
         await_written(_RESTORE, self._background)
         by_chief(_RESTORE, lambda: self._check_there(number))
         tree = self._restored(number, tree, _RESTORE)
-        self._schedule.note(number)
+        self._note_restored(number)
         return tree
 
     def _check_there(self, step: int) -> None:
-        if not (self._directory / str(step)).exists():
+        if not self._directory.holds(str(step)):
             raise CheckpointError(
                 f"There is no step {step} in {self._directory}. There are {self._complete_steps()}."
             )
@@ -350,13 +345,13 @@ class CheckpointManager:
             except CheckpointDamagedError as error:
                 by_chief(_LATEST, functools.partial(self._set_aside, step, error))
                 continue
-            self._schedule.note(step)
+            self._note_restored(step)
             return step
         by_chief(_LATEST, lambda: self._check_none_damaged(found))
         return None
 
     def _check_none_damaged(self, found: list[int]) -> None:
-        damaged = _steps.were_set_aside(self._directory) or [str(step) for step in found]
+        damaged = self._directory.were_set_aside() or [str(step) for step in found]
         if damaged:
             raise CheckpointDamagedError(
                 f"{self._directory} holds no checkpoint that is whole; damaged are {', '.join(damaged)}. "
@@ -364,14 +359,20 @@ class CheckpointManager:
             )
 
     def _restored(self, step: int, tree: Any, method: str) -> Any:
-        folder = self._directory / str(step)
-        return restored(folder, lambda: _steps.read_step(self._directory, step), tree, method)
+        manifest_of = functools.partial(_steps.read_step, self._directory, step)
+        return restored(self._directory, str(step), manifest_of, tree, method)
+
+    def _note_restored(self, step: int) -> None:
+        self._schedule.note(step)
+        own_status().restored(
+            step
+        )  # a supervisor sees by it whether restarts bring the training further
 
     def _set_aside(self, step: int, error: CheckpointDamagedError) -> None:
-        if not (self._directory / str(step)).exists():  # another program removed an old step
+        if not self._directory.holds(str(step)):  # another program removed an old step
             return
-        aside = _steps.set_aside(self._directory, step)
-        where = f"set aside as {aside.name}" if aside else "left where it is, for want of rights"
+        aside = self._directory.set_aside(str(step))
+        where = f"set aside as {aside}" if aside else "left where it is, for want of rights"
         warnings.warn(
             f"The checkpoint of step {step} is damaged and was {where}; the step before it is used.\n"
             f"{error}",
@@ -387,11 +388,9 @@ def finish_alone(manager: CheckpointManager) -> None:
         warnings.warn(str(failed), RuntimeWarning, stacklevel=3)
 
 
-def _checked_step(step: SupportsIndex) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ArgumentError(f"A step is an int of at least 0; got {step!r}.")
-    return number
+def delete_all(manager: CheckpointManager) -> None:
+    """Removes every step, those that were set aside too; the chief alone calls it."""
+    directory = manager._directory
+    steps = map(str, _steps.folders(directory))
+    for name in [*steps, *directory.were_set_aside()]:
+        directory.remove(name.partition("/")[0])  # in a bucket they keep their folder

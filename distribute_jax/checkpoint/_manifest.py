@@ -5,19 +5,41 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from distribute_jax import _context
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError
-from distribute_jax.checkpoint._leaf import Leaf, Spec
+from distribute_jax.checkpoint._leaf import Spec, digest_of_text
+from distribute_jax.checkpoint._names import MANIFEST
 
-NAME = "manifest.json"
 FORMAT = 1
+_OURS = re.compile(r"[a-z]+-[0-9a-f]+")
+"""What folders are called; anything else could lead out of the checkpoint."""
 _PACKAGES = ("distribute-jax", "jax", "flax", "orbax-checkpoint", "numpy")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a leaf, which one process wrote."""
+
+    folder: str
+    """Where it lies, below the folder with the arrays."""
+    name: str
+    """What it is called there."""
+    start: tuple[int, ...]
+    """Where the box begins in the stored numbers of the leaf."""
+    shape: tuple[int, ...]
+    sha256: str
+    """A digest of its numbers."""
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Gives the part of the leaf that it is."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -26,12 +48,15 @@ class Record:
 
     spec: Spec
     sha256: str
+    """A digest of the text or of the digests of the parts; equal where two leaves hold the same."""
     text: Any = None
     """The value itself, where the leaf is no array."""
     dtype: str = ""
     """The dtype of the stored numbers; empty where there are none."""
     shape: tuple[int, ...] = ()
     """The shape of the stored numbers: of a random key, that of its data."""
+    parts: tuple[Part, ...] = ()
+    """The boxes that its numbers were written in."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +68,7 @@ class Manifest:
     arrays: str
     """The folder with the arrays, beside the manifest."""
     files: Mapping[str, str]
-    """The sha256 of every file in that folder."""
+    """The sha256 of every file below that folder."""
     leaves: tuple[Record, ...]
     made_by: Mapping[str, Any]
     """Versions, open scope and number of replicas: for people, nothing depends on them."""
@@ -67,11 +92,19 @@ def _versions() -> Any:
             yield package, "not installed"
 
 
-def record_of(leaf: Leaf) -> Record:
-    """Gives the entry of a leaf."""
-    if leaf.data is None:
-        return Record(leaf.spec, leaf.sha256, leaf.text)
-    return Record(leaf.spec, leaf.sha256, dtype=leaf.data.dtype.name, shape=leaf.data.shape)
+def record_of_text(spec: Spec, text: Any) -> Record:
+    """Gives the entry of a leaf that is no array."""
+    return Record(spec, digest_of_text(text), text)
+
+
+def record_of(spec: Spec, dtype: str, parts: Sequence[Part]) -> Record:
+    """Gives the entry of a leaf from its parts, in the order of their places."""
+    ordered = tuple(sorted(parts, key=lambda part: part.start))
+    # Of a random key, the dims behind its own are those of the data of each.
+    shape = (*spec.shape, *ordered[0].shape[len(spec.shape) :])
+    alone = len(ordered) == 1
+    sha256 = ordered[0].sha256 if alone else digest_of_text([(p.start, p.sha256) for p in ordered])
+    return Record(spec, sha256, None, dtype, shape, ordered)
 
 
 def text_of(manifest: Manifest) -> str:
@@ -85,19 +118,13 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint and checks it against its own digest.
+def manifest_in(folder: object, text: bytes) -> Manifest:
+    """Reads the text of a manifest and checks it against its own digest.
 
     Raises:
-        CheckpointDamagedError: it is missing or not what was written.
+        CheckpointDamagedError: it is not what was written.
         CheckpointError: a later release wrote it.
     """
-    try:
-        text = (folder / NAME).read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise CheckpointDamagedError(
-            f"{folder} has no {NAME}, so it was not written to its end"
-        ) from error
     content = _content(folder, text)
     if content["format"] != FORMAT:
         raise CheckpointError(
@@ -105,20 +132,27 @@ def read_manifest(folder: Path) -> Manifest:
             "the release that saved it."
         )
     leaves = tuple(map(_record, content["leaves"]))
+    folders = {part.folder for record in leaves for part in record.parts}
+    if not all(map(_OURS.fullmatch, [content["arrays"], *folders])):
+        raise CheckpointDamagedError(
+            f"{folder}/{MANIFEST} names folders that no checkpoint has: {sorted(folders)}"
+        )
     kept = {name: content[name] for name in ("step", "arrays", "files", "made_by")}
     return Manifest(leaves=leaves, **kept)
 
 
-def _content(folder: Path, text: bytes) -> dict[str, Any]:
+def _content(folder: object, text: bytes) -> dict[str, Any]:
     try:
         whole = json.loads(text)
         content: dict[str, Any] = whole["content"]
         is_whole = whole["sha256"] == _digest(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{folder / NAME} cannot be read ({error!r:.80})") from error
+        raise CheckpointDamagedError(
+            f"{folder}/{MANIFEST} cannot be read ({error!r:.80})"
+        ) from error
     if not is_whole:
         raise CheckpointDamagedError(
-            f"{folder / NAME} is not what was written (its sha256 differs)"
+            f"{folder}/{MANIFEST} is not what was written (its sha256 differs)"
         )
     return content
 
@@ -131,4 +165,11 @@ def _record(saved: Mapping[str, Any]) -> Record:
         saved["text"],
         saved["dtype"],
         tuple(saved["shape"]),
+        tuple(map(part_in, saved["parts"])),
     )
+
+
+def part_in(saved: Mapping[str, Any]) -> Part:
+    """Reads the entry of a part."""
+    start, shape = tuple(saved["start"]), tuple(saved["shape"])
+    return Part(saved["folder"], saved["name"], start, shape, saved["sha256"])

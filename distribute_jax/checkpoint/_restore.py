@@ -13,8 +13,10 @@ import numpy as np
 from distribute_jax._errors import ArgumentError, CheckpointError
 from distribute_jax._mesh import outside_mesh, put
 from distribute_jax._tree import listed
+from distribute_jax.checkpoint._copies import is_divided
 from distribute_jax.checkpoint._leaf import ARRAY, ITERATOR, KEY, PYTHON, Leaf, Spec, python_value
 from distribute_jax.checkpoint._manifest import Record
+from distribute_jax.checkpoint._saved import Saved, box_of, own_indices
 from distribute_jax.checkpoint._slots import Slot
 from distribute_jax.variables import Variable, components_for
 
@@ -103,14 +105,17 @@ def _shared_faults(saved: Mapping[str, Record], slots: Sequence[Slot]) -> Iterat
             )
 
 
-def new_values(leaves: Sequence[Leaf], slots: Sequence[Slot]) -> list[Any]:
+def new_values(leaves: Sequence[Saved], slots: Sequence[Slot]) -> list[Any]:
     """Makes the new value of each slot, where the present one lies, and puts none of them yet."""
-    saved = {leaf.spec.path: leaf for leaf in leaves}
+    saved = {leaf.record.spec.path: leaf for leaf in leaves}
     with outside_mesh():  # where the present value lies counts, not which scope is open
         return [_new_value(saved[slot.spec.path], slot) for slot in slots]
 
 
-def _new_value(leaf: Leaf, slot: Slot) -> Any:
+def _new_value(saved: Saved, slot: Slot) -> Any:
+    if is_divided(slot.held):
+        return _divided(saved, slot)
+    leaf = saved.leaf
     data = leaf.data
     if data is None:
         if slot.spec.kind != ARRAY:
@@ -126,6 +131,17 @@ def _new_value(leaf: Leaf, slot: Slot) -> Any:
         return _checked(components_for(slot.held, data), data, slot)
     is_jax = slot.spec.kind == PYTHON and jax.dtypes.canonicalize_dtype(data.dtype) == data.dtype
     return jnp.asarray(data) if is_jax else data[()]
+
+
+def _divided(saved: Saved, slot: Slot) -> jax.Array:
+    """Makes an array that the processes hold together: each puts what its own devices hold."""
+    held, record = slot.held, saved.record
+    parts = []
+    for device, index in own_indices(held).items():
+        data = saved.box(box_of(index, record.shape))
+        part = _key(data, held) if slot.spec.kind == KEY else data
+        parts.append(_checked(jax.device_put(part, device), part, slot))
+    return jax.make_array_from_single_device_arrays(held.shape, held.sharding, parts)
 
 
 def _key(data: np.ndarray[Any, Any], held: jax.Array) -> jax.Array:

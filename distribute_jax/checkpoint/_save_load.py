@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
-from distribute_jax._errors import CheckpointError, CheckpointFileError
-from distribute_jax.checkpoint import _disk
-from distribute_jax.checkpoint._folder import Content, is_checkpoint, write_folder
-from distribute_jax.checkpoint._manifest import Manifest, read_manifest
+from distribute_jax._errors import CheckpointError
+from distribute_jax.checkpoint._directory import Directory
+from distribute_jax.checkpoint._manifest import Manifest
+from distribute_jax.checkpoint._places import directory_of, is_url
+from distribute_jax.checkpoint._reading import manifest_of
 from distribute_jax.checkpoint._state import check_place, content_of, restored
 from distribute_jax.checkpoint._together import check_shared, write
+from distribute_jax.checkpoint._writing import write_checkpoint
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> None:
     """Saves a tree to a folder, and returns when it is on the disk.
 
-    All processes of a job call it; the first one writes, into a folder that all of them see.
+    All processes of a job call it, with a folder that all of them see; each writes what it holds of arrays
+    that are divided among them, and the first one commits.
 
     At every moment the folder holds the old checkpoint or the new one, whole, also if the program is
     killed. The format is that of :class:`CheckpointManager`, and so is what a tree may hold.
 
     Args:
-        path: the folder; it is made, with the folders above it.
+        path: the folder, or the URL of one in an object store; it is made, with the folders above it.
         tree: an NNX object, or a nest of objects, arrays and Python values.
         overwrite: whether an older checkpoint at this place is replaced.
 
@@ -33,50 +35,29 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
         CheckpointFileError: the folder cannot be written, or holds something else; or the processes of a
             job do not all see it.
     """
-    folder = Path(path).absolute()
+    directory, name = _parted("save", path)
     check_place("save")
-    check_shared("save", folder.parent)
+    check_shared("save", directory)
     content = content_of(tree, None, "save")
-    write("save", lambda: _write(folder, content, overwrite=overwrite))
+
+    def prepare() -> None:
+        directory.check_free(name, overwrite=overwrite)
+        directory.prepare(re.escape(name))
+
+    write("save", lambda: write_checkpoint(directory, name, content, prepare))
 
 
-def _write(folder: Path, content: Content | None, *, overwrite: bool) -> None:
-    if content is None:  # another process writes
-        return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _check_free(folder, overwrite=overwrite)
-        _disk.remove_left_over(folder.parent, re.escape(folder.name))
-    except OSError as error:
-        if isinstance(error, CheckpointFileError):
-            raise
-        raise CheckpointFileError(
-            f"The checkpoint {folder} could not be written: {error}. It needs {content.bytes} bytes. "
-            "Save to another folder."
-        ) from error
-    write_folder(folder, content)
-
-
-def _check_free(folder: Path, *, overwrite: bool) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise CheckpointFileError(
-            f"{folder} is a file. A checkpoint is a folder: give another path."
-        )
-    if not is_checkpoint(folder):
-        raise CheckpointFileError(
-            f"{folder} is a folder with other files in it, which a checkpoint would be mixed up with. "
-            "Give the path of a folder that does not exist yet."
-        )
-    if not overwrite and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} exists. Save to another path, or with overwrite=True.")
+def _parted(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:
+    """Gives the directory of a checkpoint, and its name there."""
+    text = os.fspath(path)
+    parent, name = os.path.split(text.rstrip("/") if is_url(text) else os.path.abspath(text))
+    return directory_of(method, parent), name
 
 
 def load(path: str | os.PathLike[str], tree: Any) -> Any:
     """Puts what ``save`` saved into a tree of the same leaves, for any strategy.
 
-    All processes of a job call it; each reads and compares all of it, and all load or none.
+    All processes of a job call it; each reads and compares what it puts on its devices, and all load or none.
 
     Args:
         path: the folder.
@@ -92,14 +73,11 @@ def load(path: str | os.PathLike[str], tree: Any) -> Any:
         CheckpointDamagedError: what is there is not what was saved.
     """
     check_place("load")
-    folder = Path(path).absolute()
-    return restored(folder, lambda: _manifest(folder), tree, "load")
+    directory, name = _parted("load", path)
+    return restored(directory, name, lambda: _manifest(directory, name), tree, "load")
 
 
-def _manifest(folder: Path) -> Manifest:
-    if not folder.exists():
-        raise CheckpointError(f"There is no checkpoint at {folder}.")
-    try:
-        return read_manifest(folder)
-    except PermissionError as error:
-        raise CheckpointFileError(f"{folder} cannot be read: {error}") from error
+def _manifest(directory: Directory, name: str) -> Manifest:
+    if not directory.holds(name):
+        raise CheckpointError(f"There is no checkpoint at {directory.path_of(name)}.")
+    return manifest_of(directory, name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,14 +17,17 @@ from distribute_jax._errors import (
     UnsupportedError,
 )
 from distribute_jax._tree import is_given_away, listed
+from distribute_jax.checkpoint._content import Content
 from distribute_jax.checkpoint._copies import check_same_tree, copied
-from distribute_jax.checkpoint._folder import Content, read_folder
+from distribute_jax.checkpoint._directory import Directory
 from distribute_jax.checkpoint._leaf import OTHER
 from distribute_jax.checkpoint._manifest import Manifest, surroundings
+from distribute_jax.checkpoint._reading import read_leaves
 from distribute_jax.checkpoint._restore import check_fit, new_values, put_all
+from distribute_jax.checkpoint._saved import needed
 from distribute_jax.checkpoint._slots import Slot, Slots, is_in_place, slots_of
-from distribute_jax.checkpoint._together import all_values, on_all
-from distribute_jax.processes import job
+from distribute_jax.checkpoint._together import all_values, by_chief, on_all
+from distribute_jax.processes import RESTORING, doing, job
 from distribute_jax.program import one_at_a_time
 
 _NOT_SAVED = """\
@@ -51,11 +54,11 @@ def check_place(method: str) -> None:
         )
 
 
-def content_of(tree: Any, step: int | None, method: str) -> Content | None:
-    """Copies every leaf of a tree to the host, so that the tree may change from then on.
+def content_of(tree: Any, step: int | None, method: str) -> Content:
+    """Copies what this process writes of a tree to the host, so that the tree may change from then on.
 
     Returns:
-        What is to be written; None on a process that does not write.
+        What is to be written.
 
     Raises:
         CheckpointError: leaves that cannot be saved, all of them listed; or that differ between processes.
@@ -65,8 +68,10 @@ def content_of(tree: Any, step: int | None, method: str) -> Content | None:
     with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, method)
-        leaves = copied(slots)
-        return None if leaves is None else Content(step, leaves, surroundings(_devices(slots)))
+        token = by_chief(method, lambda: secrets.token_hex(4))
+        texts, pieces = copied(slots)
+    specs = [slot.spec for slot in slots]
+    return Content(step, token, specs, texts, pieces, surroundings(_devices(slots)))
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:
@@ -85,15 +90,19 @@ def _devices(slots: Sequence[Slot]) -> int:
     return max((len(array.sharding.device_set) for array in held), default=1)
 
 
-def restored(folder: Path, manifest_of: Callable[[], Manifest], tree: Any, method: str) -> Any:
+def restored(
+    directory: Directory, name: str, manifest_of: Callable[[], Manifest], tree: Any, method: str
+) -> Any:
     """Puts a checkpoint into a tree: all of it, or on any error nothing.
 
     NNX objects, variables and iterators are changed in place. Everything else is replaced: in the
     dict that was given, if it is one.
     """
-    with one_at_a_time:  # a step of another thread would write the state that it began with
-        read = on_all(method, lambda: _read(folder, manifest_of(), tree))
-        _check_same_checkpoint(method, folder, read.manifest)
+    where = directory.path_of(name)
+    with one_at_a_time, doing(RESTORING):  # a step of another thread would write what it began with
+        manifest = on_all(method, manifest_of)
+        _check_same_checkpoint(method, where, manifest)
+        read = on_all(method, lambda: _read(directory, name, manifest, tree))
         on_all(method, lambda: put_all(read.values, read.slots.places))
     new = read.slots.rebuilt()
     if not isinstance(tree, MutableMapping):
@@ -107,20 +116,22 @@ def restored(folder: Path, manifest_of: Callable[[], Manifest], tree: Any, metho
 class _Read:
     """A checkpoint that fits a tree, and has not changed it yet."""
 
-    manifest: Manifest
     slots: Slots
     values: list[Any]
 
 
-def _read(folder: Path, manifest: Manifest, tree: Any) -> _Read:
+def _read(directory: Directory, name: str, manifest: Manifest, tree: Any) -> _Read:
     slots = slots_of(tree)
-    check_fit(str(folder), manifest.leaves, slots.places)
-    return _Read(manifest, slots, new_values(read_folder(folder, manifest), slots.places))
+    check_fit(directory.path_of(name), manifest.leaves, slots.places)
+    held = {slot.spec.path: slot.held for slot in slots.places}
+    own = lambda record: needed(record, held[record.spec.path])  # noqa: E731
+    leaves = read_leaves(directory, name, manifest, own)
+    return _Read(slots, new_values(leaves, slots.places))
 
 
-def _check_same_checkpoint(method: str, folder: Path, manifest: Manifest) -> None:
+def _check_same_checkpoint(method: str, where: str, manifest: Manifest) -> None:
     """Raises where the processes have read different files: no two checkpoints' arrays have one name."""
-    found = all_values(method, f"{folder}, {manifest.arrays}")
+    found = all_values(method, f"{where}, {manifest.arrays}")
     if len({text.rpartition(", ")[2] for text in found}) > 1:
         lines = "\n".join(f"  process {i}: {text}" for i, text in enumerate(found[:8]))
         raise CheckpointFileError(

@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from distribute_jax import _errors
@@ -23,17 +22,15 @@ from distribute_jax._errors import (
 )
 from distribute_jax._tree import error_text
 from distribute_jax.checkpoint._background import Background
+from distribute_jax.checkpoint._directory import Directory
+from distribute_jax.checkpoint._relay import PATIENCE, SEEN_SECONDS
 from distribute_jax.processes import Job, is_chief, job
 
 T = TypeVar("T")
 
 _TOPIC = "a checkpoint"
 _LOOKS = 4
-"""How often in ``step_seconds`` the chief says that it still writes, so that nobody takes it for stuck."""
-_PATIENCE = 10
-"""Times ``step_seconds`` that a checkpoint may take to be written; compiling has as long."""
-_SEEN_SECONDS = 5.0
-"""For how long a file may be new before a network file system shows it to other hosts."""
+"""How often in ``step_seconds`` they tell each other who still writes, and so that they are not stuck."""
 
 
 @dataclass(frozen=True)
@@ -98,45 +95,45 @@ def by_chief(method: str, do: Callable[[], T]) -> T:
 
 
 def await_written(method: str, background: Background) -> None:
-    """Returns on every process when the chief's thread has no save at work any more.
+    """Returns on every process when no thread has a save at work any more.
 
     Raises:
-        DeadlineExceededError: it writes for ever; on all.
+        DeadlineExceededError: one writes for ever; on all.
     """
     found = job()
     if found is None:
         background.join()
         return
     step_seconds = found.options.step_seconds
-    for _ in range(_LOOKS * _PATIENCE):
-        (is_done, *_) = all_values(method, background.has_ended_within(step_seconds / _LOOKS))
-        if is_done:
+    for _ in range(_LOOKS * PATIENCE):
+        are_done = all_values(method, background.has_ended_within(step_seconds / _LOOKS))
+        if all(are_done):
             return
+    late = ", ".join(found.name_of(i) for i, is_done in enumerate(are_done) if not is_done)
     raise _errors.DeadlineExceededError(
-        f"{method}: {found.name_of(0)} has been writing the save before this one for "
-        f"{step_seconds * _PATIENCE:g} s. Look whether its file system still answers; where writing takes so "
-        "long, give it more time: dj.ClusterOptions(step_seconds=...)."
+        f"{method}: the save before this one has been written for {step_seconds * PATIENCE:g} s, still by "
+        f"{late}. Look whether the file system still answers there; where writing takes so long, give it "
+        "more time: dj.ClusterOptions(step_seconds=...)."
     )
 
 
 def taken_error(method: str, background: Background) -> CheckpointError | None:
-    """Waits for the save at work, and gives every process the error of the chief's last one, once."""
+    """Waits for the save at work, and gives every process the error of the first that failed, once."""
     found = job()
     if found is None:
         return background.taken_error()
     await_written(method, background)
     own = background.taken_error()
     told = _told(found, _said(method, own))
-    failed = own or (_copied(found, 0, told[0]) if told[0].kind else None)
-    return (
-        failed
-        if isinstance(failed, CheckpointError) or failed is None
-        else CheckpointError(str(failed))
-    )
+    first = next((i for i, said in enumerate(told) if said.kind), None)
+    if first is None:
+        return None
+    failed = own if own is not None and first == found.index else _copied(found, first, told[first])
+    return failed if isinstance(failed, CheckpointError) else CheckpointError(str(failed))
 
 
 def write(method: str, do: Callable[[], None]) -> None:
-    """Has the chief write, and returns on every process when it is on the disk.
+    """Has every process write, and returns on all when it is on the disk.
 
     Raises:
         CheckpointError: it could not be written; on all.
@@ -145,14 +142,13 @@ def write(method: str, do: Callable[[], None]) -> None:
         do()
         return
     background = Background()
-    if is_chief():
-        background.start(do)
+    background.start(do)
     error = taken_error(method, background)
     if error is not None:
         raise error
 
 
-def check_shared(method: str, directory: Path) -> None:
+def check_shared(method: str, directory: Directory) -> None:
     """Raises on every process where they do not all see one directory, which the chief makes.
 
     Raises:
@@ -163,11 +159,11 @@ def check_shared(method: str, directory: Path) -> None:
         return
     name, text = by_chief(method, lambda: _written_probe(directory))
     try:
-        sees = _sees(directory / name, text)
+        sees = _sees(directory, name, text)
         said = all_values(method, [sees, str(directory)])
     finally:
         if is_chief():
-            (directory / name).unlink(missing_ok=True)
+            directory.remove_probe(name)
     blind = [i for i, (sees, _) in enumerate(said) if not sees]
     if blind:
         lines = "\n".join(
@@ -176,15 +172,14 @@ def check_shared(method: str, directory: Path) -> None:
         raise CheckpointFileError(
             f"{method}: {found.name_of(0)} wrote a file into {said[0][1]}, and not every process finds it:\n"
             f"{lines}\nThe processes of a job save into one directory that all of them see. Give all the "
-            "same path, on a network file system or in a bucket that every host mounts."
+            "same path, on a network file system or in a bucket."
         )
 
 
-def _written_probe(directory: Path) -> list[str]:
+def _written_probe(directory: Directory) -> list[str]:
     name, text = f".{secrets.token_hex(8)}.shared", secrets.token_hex(8)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text, encoding="utf-8")
+        directory.write_probe(name, text)
     except OSError as error:
         raise CheckpointFileError(
             f"Nothing can be written into {directory}: {error}. Save to another directory."
@@ -192,15 +187,13 @@ def _written_probe(directory: Path) -> list[str]:
     return [name, text]
 
 
-def _sees(file: Path, text: str) -> bool:
-    deadline = time.monotonic() + _SEEN_SECONDS
-    while True:
-        try:
-            return file.read_text(encoding="utf-8") == text
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
+def _sees(directory: Directory, name: str, text: str) -> bool:
+    deadline = time.monotonic() + SEEN_SECONDS
+    while directory.read_probe(name) != text:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _said(method: str, failure: Exception | None, value: Any = None) -> _Said:

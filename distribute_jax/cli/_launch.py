@@ -51,6 +51,13 @@ def add_to(commands: Any) -> None:
         help="give up after so many restarts in a row without a step beyond all earlier ones (3)",
     )
     add(
+        "--max-pause",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="between a failure without progress and the restart: 1, 2, 4, … up to this (30)",
+    )
+    add(
         "--grace",
         type=_seconds,
         default=10.0,
@@ -90,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
         devices=options.devices_per_process,
         host=host,
         max_restarts=options.max_restarts,
+        longest_pause=options.max_pause,
         grace=options.grace,
         environment={**os.environ, CACHE: cache_folder(os.environ)},
     )
@@ -122,6 +130,7 @@ def _machines(options: argparse.Namespace, host: str, inbox: Inbox) -> Machines:
         "--processes": options.processes,
         "--devices-per-process": options.devices_per_process,
         "--max-restarts": options.max_restarts,
+        "--max-pause": options.max_pause,
         "program": [options.program, *options.arguments],
     }
     return Link(

@@ -61,6 +61,7 @@ class StatusWriter:
         self._phase = ""
         self._listener: Listener | None = None
         self._is_told = False
+        self._before = self._counted = 0
 
     def step(self, number: int) -> None:
         """Says which step begins; costs about a microsecond."""
@@ -69,6 +70,13 @@ class StatusWriter:
 
     def counted(self, number: int) -> None:
         """Says the same of a step that the library has counted, where nobody who knows better does."""
+        self._counted = number
+        if not self._is_told:
+            self._write_step(self._before + number)
+
+    def restored(self, number: int) -> None:
+        """Says to which step the state went back; those that the library counts come behind it."""
+        self._before = number - self._counted
         if not self._is_told:
             self._write_step(number)
 
@@ -152,6 +160,9 @@ def report_step(step: int) -> None:
     ``distribute-jax launch`` shows it when the process ends, and takes a step beyond all earlier ones for
     progress, so that it starts a failed job again; ``dj.testing.Fault`` waits for it. Where nothing
     supervises the process, nothing happens. It costs about a microsecond.
+
+    A loop that does not call this is counted: each step that a strategy runs, behind the step that
+    ``CheckpointManager.restore`` or ``restore_latest`` has put back.
 
     Args:
         step: the number of the step, counted over the whole training, restarts included.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,15 @@ class Inbox:
             return self._events.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
+
+    def pause(self, seconds: float) -> None:
+        """Waits between two attempts; not for a supervisor that is told to end, or has lost another one."""
+        deadline = time.monotonic() + seconds
+        while self.told is None and (left := deadline - time.monotonic()) > 0:
+            event = self.get(left)
+            if isinstance(event, PeerLost):
+                self.put(event)
+                return
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class Launch:
     """Where process 0 listens."""
     max_restarts: int
     """How many restarts in a row may bring no progress."""
+    longest_pause: float
+    """How many seconds a pause before a restart lasts at most."""
     grace: float
     """How many seconds the processes have to save after a signal."""
     environment: Mapping[str, str]
@@ -77,12 +79,13 @@ def supervise(launch: Launch, machines: Machines, inbox: Inbox) -> int:
             else:
                 outcome = Outcome(told=told)
             outcomes = machines.agree(progress.attempt, outcome)
-            verdict = decide(outcomes, progress, launch.max_restarts)
+            verdict = decide(outcomes, progress, launch.max_restarts, launch.longest_pause)
             if verdict.text:
                 say(verdict.text)
             if verdict.exit_code is not None:
                 machines.close()
                 return verdict.exit_code
+            inbox.pause(verdict.pause)
             progress = verdict.progress
 
 

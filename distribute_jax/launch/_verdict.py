@@ -40,15 +40,20 @@ class Verdict:
     """With what the supervisor ends; None where all processes are started again."""
     text: str
     """The line that says why; empty where all went well."""
+    pause: float = 0.0
+    """Seconds to wait before that."""
 
 
-def decide(outcomes: Sequence[Outcome], progress: Progress, max_restarts: int) -> Verdict:
+def decide(
+    outcomes: Sequence[Outcome], progress: Progress, max_restarts: int, longest_pause: float = 0.0
+) -> Verdict:
     """Says whether a job is started again.
 
     Args:
         outcomes: how the attempt ended, for each machine.
         progress: how far the job had come before it.
         max_restarts: how many restarts in a row may bring nothing; 0 for no restart at all.
+        longest_pause: how many seconds a pause before a restart lasts at most.
 
     Returns:
         The verdict, with the progress of the next attempt.
@@ -66,7 +71,13 @@ def decide(outcomes: Sequence[Outcome], progress: Progress, max_restarts: int) -
         code = SAVED if death is None else death.exit_code
         return Verdict(now, code, f"{_gave_up(now, max_restarts)}: {why}")
     then = Progress(now.attempt + 1, now.best, now.fruitless)
-    return Verdict(then, None, f"{why}; {_again(then, max_restarts)}")
+    pause = pause_after(now.fruitless, longest_pause)
+    return Verdict(then, None, f"{why}; {_again(then, max_restarts, pause)}", pause)
+
+
+def pause_after(fruitless: int, longest: float) -> float:
+    """Gives the seconds before a restart: none after progress, then 1, 2, 4, … up to the longest."""
+    return min(float(2 ** min(fruitless - 1, 60)), longest) if fruitless else 0.0
 
 
 def cause_of(outcomes: Sequence[Outcome]) -> Death | None:
@@ -90,6 +101,7 @@ def _gave_up(progress: Progress, max_restarts: int) -> str:
     return f"gave up, since none of the last {progress.fruitless} restarts {beyond} {far}"
 
 
-def _again(progress: Progress, max_restarts: int) -> str:
+def _again(progress: Progress, max_restarts: int, pause: float) -> str:
     spent = f", {progress.fruitless} of {max_restarts} without progress"
-    return f"the others are ended, and all start again (restart {progress.attempt}{spent})"
+    when = f" in {pause:g} s" if pause else ""
+    return f"the others are ended, and all start again{when} (restart {progress.attempt}{spent})"

@@ -21,6 +21,7 @@ from distribute_jax.processes._options import ClusterOptions as ClusterOptions
 from distribute_jax.processes._preemption import Preemption as Preemption
 from distribute_jax.processes._pulse import (
     COMPILING as COMPILING,
+    RESTORING as RESTORING,
     doing as doing,
     pulse as pulse,
     stepped as stepped,

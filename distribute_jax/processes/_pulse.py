@@ -18,7 +18,7 @@ from distribute_jax.cluster._status import own_status
 YOUR_CODE = "in your code"
 """What a process does outside of this library; it may take as long as it likes."""
 
-COMPILING = "compiling"
+COMPILING, RESTORING = "compiling", "restoring"
 """What takes long without anybody being stuck."""
 
 

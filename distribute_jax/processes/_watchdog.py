@@ -14,7 +14,7 @@ from distribute_jax.cluster._exit_codes import HUNG, OTHER_FAILED, PARTED
 from distribute_jax.processes import _notes as notes
 from distribute_jax.processes._job import Job
 from distribute_jax.processes._last_words import leave
-from distribute_jax.processes._pulse import COMPILING, Pulse
+from distribute_jax.processes._pulse import COMPILING, RESTORING, Pulse
 
 _COMPILING_FACTOR = 10
 _TOGETHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
@@ -97,7 +97,7 @@ class Watchdog:
 
     def _limit(self, phase: str) -> float:
         options = self._job.options
-        if phase.startswith(COMPILING):
+        if phase.startswith((COMPILING, RESTORING)):
             return options.step_seconds * _COMPILING_FACTOR
         if notes.some_left(self._job):
             # Whoever has left does not come any more.

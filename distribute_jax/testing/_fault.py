@@ -39,7 +39,8 @@ class Fault:
             ``"raise"``: a ``RuntimeError`` from the line that reports the step.
         process: in which process.
         at_step: at the first step that is at least this one.
-        at_phase: or at the beginning of this phase.
+        at_phase: or at the beginning of this phase: ``"start"``; in a job of several processes also
+            ``"compiling"`` and ``"restoring"``.
         seconds: how long; for good if None.
 
     Raises:
@@ -86,7 +87,7 @@ class Fault:
             True at and after the step, or in the phase.
         """
         if self.at_phase is not None:
-            return phase == self.at_phase
+            return phase == self.at_phase or phase.startswith(f"{self.at_phase} ")
         return step is not None and self.at_step is not None and step >= self.at_step
 
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import load, save
+from distribute_jax.checkpoint import _disk_directory, load, save
 
 Damage = Callable[[Path, np.random.Generator], None]
 
@@ -161,11 +161,11 @@ REASONS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "manifest.json is not what was written",
     ),
     "a deleted file": (
-        lambda step: next(step.glob("arrays-*/_METADATA")).unlink(),
+        lambda step: next(step.glob("arrays-*/whole-0/_METADATA")).unlink(),
         "_METADATA: missing",
     ),
     "a short file": (
-        lambda step: next(step.glob("arrays-*/_METADATA")).write_text("{}"),
+        lambda step: next(step.glob("arrays-*/whole-0/_METADATA")).write_text("{}"),
         "_METADATA: other bytes than were written",
     ),
     "no arrays": (
@@ -208,11 +208,9 @@ def test_other_numbers_in_sound_files_are_found_by_their_digests(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them are named; the digests of files are left out of the comparison here."""
-    from distribute_jax.checkpoint import _folder
-
     shutil.copytree(sound, tmp_path / "d")
     rewrite_numbers(tmp_path / "d" / "2")
-    monkeypatch.setattr(_folder, "_check_files", lambda *_: None)
+    monkeypatch.setattr(_disk_directory, "check_files", lambda *_: None)
     with pytest.raises(dj.CheckpointDamagedError, match=r"(?s)sha256 differs.*weight.*zeros"):
         dj.CheckpointManager(tmp_path / "d").restore(2, tree_of(9))
 

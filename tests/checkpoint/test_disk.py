@@ -18,7 +18,8 @@ import pytest
 from kill_saves import checked, state_of
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _folder, _steps, load, save
+from distribute_jax.checkpoint import _disk, _reading, _writing, load, save
+from distribute_jax.checkpoint._disk_directory import DiskDirectory, DiskDraft
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -94,7 +95,15 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-BREAKS = ["write_arrays", "record_of", "text_of", "_disk.sync", "_disk.sync_all", "_replace"]
+BREAKS: dict[str, Any] = {
+    "write_arrays": _writing,
+    "record_of": _writing,
+    "text_of": _writing,
+    "sync": _disk,
+    "sync_all": _disk,
+    "_replace": DiskDraft,
+}
+"""What a save calls, and where."""
 
 
 @pytest.mark.parametrize("where", BREAKS)
@@ -104,8 +113,7 @@ def test_wherever_a_save_fails_the_old_one_stays(
     """Before, between and after the files of the new one."""
     save(tmp_path / "c", {"x": np.zeros(3)})
     with monkeypatch.context() as broken:
-        owner, _, name = where.rpartition(".")
-        broken.setattr(getattr(_folder, owner) if owner else _folder, name, full)
+        broken.setattr(BREAKS[where], where, full)
         with pytest.raises(dj.CheckpointFileError, match=r"(?s)No space left.*needs 24 bytes"):
             save(tmp_path / "c", {"x": np.ones(3)})
     tree = {"x": np.full(3, 5.0)}
@@ -121,7 +129,7 @@ def test_a_failed_save_is_told_at_the_next_call_and_then_over(
     warning = dj.CheckpointManager(tmp_path / "w", on_error="warn")
     for manager in (raising, warning):
         with monkeypatch.context() as broken:
-            broken.setattr(_folder, "write_arrays", full)
+            broken.setattr(_writing, "text_of", full)
             assert manager.save(1, {"x": 1})
             manager._background.join()
     with pytest.raises(OSError, match=r"(?s)r/1 could not be written: OSError: .*No space left"):
@@ -137,7 +145,7 @@ def test_a_failed_save_is_told_at_the_next_call_and_then_over(
 
 def test_the_end_of_the_with_block_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises; where the block itself failed, that error goes on, and a warning tells of the save."""
-    monkeypatch.setattr(_folder, "write_arrays", full)
+    monkeypatch.setattr(_writing, "text_of", full)
     with (
         pytest.raises(dj.CheckpointFileError, match="No space left"),
         dj.CheckpointManager(tmp_path) as manager,
@@ -187,7 +195,7 @@ def test_a_step_that_may_not_be_read_is_not_damaged(
     def no_rights(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    for owner, name in ((_steps, "read_manifest"), (_folder, "read_arrays")):
+    for owner, name in ((DiskDirectory, "read"), (_reading, "read_arrays")):
         with monkeypatch.context() as broken:
             broken.setattr(owner, name, no_rights)
             with pytest.raises(dj.CheckpointFileError, match=r"cannot be read.*Permission denied"):
@@ -219,9 +227,9 @@ def test_a_damaged_step_that_cannot_be_renamed_is_passed_over(
 LAST_SAVE = """
 import sys, numpy as np, distribute_jax as dj
 if {fails}:
-    from distribute_jax.checkpoint import _folder
-    def full(*_): raise OSError(28, "No space left on device")
-    _folder.write_arrays = full
+    from distribute_jax.checkpoint import _writing
+    def full(*_, **__): raise OSError(28, "No space left on device")
+    _writing.write_arrays = full
 dj.CheckpointManager({directory!r}).save(1, {{"x": np.ones(1000)}})
 """
 

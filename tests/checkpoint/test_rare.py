@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _arrays, _disk, _folder, _save_load, _steps, load, save
+from distribute_jax.checkpoint import _arrays, _disk, _disk_directory, load, save
+from distribute_jax.checkpoint._disk_directory import DiskDirectory
 
 
 @pytest.fixture
@@ -63,14 +64,14 @@ def test_a_step_that_another_program_removes_meanwhile_is_passed_over_silently(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was pruned, not damaged."""
-    read = _steps.read_manifest
+    read = DiskDirectory.read
 
-    def removed(folder: Path) -> Any:
-        if folder.name == "2":
-            shutil.rmtree(folder, ignore_errors=True)
-        return read(folder)
+    def removed(directory: DiskDirectory, name: str, file: str) -> bytes:
+        if name == "2":
+            shutil.rmtree(directory.path / name, ignore_errors=True)
+        return read(directory, name, file)
 
-    monkeypatch.setattr(_steps, "read_manifest", removed)
+    monkeypatch.setattr(DiskDirectory, "read", removed)
     tree = {"x": np.zeros(3, int)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,7 +154,7 @@ def test_a_folder_without_rights_to_read_is_an_error_of_load(
     def no_rights(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    for owner, name in ((_save_load, "read_manifest"), (_arrays, "_read")):
+    for owner, name in ((DiskDirectory, "read"), (_arrays, "_read")):
         with monkeypatch.context() as broken:
             broken.setattr(owner, name, no_rights)
             with pytest.raises(dj.CheckpointFileError, match="cannot be read"):
@@ -164,13 +165,13 @@ def test_arrays_that_orbax_does_not_find_are_damaged(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the files are those of the manifest, of another checkpoint."""
-    monkeypatch.setattr(_folder, "_check_files", lambda *_: None)
-    (arrays,) = (manager.directory / "2").glob("arrays-*")
+    monkeypatch.setattr(_disk_directory, "check_files", lambda *_: None)
+    (arrays,) = (manager.directory / "2").glob("arrays-*/whole-0")
     shutil.rmtree(arrays)
     with pytest.raises(dj.CheckpointDamagedError, match="Orbax cannot read"):
         manager.restore(2, {"x": np.zeros(3, int)})
     save(manager.directory / "other", {"x": np.zeros(4)})
-    shutil.copytree(next((manager.directory / "other").glob("arrays-*")), arrays)
+    shutil.copytree(next((manager.directory / "other").glob("arrays-*/whole-0")), arrays)
     with pytest.raises(dj.CheckpointDamagedError, match=r"float64\[4\] for \['x'\].*int64\[3\]"):
         manager.restore(2, {"x": np.zeros(3, int)})
 

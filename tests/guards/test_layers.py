@@ -32,6 +32,7 @@ LAYERS = (
 
 OPTIONAL = frozenset(
     {
+        "fsspec",
         "grain",
         "matplotlib",
         "orbax",

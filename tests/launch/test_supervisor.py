@@ -88,9 +88,13 @@ def test_a_process_that_always_fails_at_one_step_is_given_up(launch):
         "step(7)\nif process == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
         "--processes=2",
         "--max-restarts=2",
+        "--max-pause=0.3",
     )
     assert launched.code == 128 + signal.SIGKILL
     assert len(launched.said) == 3
+    assert "all start again (restart 1, 0 of 2" in launched.said[0]
+    assert "all start again in 0.3 s (restart 2, 1 of 2" in launched.said[1]
+    assert launched.seconds > 0.3
     assert (
         "gave up, since none of the last 2 restarts got beyond step 7: process 1 "
         in launched.err[-1]

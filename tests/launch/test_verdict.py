@@ -6,7 +6,7 @@ import pytest
 
 from distribute_jax.launch._outcome import Death, Outcome
 from distribute_jax.launch._output import last_words
-from distribute_jax.launch._verdict import Progress, decide
+from distribute_jax.launch._verdict import Progress, decide, pause_after
 
 
 def death(code, process=1, error="", step=None, phase=""):
@@ -45,6 +45,17 @@ def test_the_verdict_follows_from_outcomes_and_progress(case):
     assert (verdict.exit_code, verdict.progress.fruitless) == (code, fruitless)
     assert bool(verdict.text) == (not case.startswith("all well"))
     assert verdict.progress.attempt == before.attempt + (code is None)
+
+
+def test_pauses_grow_until_there_is_progress():
+    """None after progress; then twice as long each time, up to a bound, and said in the line."""
+    assert [pause_after(i, 5.0) for i in range(6)] == [0, 1, 2, 4, 5, 5]
+    assert pause_after(10_000, 30.0) == 30
+    assert pause_after(3, 0.0) == 0
+    verdict = decide([FAILED], Progress(2, 5, 1), 3, 30.0)
+    assert verdict.pause == 2
+    assert "all start again in 2 s (restart 3, 2 of 3 without progress)" in verdict.text
+    assert decide([FAILED], Progress(2, 4, 1), 3, 30.0).pause == 0
 
 
 def test_the_cause_is_who_did_not_end_because_of_another():

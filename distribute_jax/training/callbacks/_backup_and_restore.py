@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax.checkpoint import CheckpointManager
-from distribute_jax.checkpoint._manager import finish_alone
+from distribute_jax.checkpoint._manager import delete_all, finish_alone
 from distribute_jax.checkpoint._together import by_chief
 from distribute_jax.cluster._exit_codes import SAVED
 from distribute_jax.cluster._status import report_step
@@ -120,11 +119,7 @@ class BackupAndRestore(Callback):
             preemption.__exit__(None, None, None)
         self._manager.wait()
         if self.delete_checkpoint:
-            by_chief("BackupAndRestore", self._delete)
-
-    def _delete(self) -> None:
-        for entry in self._manager.directory.glob("[0-9]*"):
-            shutil.rmtree(entry)
+            by_chief("BackupAndRestore", lambda: delete_all(self._manager))
 
     def _save(self, epoch: int, batch: int) -> None:
         self._manager.save(self._number, self._tree(epoch=epoch, batch=batch))

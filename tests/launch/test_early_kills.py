@@ -1,0 +1,108 @@
+"""Killed before there is progress: within the compiling of the first step, and within a restore."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import hashlib, os, sys
+import jax, numpy as np, optax
+from flax import nnx
+import distribute_jax as dj
+from distribute_jax.cluster._status import own_status
+from distribute_jax.testing._fault import Fault, Injector
+
+directory, *kills = sys.argv[1:]  # for each attempt: process, and the phase or the step; or nothing
+attempt = int(os.environ["DISTRIBUTE_JAX_ATTEMPT"])
+process, _, when = (kills[attempt] if attempt < len(kills) else "").partition(":")
+if process == os.environ["DISTRIBUTE_JAX_PROCESS_ID"]:
+    moment = {"at_step": int(when)} if when.isdigit() else {"at_phase": when}
+    own_status().listen(Injector([Fault("kill", process=int(process), **moment)]))
+
+strategy = dj.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+def train_step(x):
+    loss = lambda model: dj.compute_average_loss((model(x) ** 2).sum(axis=-1))
+    gradients = nnx.grad(loss)(model)
+    optimizer.update(model, dj.get_replica_context().all_reduce("sum", gradients))
+
+source = dj.data.from_arrays(np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32))
+batches = iter(strategy.distribute_dataset(source.shuffle(seed=1).batch(8).repeat(2)))
+state = {"model": model, "optimizer": optimizer, "data": batches}
+with dj.CheckpointManager(directory, every_steps=4) as manager:
+    done = manager.restore_latest(state) or 0
+    for step in range(done + 1, 17):  # nothing here says which step it is
+        strategy.run(train_step, args=(next(batches),))
+        manager.save(step, state)
+kernel = np.asarray(model.kernel[...])
+print("weights", hashlib.sha256(kernel.tobytes()).hexdigest())
+"""
+
+
+def launched(folder: Path, *kills: str) -> tuple[list[str], list[str]]:
+    """The weights of each process, and what the supervisor said."""
+    folder.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
+    options = ["--processes=2", "--devices-per-process=1", "--max-pause=0.1"]
+    program = [str(folder / "train.py"), str(folder / "steps"), *kills]
+    done = subprocess.run(
+        [sys.executable, "-m", "distribute_jax", "launch", *options, *program],
+        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("distribute-jax: ")]
+    return re.findall(r"weights (\w+)", done.stdout), said
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The weights of a job that is left alone."""
+    weights, said = launched(tmp_path_factory.mktemp("undisturbed") / "job")
+    assert said == []
+    assert len(weights) == 2
+    assert len(set(weights)) == 1
+    return weights
+
+
+@pytest.mark.slow
+def test_killed_in_a_restore_the_weights_are_the_same(
+    undisturbed: list[str], tmp_path: Path
+) -> None:
+    """Test 4: process 1 at step 9, then as it restores step 8; nothing but the restore tells the step."""
+    weights, said = launched(tmp_path / "job", "1:9", "1:restoring")
+    assert weights == undisturbed
+    first, second = said
+    assert "SIGKILL at step 9" in first
+    assert "restoring" in second
+    assert "(restart 2, 1 of 3 without progress)" in second
+
+
+@pytest.mark.exhaustive
+def test_kills_before_progress_count_as_none(undisturbed: list[str], tmp_path: Path) -> None:
+    """Test 4: either process, in the compiling of step 1 and in restores, with progress in between."""
+    kills = [
+        "0:compiling",
+        "1:compiling",
+        "1:6",
+        "0:restoring",
+        "1:compiling",
+        "0:11",
+        "1:restoring",
+    ]
+    weights, said = launched(tmp_path / "job", *kills)
+    assert weights == undisturbed
+    spent = [int(re.search(r", (\d) of 3 without", line)[1]) for line in said]
+    # A restart that is killed as it compiles or restores brings nothing; one that gets further does.
+    assert spent == [0, 1, 0, 1, 2, 0, 1]
+    assert all("compiling train_step" in said[i] for i in (0, 1, 4))
+    assert all("restoring" in said[i] for i in (3, 6))
+    assert "at step 11" in said[5], "counted behind the step that was restored"

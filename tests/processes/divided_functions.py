@@ -1,0 +1,223 @@
+"""What the processes of a job do in the tests of arrays that are divided among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import saving_functions
+from flax import nnx
+from saving_functions import message, strategy_of
+
+import distribute_jax as dj
+from distribute_jax.checkpoint import _copies, _reading, _relay, _writing
+
+ROWS, WIDE = 8, 300
+LIMIT = 1000
+"""Bytes of the largest file where a disk is full; a part of the table has 2400."""
+
+
+def placed(strategy, value, *spec):
+    """An array that lies as a spec says."""
+    sharding = jax.NamedSharding(strategy.mesh, jax.P(*spec))
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def values(seed):
+    """The numbers of a tree, on the host."""
+    table = np.arange(ROWS * WIDE, dtype=np.float32).reshape(ROWS, WIDE) + seed
+    return {
+        "table": table,
+        "columns": table[:2, :8].astype(jnp.bfloat16),
+        "same": table[0] * 2,
+        "tiny": table[1, :3].astype(np.int8),
+        "keys": np.asarray(jax.random.key_data(jax.random.split(jax.random.key(seed), 4))),
+    }
+
+
+def tree_of(strategy, seed, *, divided=True):
+    """Divided arrays of several kinds and mirrored ones; or the same, all mirrored."""
+    host, data = values(seed), ("data",) if divided else ()
+    own = jax.NamedSharding(strategy.mesh, jax.P(*data))
+    key_data = placed(strategy, host["keys"], *data)
+    keys = jax.jit(jax.random.wrap_key_data, out_shardings=own)(key_data)
+    return {
+        "table": nnx.Variable(placed(strategy, host["table"], *data)),
+        "columns": placed(strategy, host["columns"], None, *data),
+        "same": placed(strategy, host["same"]),
+        "tiny": placed(strategy, host["tiny"]),
+        "keys": keys,
+        "step": seed,
+    }
+
+
+def numbers(tree):
+    """All of them, as every process reads them."""
+    arrays = {name: tree[name] for name in ("columns", "same", "tiny")}
+    arrays["table"] = tree["table"][...]
+    arrays["keys"] = jax.jit(jax.random.key_data)(tree["keys"])
+    return {name: saving_functions.whole(array) for name, array in arrays.items()}
+
+
+def is_as(tree, seed):
+    """Whether a tree holds the numbers of a seed, and every array lies where it lay."""
+    found, wanted = numbers(tree), values(seed)
+    return tree["step"] == seed and all(np.array_equal(found[k], wanted[k]) for k in wanted)
+
+
+@contextmanager
+def seen_reads():
+    """Collects which parts this process reads."""
+    read, names = _reading.read_bytes, []
+
+    def noted(folder, wanted):
+        names.extend(f"{folder.name}/{name}" for name in wanted)
+        return read(folder, wanted)
+
+    with mock.patch.object(_reading, "read_bytes", noted):
+        yield names
+
+
+@contextmanager
+def only_on(process, context):
+    """Opens a context in one process alone."""
+    if jax.process_index() != process:
+        yield
+        return
+    with context:
+        yield
+
+
+@contextmanager
+def full_disk():
+    """No file may be larger than a limit, which a program sees as it sees a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def no_rights():
+    """What a process may write that is not root, nor the owner."""
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+
+
+def restored(manager, tree):
+    """The step that was restored, the damage that was told, and what the tree holds."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = manager.restore_latest(tree)
+    return step, [str(one.message) for one in caught if "damaged" in str(one.message)]
+
+
+def save_divided(folder):
+    """Everything in one job of two processes with two devices each."""
+    strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
+    told = {}
+    with mock.patch.object(
+        _copies, "_SHARE", 600
+    ):  # so that process 1 takes some of the mirrored ones
+        dj.checkpoint.save(folder / "parts", tree_of(strategy, 1))
+    manifest = json.loads((folder / "parts" / "manifest.json").read_text())["content"]
+    told["files"] = sorted(file for file in manifest["files"] if "parts-" in file)
+
+    tree = tree_of(strategy, 5)
+    lay = tree["table"][...].sharding
+    with seen_reads() as names:
+        dj.checkpoint.load(folder / "parts", tree)
+    told["read"] = sorted(names)
+    told["same layout"] = is_as(tree, 1) and tree["table"][...].sharding == lay
+    mirrored = tree_of(strategy, 5, divided=False)
+    dj.checkpoint.load(folder / "parts", mirrored)
+    told["mirrored"] = is_as(mirrored, 1)
+    dj.checkpoint.save(folder / "mirrored", mirrored)
+    dj.checkpoint.load(folder / "mirrored", tree_of(strategy, 7) | tree)
+    told["divided again"] = is_as(tree, 1)
+
+    url = f"file://{folder}/bucket"
+    with dj.CheckpointManager(url) as bucket:
+        told["bucket"] = bucket.restore_latest(dict(tree)), bucket.save(4, tree)
+    other = tree_of(strategy, 5)
+    told["from the bucket"] = bucket.restore_latest(other), is_as(other, 1)
+    told |= _failures(strategy, folder, tree, me)
+    return told
+
+
+def _failures(strategy, folder, tree, me):
+    told = {}
+    manager = dj.CheckpointManager(folder / "steps", max_to_keep=2)
+    for step in (1, 2):
+        manager.save(step, tree_of(strategy, step))
+    manager.wait()
+    if me == 0:
+        part = next((folder / "steps" / "2").glob("arrays-*/parts-1/*"))
+        part.write_bytes(b"x" * part.stat().st_size)
+    strategy.barrier("damaged")
+    other = tree_of(strategy, 9)
+    told["damaged"] = restored(manager, other)
+    told["the one before"] = is_as(other, 1)
+
+    def fails(number, context):
+        with context:
+            manager.save(number, other)
+            return message(manager.wait)
+
+    told["full"] = fails(3, only_on(1, full_disk()))
+    told["full, chief"] = fails(3, only_on(0, full_disk()))
+    if os.getuid() == 0:
+        told["no rights"] = fails(3, only_on(1, no_rights()))
+
+    def slow(folder, named):
+        time.sleep(4)
+        folder.mkdir()
+
+    late = mock.patch.object(_writing, "write_bytes", slow)
+    with mock.patch.object(_relay, "PATIENCE", 2 / 60):
+        told["late"] = fails(3, only_on(1, late))
+    handed = mock.patch.object(_writing, "SEEN_SECONDS", 0.2)
+    apart = mock.patch("distribute_jax.checkpoint._disk_directory.DiskDraft.hand_in")
+    with handed:
+        told["apart"] = fails(3, only_on(1, apart))
+    told["left"] = sorted(path.name for path in (folder / "steps").iterdir())
+    told["at last"] = manager.save(3, other), message(manager.wait)
+    told["steps"] = manager.all_steps()
+    return told
+
+
+def killed_as_it_writes(directory):
+    """Process 1 is killed within its second save."""
+    strategy = dj.MultiWorkerMirroredStrategy(
+        cluster_options=dj.ClusterOptions(step_seconds=5, heartbeat_seconds=5, shutdown_seconds=3)
+    )
+
+    def kill(folder, named):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    manager = dj.CheckpointManager(directory)
+    manager.save(1, tree_of(strategy, 1))
+    manager.wait()
+    with only_on(1, mock.patch.object(_writing, "write_bytes", kill)):
+        manager.save(2, tree_of(strategy, 2))
+        manager.wait()
+
+
+def load_in_four(folder, name):
+    """Loads what two processes saved in four, and says what this one read."""
+    strategy = strategy_of(4)
+    tree = tree_of(strategy, 5)
+    with seen_reads() as names:
+        dj.checkpoint.load(Path(folder) / name, tree)
+    return is_as(tree, 1), sorted(names)
