@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shlex
 import signal
 import sys
 import time
@@ -51,8 +50,7 @@ def _finish(answers: list[Answer], chosen: argparse.Namespace, minutes: float) -
     answered = [answer for answer in answers if answer.log.records]
     if answered:
         print_rows(answered)
-        command = shlex.join(["python3", "dev.py", "bench", *_given()])
-        path = write_page(answered, chosen.report_dir, command, full=chosen.full)
+        path = write_page(answered, chosen.report_dir, _command(chosen), full=chosen.full)
         print(f"{minutes:.1f} min; wrote {shown(path)}")
     failed = [answer.benchmark.name for answer in answers if answer.status]
     for name in failed:
@@ -74,13 +72,16 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _given() -> list[str]:
-    """Gives the arguments of this run, less where the page is written."""
-    given = sys.argv[1:]
-    if "--report-dir" in given:
-        at = given.index("--report-dir")
-        given = given[:at] + given[at + 2 :]
-    return given
+def _command(chosen: argparse.Namespace) -> str:
+    """Gives what to type for such a run."""
+    words = ["python3", "dev.py", "bench"]
+    if chosen.full:
+        words.append("--full")
+    if chosen.devices != "simulated":
+        words += ["--devices", chosen.devices]
+    if chosen.only != QUESTIONS:
+        words += ["--only", *chosen.only]
+    return " ".join(words)
 
 
 def _print_plan(benchmarks: list[Benchmark[Any]], full: bool) -> None:

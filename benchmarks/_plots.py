@@ -11,6 +11,8 @@ from benchmarks._harness import Ratio
 
 WIDTH, HEIGHT, DPI = 4.0, 3.2, 80
 """Inches of one panel, and dots in one."""
+LOGARITHMIC = 4.0
+"""A panel with larger ratios has a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Bar:
 
 
 def draw_lines(points: list[Line], path: Path, *, x: str, y: str) -> None:
-    """Draws ratios over a logarithmic axis, with their intervals."""
+    """Draws ratios with their intervals, by numbers that double."""
     figure, panels = _panels([p.title for p in points])
     for title, panel in panels.items():
         for label in dict.fromkeys(p.label for p in points):
@@ -45,7 +47,8 @@ def draw_lines(points: list[Line], path: Path, *, x: str, y: str) -> None:
         ticks = sorted({p.x for p in points if p.title == title})
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, map(str, ticks))
-        panel.set_yscale("log", base=2)
+        if max(p.ratio.high for p in points if p.title == title) > LOGARITHMIC:
+            panel.set_yscale("log", base=2)
         panel.yaxis.set_major_formatter("{x:g}")
         panel.axhline(1, color="gray", linewidth=0.5)
         panel.set(xlabel=x, ylabel=y)
@@ -81,6 +84,7 @@ def _panels(titles: list[str]) -> tuple[Any, dict[str, Any]]:
 
 
 def _save(figure: Any, panels: Mapping[str, Any], path: Path) -> None:
-    next(iter(panels.values())).legend(fontsize=7)
+    handles, labels = next(iter(panels.values())).get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

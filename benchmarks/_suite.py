@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -81,9 +82,9 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 def progress(record: Mapping[str, Any]) -> str:
     """Says in a few words what a record is about."""
-    if record["kind"] in ("environment", "headline"):
+    if record["kind"] in ("environment", "headline", "absent"):
         return ""
-    names = ("workload", "source", "scaling", "operation")
+    names = ("workload", "source", "scaling")
     words = [str(record[name]) for name in names if name in record]
     if "replicas" in record:
         words.append(f"× {record['replicas']}")
@@ -94,13 +95,15 @@ def progress(record: Mapping[str, Any]) -> str:
 
 def print_rows(answers: Sequence[Answer]) -> None:
     """Prints the table of ratios."""
-    console = Console()
-    shown = Table(*ROW_HEAD)
+    # Where nobody looks at a terminal, lines are as long as they need to be.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    shown = Table(box=SIMPLE)
+    for at, name in enumerate(ROW_HEAD):
+        shown.add_column(name, no_wrap=at > 1)
     for answer in answers:
         for row in answer.rows:
             shown.add_row(*row.cells)
-    # Where nobody looks at a terminal, lines are as long as they need to be.
-    console.print(shown, width=None if console.is_terminal else 140)
+    console.print(shown)
 
 
 def write_page(answers: Sequence[Answer], folder: Path, command: str, *, full: bool) -> Path:
@@ -119,7 +122,11 @@ def write_page(answers: Sequence[Answer], folder: Path, command: str, *, full: b
         *(_section(answer, pictures) for answer in answers),
     ]
     path.write_text("\n\n".join(parts), encoding="utf-8")
-    lines = [json.dumps(record) for answer in answers for record in answer.log.records]
+    lines = [
+        json.dumps({"benchmark": answer.benchmark.name, **record})
+        for answer in answers
+        for record in answer.log.records
+    ]
     (pictures / "records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 

@@ -30,6 +30,8 @@ from benchmarks._workloads import MLP, RESNET50, TRANSFORMER, Workload
 
 MIRRORED, CENTRAL = "MirroredStrategy", "CentralStorageStrategy"
 SHARDED = "MirroredStrategy(shard_optimizer_state=True)"
+SHORT = {SHARD_MAP: "by hand", MIRRORED: "mirrored", SHARDED: "sharded state", CENTRAL: "central"}
+"""Below the bars."""
 PLANNED = {
     "arguments": "argument_size_in_bytes",
     "aliased": "alias_size_in_bytes",
@@ -209,16 +211,16 @@ def _needed(record: Mapping[str, Any]) -> int:
 
 
 def draw(log: Log, path: Path) -> None:
-    """Draws what each replica holds between steps, and what a step needs besides."""
+    """Draws what each replica holds between steps, what a step needs besides, and what lies elsewhere."""
     bars = [
         Bar(
             f"{r['workload']}, {replicas_text(r['replicas'])}",
-            r["column"].removeprefix("Mirrored").removesuffix("=True)"),
-            {k: (r[k] or 0) / 2**20 for k in ("params", "optimizer", "temporaries")},
+            SHORT[r["column"]],
+            {k: (r[k] or 0) / 2**20 for k in ("params", "optimizer", "temporaries", "elsewhere")},
         )
         for r in log.of("memory")
     ]
-    draw_bars(bars, path, y="MiB on each replica")
+    draw_bars(bars, path, y="MiB on a replica, or elsewhere")
 
 
 BENCHMARK = Benchmark(

@@ -23,7 +23,6 @@ def answers_of(benchmark: Benchmark[Any], options: Any) -> tuple[Log, str, list[
     assert rows
     for row in rows:
         assert row.ratio.low <= row.ratio.median <= row.ratio.high
-        # Two rounds decide nothing; what is counted does.
-        assert row.met is None or row.ratio.rounds == 0
+        assert row.met is None or row.ratio.rounds == 0  # a few rounds decide nothing, a count does
     assert type(benchmark.quick) is type(benchmark.full) is type(options)
     return printed, page, rows

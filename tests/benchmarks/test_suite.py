@@ -63,7 +63,9 @@ def test_the_page_has_all_tables_pictures_and_records(tmp_path: Path) -> None:
     assert f"![How small?]({path.stem}/drawn.png)" in page
     assert (tmp_path / path.stem / "drawn.png").read_bytes() == b"PNG"
     lines = (tmp_path / path.stem / "records.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in lines] == ["environment", "step", "headline"] * 2
+    kinds = [(json.loads(line)["benchmark"], json.loads(line)["kind"]) for line in lines]
+    each = ("environment", "step", "headline")
+    assert kinds == [(name, kind) for name in ("small", "drawn") for kind in each]
 
 
 def test_the_ratios_are_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
