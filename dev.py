@@ -4,6 +4,7 @@
     python3 dev.py demo      the main job: train on handwritten digits over 8 replicas
     python3 dev.py test      lint, types and tests; with --sources, those of the libraries that
                              are optional
+    python3 dev.py bench     the benchmarks: a quick look, or with --full all of them
     python3 dev.py pythons   the installed Pythons that can be used, newest first
 
 The first run creates `.venv` and installs the tested versions (constraints/); later runs
@@ -71,6 +72,11 @@ arguments, for example `python3 dev.py test tests/test_dev.py -k stamp`.
 the other tests do without, on Python 3.11 in an environment of their own. PyTorch's package on
 PyPI brings several GB of CUDA with it on Linux; where pip knows no other one, type first
 `export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`."""
+
+BENCH_HELP = """\
+Without --full: few rounds, in less than five minutes on two cores. Writes a dated page with tables and
+pictures, and prints a table of ratios. Arguments that dev.py does not know go on to the benchmarks, for
+example `python3 dev.py bench --only memory fit`."""
 
 DEMO_HELP = """\
 Trains with a loop of its own (examples/digits.py), compares with one device, and trains once more
@@ -525,16 +531,32 @@ def demo(options: argparse.Namespace, rest: List[str]) -> int:
             text = "examples/{} is missing.\nNext: git checkout examples"
             raise SetupError(text.format(os.path.basename(script)))
     with environment_ready() as folder:
-        simulated = options.devices == "simulated"
-        if not simulated:
-            say(accelerator_hint(folder))
-        environment = job_environment(dict(os.environ), folder, simulated)
+        environment = environment_on(options.devices, folder)
         for script in scripts:
             command = [venv_python(folder), script, "--devices", options.devices, *rest]
             status = run(command, environment)
             if status or {"-h", "--help"} & set(rest):
                 break
         return status
+
+
+def bench(options: argparse.Namespace, rest: List[str]) -> int:
+    """Runs the benchmarks."""
+    arguments = ["--devices", options.devices, *rest]
+    if options.full:
+        arguments.insert(0, "--full")
+    if options.report_dir:
+        arguments += ["--report-dir", os.path.abspath(options.report_dir)]
+    with environment_ready() as folder:
+        environment = environment_on(options.devices, folder)
+        return run([venv_python(folder), "-m", "benchmarks", *arguments], environment)
+
+
+def environment_on(devices: str, folder: str) -> Dict[str, str]:
+    """The environment of a job on simulated or real devices."""
+    if devices == "real":
+        say(accelerator_hint(folder))
+    return job_environment(dict(os.environ), folder, devices == "simulated")
 
 
 def accelerator_hint(folder: str) -> str:
@@ -644,7 +666,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = top.add_subparsers(dest="command", metavar="{demo,test,pythons}")
+    commands = top.add_subparsers(dest="command", metavar="{demo,test,bench,pythons}")
 
     def command(name: str, job: Any, text: str, more: str = "") -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
@@ -655,12 +677,20 @@ def parser() -> argparse.ArgumentParser:
         return added
 
     demo_command = command("demo", demo, "train on handwritten digits over replicas", DEMO_HELP)
-    demo_command.add_argument(
-        "--devices",
-        choices=("simulated", "real"),
-        default="simulated",
-        help="8 simulated CPU devices (default), or those that JAX finds",
+    bench_command = command("bench", bench, "measure", BENCH_HELP)
+    bench_command.add_argument(
+        "--full", action="store_true", help="every case, at least 30 paired rounds: hours"
     )
+    bench_command.add_argument(
+        "--report-dir", metavar="FOLDER", help="where the page is written (benchmarks/reports)"
+    )
+    for one in (demo_command, bench_command):
+        one.add_argument(
+            "--devices",
+            choices=("simulated", "real"),
+            default="simulated",
+            help="8 simulated CPU devices (default), or those that JAX finds",
+        )
     test_command = command("test", test, "lint, types and tests", TEST_HELP)
     which = test_command.add_mutually_exclusive_group()
     which.add_argument("--all", action="store_true", help="the slow and wide tests too")

@@ -9,16 +9,19 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from math import comb
 from pathlib import Path
 from typing import Any
 
 import jax
+
+REPORTS = Path(__file__).parent / "reports"
 
 Timings = dict[str, list[float]]
 """For each column, the seconds of one step in each round."""
@@ -34,8 +37,30 @@ class Ratio:
     rounds: int
 
     def __str__(self) -> str:
-        """Reads ``1.02 [0.99, 1.05]``."""
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        """Reads ``1.02 [0.99, 1.05]``, or ``1.00`` where it was counted."""
+        interval = f" [{self.low:.2f}, {self.high:.2f}]" if self.rounds else ""
+        return f"{self.median:.2f}{interval}"
+
+
+def counted(value: float) -> Ratio:
+    """Gives a ratio that was not timed but counted: no rounds, no interval."""
+    return Ratio(value, value, value, 0)
+
+
+def in_turns(columns: Mapping[str, Callable[[], float]], rounds: int) -> Timings:
+    """Lets all columns take their turn in each round, in a new order, so that noise meets them alike.
+
+    Args:
+        columns: what takes a turn and gives its seconds.
+        rounds: how many times each column takes its turn.
+    """
+    timings: Timings = {name: [] for name in columns}
+    order, draw = list(columns), random.Random(0)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for name in order:
+            timings[name].append(columns[name]())
+    return timings
 
 
 def interleaved(
@@ -46,7 +71,7 @@ def interleaved(
     ahead: int = 0,
     warm_up: int = 3,
 ) -> Timings:
-    """Times all columns in turn, each round in a new order, so that noise meets them alike.
+    """Times the steps of all columns in turns.
 
     With ``ahead=0`` every call is waited for before the next, as in a loop that reads its loss; with
     more, that many steps may be unfinished, as in a loop that does not.
@@ -61,13 +86,13 @@ def interleaved(
     for step in steps.values():
         for _ in range(warm_up):
             jax.block_until_ready(step())
-    timings: Timings = {name: [] for name in steps}
-    order, draw = list(steps), random.Random(0)
-    for _ in range(rounds):
-        draw.shuffle(order)
-        for name in order:
-            timings[name].append(_turn(steps[name], calls, ahead))
-    return timings
+    return in_turns({k: partial(_turn, step, calls, ahead) for k, step in steps.items()}, rounds)
+
+
+def calls_within(seconds: float, step: Callable[[], Any], most: int, least: int) -> int:
+    """Counts the steps that one turn has room for; the first call, which compiles, is not timed."""
+    jax.block_until_ready(step())
+    return max(least, min(most, int(seconds / _turn(step, 1, 0))))
 
 
 def _turn(step: Callable[[], Any], calls: int, ahead: int) -> float:
@@ -160,8 +185,12 @@ def usable_cores() -> int:
 class Log:
     """JSON lines: printed as they come, and kept for the report."""
 
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
+    def __init__(self, records: Iterable[dict[str, Any]] = ()) -> None:
+        self.records = list(records)
+
+    def start(self) -> None:
+        """Notes where the figures are measured."""
+        self.add(**environment())
 
     def add(self, kind: str, **fields: Any) -> None:
         """Adds one record; ratios become their fields."""
@@ -188,16 +217,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def report_path(question: str, record: Mapping[str, Any]) -> Path:
-    """Names a dated report after the question and the versions."""
-    python = "py" + "".join(record["python"].split(".")[:2])
-    name = f"{question}_{record['date']}_{python}_jax{record['jax']}.md"
-    return Path(__file__).parent / "reports" / name
+def stem(question: str, where: Mapping[str, Any]) -> str:
+    """Names a dated report after the question and the versions, without its ending."""
+    python = "py" + "".join(where["python"].split(".")[:2])
+    return f"{question}_{where['date']}_{python}_jax{where['jax']}"
+
+
+def shown(path: Path) -> Path:
+    """Shortens a path in the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def write_report(question: str, log: Log, text: str) -> None:
     """Writes a page to the dated reports, and says where it is."""
-    path = report_path(question, log.records[0])
+    path = REPORTS / f"{stem(question, log.records[0])}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    print(f"wrote {shown(path)}")

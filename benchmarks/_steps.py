@@ -1,112 +1,68 @@
 """The same training step, written in the five ways that a JAX user can write it.
 
-Every way starts from the same weights, finds its batch on the devices, and computes the same
-losses. The step is that of a classifier: cross entropy over the global batch, Adam.
+Every way starts from the same weights, finds its batch on the devices, and computes the same losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import distribute_jax as dj
+from benchmarks._workloads import Workload, example_losses, forward_of, initial_weights
 
-Params = list[tuple[Any, Any]]
-"""Kernel and bias of each layer, as the hand-written steps keep them."""
+RUN, SHARD_MAP, SHARDED_JIT = "strategy.run", "hand-written shard_map", "sharded jit"
+PMAP, NNX_JIT = "jax.pmap", "nnx.jit"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A multi-layer perceptron and the size of its batch."""
-
-    name: str
-    sizes: tuple[int, ...]
-    """Features before the first layer, and after each."""
-    batch: int
-    """Examples in the global batch."""
-
-    @property
-    def variables(self) -> int:
-        """Arrays of weights and optimizer state: what every step reads and writes."""
-        return 3 * 2 * (len(self.sizes) - 1) + 2
-
-
-MLP = Workload(name="MLP 784-512-10", sizes=(784, 512, 10), batch=256)
-DEEP = Workload(name="MLP of 40 layers, 16 wide", sizes=(16,) * 41, batch=16)
-
-
-class Perceptron(nnx.Module):
-    """Dense layers with ``relu`` between them."""
-
-    def __init__(self, sizes: tuple[int, ...], rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(sizes)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Gives the logits, shape (batch, classes)."""
-        for layer in self.layers[:-1]:
-            x = nnx.relu(layer(x))
-        return self.layers[-1](x)
-
-
-def optimizer() -> optax.GradientTransformation:
-    """Gives the optimizer of every column."""
-    return optax.adam(1e-3)
-
-
-def batch_of(work: Workload) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Draws a global batch on the host: features and labels."""
-    draw = np.random.default_rng(0)
-    x = draw.standard_normal((work.batch, work.sizes[0]), np.float32)
-    return x, draw.integers(0, work.sizes[-1], work.batch, np.int32)
+Step = Callable[[], Any]
+"""Dispatches one step and gives its loss, which the caller waits for."""
+FlatStep = tuple[Any, list[Any], list[Any]]
+"""A jitted step over flat arrays, its state and its batch on the devices."""
 
 
 @dataclass(frozen=True)
-class Column:
-    """One way to write the step, ready to be called."""
+class Trained:
+    """What a step under a strategy trains, and what it takes."""
 
-    name: str
-    step: Callable[[], Any]
-    """Dispatches one step; gives its loss, which the caller waits for."""
-    loss: Callable[[Any], float]
-    """Reads the loss over the global batch from what ``step`` gave."""
+    strategy: dj.Strategy
+    model: nnx.Module
+    optimizer: nnx.Optimizer
+    step: Callable[..., Any]
+    batch: Any
 
-
-def with_run(work: Workload, replicas: int) -> Column:
-    """The step under ``strategy.run``."""
-    strategy, step, batch = run_parts(work, replicas)
-
-    def loss(value: Any) -> float:
-        return float(strategy.reduce("sum", value, axis=None))
-
-    return Column("strategy.run", lambda: strategy.run(step, args=batch), loss)
+    def run(self) -> Any:
+        """Dispatches one step."""
+        return self.strategy.run(self.step, args=self.batch)
 
 
-def run_parts(work: Workload, replicas: int) -> tuple[dj.Strategy, Callable[..., Any], Any]:
-    """Gives strategy, step and distributed batch."""
-    strategy = dj.MirroredStrategy(list(range(replicas)))
+def trained_under(strategy: dj.Strategy, work: Workload) -> Trained:
+    """Builds model, optimizer, step and distributed batch under a strategy."""
     with strategy.scope():
-        model = Perceptron(work.sizes, nnx.Rngs(0))
-        adam = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+        model = work.model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, work.optimizer(), wrt=nnx.Param)
 
     def train_step(x: jax.Array, y: jax.Array) -> jax.Array:
-        def loss_fn(model: Perceptron) -> jax.Array:
-            losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
-            return dj.compute_average_loss(losses)
+        def loss_fn(model: Any) -> jax.Array:
+            return dj.compute_average_loss(example_losses(model(x), y))
 
         loss, grads = nnx.value_and_grad(loss_fn)(model)
-        adam.update(model, dj.get_replica_context().all_reduce("sum", grads))
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
         return loss
 
-    return strategy, train_step, next(iter(strategy.distribute_dataset([batch_of(work)])))
+    batch = next(iter(strategy.distribute_dataset([work.first_batch()])))
+    return Trained(strategy, model, optimizer, train_step, batch)
+
+
+def mirrored(work: Workload, replicas: int) -> Trained:
+    """The step under ``MirroredStrategy``."""
+    return trained_under(dj.MirroredStrategy(list(range(replicas))), work)
 
 
 def mesh_of(replicas: int) -> Mesh:
@@ -116,61 +72,56 @@ def mesh_of(replicas: int) -> Mesh:
 
 def flat_state(work: Workload) -> tuple[list[Any], Any]:
     """Gives weights, optimizer state and a step counter as flat arrays, and their structure."""
-    model = Perceptron(work.sizes, nnx.Rngs(0))
-    params = [(np.asarray(a.kernel[...]), np.asarray(a.bias[...])) for a in model.layers]
-    return jax.tree.flatten((params, optimizer().init(params), np.zeros((), np.uint32)))
+    params = initial_weights(work)
+    state = jax.tree.map(np.asarray, work.optimizer().init(params))
+    return jax.tree.flatten((params, state, np.zeros((), np.uint32)))
 
 
 def flat_step(work: Workload, structure: Any, *, summed: bool) -> Callable[..., list[Any]]:
-    """Writes the step over flat arrays: state, x and y in; state and this share's loss out."""
+    """Writes the step over flat arrays: state, x and y in; state and this share's loss, (1,), out."""
+    forward, optimizer = forward_of(work), work.optimizer()
+
+    def loss_fn(params: Any, x: Any, y: Any) -> jax.Array:
+        return example_losses(forward(params, x), y).sum() / work.batch
 
     def step(*flat: Any) -> list[Any]:
         params, state, count = jax.tree.unflatten(structure, flat[:-2])
-        loss, grads = jax.value_and_grad(_loss)(params, *flat[-2:], work.batch)
+        loss, grads = jax.value_and_grad(loss_fn)(params, *flat[-2:])
         if summed:
             grads = jax.lax.psum(grads, "data")
-        updates, state = optimizer().update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
         new = (optax.apply_updates(params, updates), state, count + 1)
-        return [*jax.tree.leaves(new), loss[None] if summed else loss]
+        return [*jax.tree.leaves(new), loss[None]]
 
     return step
 
 
-def _loss(params: Params, x: Any, y: Any, examples: int) -> jax.Array:
-    for kernel, bias in params[:-1]:
-        x = nnx.relu(x @ kernel + bias)
-    kernel, bias = params[-1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, y)
-    return jnp.sum(losses) / examples
+def placed(value: np.ndarray[Any, Any], to: NamedSharding) -> jax.Array:
+    """Sends what each device of this process needs of an array that all processes have."""
+    return jax.make_array_from_callback(value.shape, to, lambda index: value[index])
 
 
-def shard_map_parts(work: Workload, replicas: int) -> tuple[Any, list[Any], list[Any]]:
-    """Gives the hand-written, jitted step with its state and its batch on the devices."""
+def shard_map_parts(work: Workload, mesh: Mesh, *, summed: bool = True) -> FlatStep:
+    """Gives the hand-written step over a mesh; without its all-reduce where not ``summed``."""
     leaves, structure = flat_state(work)
-    mesh, count = mesh_of(replicas), len(leaves)
+    count = len(leaves)
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     mapped = jax.shard_map(
-        flat_step(work, structure, summed=True),
+        flat_step(work, structure, summed=summed),
         mesh=mesh,
         in_specs=(P(),) * count + (P("data"),) * 2,
         out_specs=[P()] * count + [P("data")],
         check_vma=False,
     )
     jitted = jax.jit(mapped, donate_argnums=tuple(range(count)))
-    batch = [jax.device_put(part, split) for part in batch_of(work)]
-    return jitted, [jax.device_put(leaf, whole) for leaf in leaves], batch
+    batch = [placed(part, split) for part in work.first_batch()]
+    return jitted, [placed(leaf, whole) for leaf in leaves], batch
 
 
-def with_shard_map(work: Workload, replicas: int) -> Column:
-    """The hand-written, donated ``jit(shard_map)`` over flat arrays: the yardstick."""
-    jitted, state, batch = shard_map_parts(work, replicas)
-    return Column("hand-written shard_map", _carried(jitted, state, batch), _sum)
-
-
-def with_sharded_jit(work: Workload, replicas: int) -> Column:
-    """``jit`` over a sharded batch: the compiler finds the collectives."""
+def sharded_jit_parts(work: Workload, mesh: Mesh) -> FlatStep:
+    """Gives ``jit`` over a sharded batch: the compiler finds the collectives."""
     leaves, structure = flat_state(work)
-    mesh, count = mesh_of(replicas), len(leaves)
+    count = len(leaves)
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     jitted = jax.jit(
         flat_step(work, structure, summed=False),
@@ -178,13 +129,12 @@ def with_sharded_jit(work: Workload, replicas: int) -> Column:
         out_shardings=[whole] * (count + 1),
         donate_argnums=tuple(range(count)),
     )
-    state = [jax.device_put(leaf, whole) for leaf in leaves]
-    batch = [jax.device_put(part, split) for part in batch_of(work)]
-    return Column("sharded jit", _carried(jitted, state, batch), float)
+    batch = [placed(part, split) for part in work.first_batch()]
+    return jitted, [placed(leaf, whole) for leaf in leaves], batch
 
 
-def with_pmap(work: Workload, replicas: int) -> Column:
-    """``jax.pmap`` over state with a leading dim for the devices."""
+def pmap_parts(work: Workload, replicas: int) -> FlatStep:
+    """Gives ``jax.pmap`` over state with a leading dim for the devices."""
     leaves, structure = flat_state(work)
     split = NamedSharding(mesh_of(replicas), P("data"))
     mapped = jax.pmap(
@@ -193,52 +143,84 @@ def with_pmap(work: Workload, replicas: int) -> Column:
         devices=jax.devices()[:replicas],
         donate_argnums=tuple(range(len(leaves))),
     )
-    shares = [part.reshape(replicas, -1, *part.shape[1:]) for part in batch_of(work)]
-    state = [jax.device_put(np.stack([leaf] * replicas), split) for leaf in leaves]
-    batch = [jax.device_put(part, split) for part in shares]
-    return Column("jax.pmap", _carried(mapped, state, batch), _sum)
+    shares = [part.reshape(replicas, -1, *part.shape[1:]) for part in work.first_batch()]
+    state = [placed(np.stack([leaf] * replicas), split) for leaf in leaves]
+    return mapped, state, [placed(part, split) for part in shares]
 
 
-def with_nnx_jit(work: Workload, replicas: int) -> Column:
-    """``nnx.jit`` over a sharded batch, model and optimizer as arguments."""
-    mesh = mesh_of(replicas)
+def nnx_jit_parts(work: Workload, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Gives ``nnx.jit`` over a sharded batch, and its arguments: model and optimizer among them."""
     with jax.set_mesh(mesh):
-        model = Perceptron(work.sizes, nnx.Rngs(0))
-        adam = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+        model = work.model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, work.optimizer(), wrt=nnx.Param)
 
     @nnx.jit
-    def train_step(model: Perceptron, adam: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        def loss_fn(model: Perceptron) -> jax.Array:
-            losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
-            return jnp.sum(losses) / work.batch
+    def train_step(model: Any, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        def loss_fn(model: Any) -> jax.Array:
+            return example_losses(model(x), y).sum() / work.batch
 
         loss, grads = nnx.value_and_grad(loss_fn)(model)
-        adam.update(model, grads)
+        optimizer.update(model, grads)
         return loss
 
     split = NamedSharding(mesh, P("data"))
-    x, y = (jax.device_put(part, split) for part in batch_of(work))
+    return train_step, (model, optimizer, *(placed(part, split) for part in work.first_batch()))
+
+
+def with_run(work: Workload, replicas: int) -> Step:
+    """The step under ``strategy.run``."""
+    return mirrored(work, replicas).run
+
+
+def with_shard_map(work: Workload, replicas: int) -> Step:
+    """The hand-written, donated ``jit(shard_map)`` over flat arrays: the yardstick."""
+    return carried(*shard_map_parts(work, mesh_of(replicas)))
+
+
+def with_sharded_jit(work: Workload, replicas: int) -> Step:
+    """The step that the compiler divides."""
+    return carried(*sharded_jit_parts(work, mesh_of(replicas)))
+
+
+def with_pmap(work: Workload, replicas: int) -> Step:
+    """The step under ``jax.pmap``."""
+    return carried(*pmap_parts(work, replicas))
+
+
+def with_nnx_jit(work: Workload, replicas: int) -> Step:
+    """The step under ``nnx.jit``."""
+    mesh = mesh_of(replicas)
+    train_step, arguments = nnx_jit_parts(work, mesh)
 
     def step() -> jax.Array:
         with jax.set_mesh(mesh):
-            return train_step(model, adam, x, y)
+            return train_step(*arguments)
 
-    return Column("nnx.jit", step, float)
-
-
-COLUMNS = (with_run, with_shard_map, with_sharded_jit, with_pmap, with_nnx_jit)
+    return step
 
 
-def _carried(compiled: Any, state: list[Any], batch: list[Any]) -> Callable[[], Any]:
+COLUMNS: dict[str, Callable[[Workload, int], Step]] = {
+    RUN: with_run,
+    SHARD_MAP: with_shard_map,
+    SHARDED_JIT: with_sharded_jit,
+    PMAP: with_pmap,
+    NNX_JIT: with_nnx_jit,
+}
+"""What makes the step of each column."""
+
+
+def carried(jitted: Any, state: list[Any], batch: list[Any]) -> Step:
     """Gives a step that hands its state on to the next one."""
     held = [state]
 
     def step() -> Any:
-        *held[0], loss = compiled(*held[0], *batch)
+        *held[0], loss = jitted(*held[0], *batch)
         return loss
 
     return step
 
 
-def _sum(parts: Any) -> float:
-    return float(np.sum(np.asarray(parts), dtype=np.float64))
+def total_loss(loss: Any) -> float:
+    """Reads the loss over the global batch from what any of the steps gave."""
+    parts = loss.values if isinstance(loss, dj.PerReplica) else [loss]
+    return sum(float(np.sum(np.asarray(part), dtype=np.float64)) for part in parts)

@@ -10,7 +10,6 @@ so that no figure is of a wrong result.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +19,8 @@ import jax
 import numpy as np
 
 import distribute_jax as dj
-from benchmarks._harness import (
-    Log,
-    environment,
-    interleaved,
-    ratio,
-    surroundings,
-    table,
-    write_report,
-)
+from benchmarks._benchmark import Benchmark, Row, main, replicas_text, there
+from benchmarks._harness import Log, Ratio, interleaved, interval_text, ratio, table
 
 BASELINE = "native"
 OPERATIONS: dict[str, Callable[[], dj.CrossDeviceOps]] = {
@@ -61,14 +53,15 @@ class Options:
             raise ValueError(f"{self}: the arrays are float32, so sizes are multiples of 4.")
 
 
+FULL = Options()
 QUICK = Options(sizes=(1 << 10, 1 << 20), replicas=(4,), rounds=5, calls=2)
 
 
 def measure(options: Options) -> Log:
     """Times every operation at every size."""
     log = Log()
-    log.records.append(environment())
-    for replicas in options.replicas:
+    log.start()
+    for replicas in there(options.replicas, int):
         for size in options.sizes:
             _measure_size(log, replicas, size, options)
     return log
@@ -121,7 +114,6 @@ def report(log: Log) -> str:
     """Writes the records as a page."""
     parts = [
         "# All-reduce by size",
-        surroundings(log.records[0]),
         "One call of `strategy.run` that sums a float32 array over the replicas, waited for. The "
         "bandwidth is what each replica must send at least, 2 (N-1) / N of the array, by the median "
         "time; the ratio is the median over the rounds of the time by that of `native`, with its 95% "
@@ -130,10 +122,9 @@ def report(log: Log) -> str:
     records = list(log.of("all_reduce"))
     for replicas in dict.fromkeys(record["replicas"] for record in records):
         parts += [
-            f"## {replicas} replicas",
+            f"## {replicas_text(replicas)}",
             _table([r for r in records if r["replicas"] == replicas]),
         ]
-    parts += ["## Command", "    python -m benchmarks.collectives --report"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -144,7 +135,7 @@ def _table(records: list[dict[str, Any]]) -> str:
             record["operation"],
             f"{record['us']:.0f}",
             f"{record['gb_per_s']:.3f}",
-            "{median:.2f} [{low:.2f}, {high:.2f}]".format(**record["ratio"]),
+            interval_text(record["ratio"]),
         ]
         for record in records
     ]
@@ -158,17 +149,30 @@ def _size_text(size: int) -> str:
     return f"{size} B"
 
 
-def main() -> None:
-    """Measures on eight simulated devices, and writes a report where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
-    parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
-    chosen = parser.parse_args()
-    dj.simulate(8)
-    log = measure(QUICK if chosen.quick else Options())
-    if chosen.report:
-        write_report("collectives", log, report(log))
+def headline(log: Log) -> list[Row]:
+    """Gives the other operations by XLA's own, at the largest array."""
+    largest = max(r["bytes"] for r in log.of("all_reduce"))
+    return [
+        Row(
+            f"all-reduce of {_size_text(largest)}, {replicas_text(r['replicas'])}",
+            f"{r['operation']} / {BASELINE}",
+            Ratio(**r["ratio"]),
+        )
+        for r in log.of("all_reduce")
+        if r["bytes"] == largest and r["operation"] != BASELINE
+    ]
 
+
+BENCHMARK = Benchmark(
+    name="collectives",
+    question="What an all-reduce costs under each cross-device operation.",
+    quick=QUICK,
+    full=FULL,
+    minutes=(0.4, 10),
+    measure=measure,
+    report=report,
+    headline=headline,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

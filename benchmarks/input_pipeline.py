@@ -10,43 +10,32 @@ epoch, from the start of the iterator until its last step has ended.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import distribute_jax as dj
-from benchmarks._harness import (
-    Log,
-    Ratio,
-    environment,
-    interleaved,
-    ratio,
-    surroundings,
-    table,
-    write_report,
-)
+from benchmarks._benchmark import Benchmark, Row, main
+from benchmarks._harness import Log, Ratio, interleaved, interval_text, ratio, table
+from benchmarks._loops import Loop, hand_written_loop, training_loop
 from benchmarks._sources import SOURCES
-from benchmarks._steps import MLP, batch_of, mesh_of, run_parts, shard_map_parts
+from benchmarks._steps import mesh_of, mirrored, shard_map_parts
+from benchmarks._workloads import MLP, Array
 from distribute_jax.data._source import find_source
 
-Batch = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-Loop = Callable[[], Any]
-"""Runs one epoch; gives what its last step gave."""
-
+Batch = tuple[Array, Array]
 OURS = "distribute_dataset and run"
 BARE_STEP = "the step alone, on one batch"
 BY_HAND = "hand-written prefetch and shard_map"
-AHEAD = 2
+IN_MEMORY, WAITING = 1.05, 1.15
+"""Targets for our loop: by the one written by hand, and by the slower of source and steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +56,15 @@ class Options:
             raise ValueError(f"{self}: every number is at least 1.")
 
 
+FULL = Options()
 QUICK = Options(batches=10, rounds=5)
 
 
 def measure(options: Options) -> Log:
     """Answers the three questions."""
     log = Log()
-    log.records.append(environment())
+    log.start()
+    options = replace(options, replicas=min(options.replicas, jax.device_count()))
     step_ms = _in_memory(log, options)
     _waiting(log, options, step_ms / 1e3)
     _by_source(log, options)
@@ -82,46 +73,18 @@ def measure(options: Options) -> Log:
 
 def in_memory(batches: int) -> list[Batch]:
     """Makes an epoch of batches that lie in memory, each with numbers of its own."""
-    x, y = batch_of(MLP)
+    x, y = MLP.first_batch()
     return [(x + np.float32(i / batches), y) for i in range(batches)]
 
 
 def our_loop(source: Any, replicas: int) -> Loop:
     """A loop as a user writes it."""
-    strategy, step, _ = run_parts(MLP, replicas)
-    dataset = strategy.distribute_dataset(source)
+    trained = mirrored(MLP, replicas)
+    strategy, dataset = trained.strategy, trained.strategy.distribute_dataset(source)
 
     def loop() -> Any:
         for batch in dataset:
-            loss = strategy.run(step, args=batch)
-        return loss
-
-    return loop
-
-
-def hand_written_loop(source: Iterable[Batch], replicas: int) -> Loop:
-    """The best loop by hand: batches are sent while earlier steps run, two at most are unfinished."""
-    jitted, state, _ = shard_map_parts(MLP, replicas)
-    split = NamedSharding(mesh_of(replicas), P("data"))
-    held = [state]
-
-    def sent() -> Iterator[Any]:
-        ready: deque[Any] = deque()
-        batches = iter(source)
-        for batch in itertools.islice(batches, AHEAD):
-            ready.append(jax.device_put(batch, split))
-        while ready:
-            yield ready.popleft()
-            for batch in itertools.islice(batches, 1):
-                ready.append(jax.device_put(batch, split))
-
-    def loop() -> Any:
-        unfinished: deque[Any] = deque()
-        for x, y in sent():
-            *held[0], loss = jitted(*held[0], x, y)
-            unfinished.append(loss)
-            if len(unfinished) > AHEAD:
-                jax.block_until_ready(unfinished.popleft())
+            loss = strategy.run(trained.step, args=batch)
         return loss
 
     return loop
@@ -129,19 +92,8 @@ def hand_written_loop(source: Iterable[Batch], replicas: int) -> Loop:
 
 def bare_loop(batches: int, replicas: int) -> Loop:
     """Steps on one batch that lies on the devices: no input at all."""
-    jitted, state, batch = shard_map_parts(MLP, replicas)
-    held = [state]
-
-    def loop() -> Any:
-        unfinished: deque[Any] = deque()
-        for _ in range(batches):
-            *held[0], loss = jitted(*held[0], *batch)
-            unfinished.append(loss)
-            if len(unfinished) > AHEAD:
-                jax.block_until_ready(unfinished.popleft())
-        return loss
-
-    return loop
+    jitted, state, batch = shard_map_parts(MLP, mesh_of(replicas))
+    return training_loop(jitted, state, lambda: [batch] * batches)
 
 
 def _in_memory(log: Log, options: Options) -> float:
@@ -149,7 +101,7 @@ def _in_memory(log: Log, options: Options) -> float:
     data = in_memory(options.batches)
     loops = {
         OURS: our_loop(data, options.replicas),
-        BY_HAND: hand_written_loop(data, options.replicas),
+        BY_HAND: hand_written_loop(MLP, data, options.replicas),
         BARE_STEP: bare_loop(options.batches, options.replicas),
     }
     timings = interleaved(loops, rounds=options.rounds, calls=1)
@@ -225,27 +177,24 @@ def report(log: Log) -> str:
     """Writes the records as a page."""
     parts = [
         "# Input pipeline",
-        surroundings(log.records[0]),
         "## Data in memory",
         f"MLP 784-512-10, batch {MLP.batch}: time of a step over an epoch, its ratio to {BY_HAND}, with "
-        "the 95% interval of the median. Target for ours: 1.05.",
+        f"the 95% interval of the median. Target for ours: {IN_MEMORY}.",
         _loops_table(log, "memory"),
         "## A source that waits as long as a step takes",
         "As for a disk or a network: the ratio of each loop to the slower of the two parts alone. "
-        "Without overlap it would be 2. Target: 1.15.",
+        f"Without overlap it would be 2. Target: {WAITING}.",
         _loops_table(log, "waiting"),
         "## Sources",
         "Examples a second of a source iterated by itself, and through `distribute_dataset` onto the "
         "devices, without a step; the ratio is of times.",
         _sources_table(log),
-        "## Command",
-        "    python -m benchmarks.input_pipeline --report",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _loops_table(log: Log, kind: str) -> str:
-    rows = [[r["column"], f"{r['ms']:.2f}", str(Ratio(**r["ratio"]))] for r in log.of(kind)]
+    rows = [[r["column"], f"{r['ms']:.2f}", interval_text(r["ratio"])] for r in log.of(kind)]
     return table(["loop", "ms a step", "ratio"], rows)
 
 
@@ -257,24 +206,37 @@ def _sources_table(log: Log) -> str:
             r["source"],
             f"{r['bare']:,.0f}",
             f"{r['distributed']:,.0f}",
-            str(Ratio(**r["ratio"])),
+            interval_text(r["ratio"]),
         ]
         for r in log.of("source")
     ]
     return table(["source", "bare, examples/s", "distributed, examples/s", "time ratio"], rows)
 
 
-def main() -> None:
-    """Measures on eight simulated devices, and writes a report where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
-    parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
-    chosen = parser.parse_args()
-    dj.simulate(8)
-    log = measure(QUICK if chosen.quick else Options())
-    if chosen.report:
-        write_report("input_pipeline", log, report(log))
+def headline(log: Log) -> list[Row]:
+    """Gives our loop by the one written by hand, and by the slower of a source and the steps."""
+    asked = (
+        ("memory", OURS, BY_HAND, "input in memory", IN_MEMORY),
+        ("waiting", "both", "the slower part", "input that waits as long as a step", WAITING),
+    )
+    return [
+        Row(question, f"{ours} / {theirs}", Ratio(**record["ratio"]), target)
+        for kind, ours, theirs, question, target in asked
+        for record in log.of(kind)
+        if record["column"] == ours
+    ]
 
+
+BENCHMARK = Benchmark(
+    name="input_pipeline",
+    question="What it costs to feed a training loop.",
+    quick=QUICK,
+    full=FULL,
+    minutes=(0.4, 3),
+    measure=measure,
+    report=report,
+    headline=headline,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

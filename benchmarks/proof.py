@@ -1,8 +1,8 @@
 """How often the proof of sync errs on random programs: never unsafely, and how often too carefully.
 
-    python -m benchmarks.proof                       1,000 programs, and prints JSON lines
-    python -m benchmarks.proof --programs 300        another number
-    python -m benchmarks.proof --report              also writes a dated report to benchmarks/reports/
+    python -m benchmarks.proof             1,000 programs, and prints JSON lines
+    python -m benchmarks.proof --report    also writes a dated report to benchmarks/reports/
+    python -m benchmarks.proof --quick     a minute's look: few programs
 
 Each program is proved, run on four replicas, and its outputs are compared bit by bit. A *false proof* is
 an output that is proved equal and differs. A *false alarm* is one that is not proved and yet is equal:
@@ -11,10 +11,10 @@ harmless, but a user would have to say ``dj.assume_mirrored``.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import distribute_jax as dj
-from benchmarks._harness import Log, environment, table, write_report
+from benchmarks._benchmark import Benchmark, Row, main
+from benchmarks._harness import Log, counted, table
 from benchmarks._programs import N, Statement, Values, outputs_of, programs
 from distribute_jax.program.proof._prove import prove
 
@@ -100,12 +101,32 @@ def _cause(source: str) -> str:
     return "the per-replica argument" if name == "x" else name
 
 
-def measure(number: int, start: int = 0) -> Log:
-    """Draws programs until that many have run, from a fixed seed, and counts."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is counted."""
+
+    programs: int = 1000
+    """Programs that run."""
+    start: int = 0
+    """The first seed."""
+
+    def __post_init__(self) -> None:
+        """Refuses a count of nothing."""
+        if self.programs < 1:
+            raise ValueError(f"{self}: at least one program.")
+
+
+FULL = Options()
+QUICK = Options(programs=60)
+
+
+def measure(options: Options) -> Log:
+    """Draws programs until as many have run, from a fixed seed, and counts."""
     log, figures, causes = Log(), Counter[str](), Counter[str]()
-    log.records.append(environment())
-    while figures["programs"] < number:
-        _draw(number - figures["programs"], start, figures, causes)
+    log.start()
+    start = options.start
+    while figures["programs"] < options.programs:
+        _draw(options.programs - figures["programs"], start, figures, causes)
         start += 1
     log.add("proof", **figures)
     log.add("causes", **dict(causes.most_common(10)))
@@ -153,7 +174,6 @@ def report(log: Log) -> str:
     found = [[name, number] for name, number in causes.items() if name != "kind"]
     parts = [
         "# The proof of sync on random programs",
-        "{date}, Python {python}, JAX {jax}, {system}.".format(**log.records[0]),
         "Programs of up to some thirty operations are drawn at random: collectives with and without "
         "groups, refs, callbacks, random bits, linear solves, custom derivatives, branches, loops, "
         "jit, recomputation, vmap and gradients. Each is proved, run on four replicas, and its outputs "
@@ -162,22 +182,27 @@ def report(log: Log) -> str:
         table(["what", "number"], rows),
         "## What the false alarms depend on",
         table(["source", "outputs"], found),
-        f"## Command\n\n    python -m benchmarks.proof --programs {figures['programs']} --report",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def main() -> None:
-    """Counts on simulated devices, and writes a report where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--programs", type=int, default=1000, help="how many to run")
-    parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
-    chosen = parser.parse_args()
-    dj.simulate(8)
-    log = measure(chosen.programs)
-    if chosen.report:
-        write_report("proof", log, report(log))
+def headline(log: Log) -> list[Row]:
+    """Gives the false proofs, of which there must be none."""
+    (figures,) = log.of("proof")
+    question = f"false proofs, {figures['programs']} random programs"
+    return [Row(question, "proved equal, and differ", counted(figures["false_proofs"]), 0.0)]
 
+
+BENCHMARK = Benchmark(
+    name="proof",
+    question="How often the proof of sync errs on random programs.",
+    quick=QUICK,
+    full=FULL,
+    minutes=(0.5, 12),
+    measure=measure,
+    report=report,
+    headline=headline,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

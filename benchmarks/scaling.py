@@ -11,22 +11,13 @@ processes, and with that step without its all-reduce.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import distribute_jax as dj
-from benchmarks._harness import (
-    Log,
-    environment,
-    interval_text,
-    ratio,
-    surroundings,
-    table,
-    write_report,
-)
+from benchmarks._benchmark import Benchmark, Row, main
+from benchmarks._harness import Log, Ratio, interval_text, ratio, table
 from benchmarks._job_steps import ALONE, BY_HAND, RUN, times
 from distribute_jax.testing import LocalCluster
 
@@ -38,7 +29,10 @@ TARGET = ((4, 1), 1.05)
 class Options:
     """What is measured, and how often."""
 
-    layouts: tuple[tuple[int, int], ...] = ((1, 1), (1, 4), (2, 2), (4, 1))
+    layouts: tuple[tuple[int, int], ...] = (
+        *((1, 1), (1, 2), (1, 4), (1, 8)),
+        *((2, 1), (2, 2), (4, 1), (4, 2)),
+    )
     """Processes, and devices of each."""
     batch: int = 256
     """Examples of the global batch where it stays the same (strong scaling)."""
@@ -61,13 +55,14 @@ class Options:
             raise ValueError(f"{self}: the batch is divided by the replicas of every layout.")
 
 
-QUICK = Options(layouts=((1, 1), (2, 2)), rounds=5, calls=2)
+FULL = Options()
+QUICK = Options(layouts=((1, 1), (2, 2)), kinds=("strong",), rounds=5, calls=2)
 
 
 def measure(options: Options) -> Log:
     """Starts a job for each layout and kind of scaling."""
     log = Log()
-    log.records.append(environment())
+    log.start()
     for scaling in options.kinds:
         for processes, devices in options.layouts:
             replicas = processes * devices
@@ -103,7 +98,6 @@ def report(log: Log) -> str:
     (processes, devices), limit = TARGET
     parts = [
         "# A step over several processes",
-        surroundings(log.records[0]),
         "MLP 784-512-10, Adam, float32, gloo on loopback; each step is waited for. The ratio is the median "
         "over the rounds of the time under `MultiWorkerMirroredStrategy.run` by that of the same step "
         "written by hand with `jit(shard_map)`, with its 95% interval; the target for "
@@ -116,7 +110,6 @@ def report(log: Log) -> str:
         if not records:
             continue
         parts += [f"## {scaling.capitalize()} scaling: {words}", _table(records)]
-    parts += ["## Command", "    python -m benchmarks.scaling --report"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -138,17 +131,31 @@ def _table(records: list[dict[str, Any]]) -> str:
     return table([*head, "examples/s to the first row", "ratio to by hand"], rows)
 
 
-def main() -> None:
-    """Measures, and writes a report where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
-    parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
-    chosen = parser.parse_args()
-    dj.simulate(4)
-    log = measure(QUICK if chosen.quick else Options())
-    if chosen.report:
-        write_report("scaling", log, report(log))
+def headline(log: Log) -> list[Row]:
+    """Gives the step under ``run`` by the one written by hand, for every layout of several processes."""
+    layout, limit = TARGET
+    return [
+        Row(
+            f"step, {r['processes']} processes × {r['devices']}, {r['scaling']} scaling",
+            f"{RUN} / {BY_HAND}",
+            Ratio(**r["ratio"]),
+            limit if (r["processes"], r["devices"]) == layout else None,
+        )
+        for r in log.of("step")
+        if r["processes"] > 1
+    ]
 
+
+BENCHMARK = Benchmark(
+    name="scaling",
+    question="What a step costs over several processes.",
+    quick=QUICK,
+    full=FULL,
+    minutes=(0.8, 6),
+    measure=measure,
+    report=report,
+    headline=headline,
+)
 
 if __name__ == "__main__":
-    main()
+    main(BENCHMARK)

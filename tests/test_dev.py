@@ -415,6 +415,23 @@ def test_the_demo_ends_with_a_job_that_failed_and_shows_one_help(
 
 
 @posix
+def test_the_benchmarks_get_what_was_asked_for(
+    repository: FakeRepository, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Quick or full, a folder seen from where the user is, and what dev.py does not know."""
+    repository.add_python("3.13.0")
+    assert dev.main(["bench"]) == 0
+    assert repository.calls()[-1] == "-m benchmarks --devices simulated"
+    folder = os.path.relpath(tmp_path)
+    asked = ["bench", "--full", "--report-dir", folder, "--devices", "real", "--only", "fit"]
+    assert dev.main(asked) == 0
+    assert repository.calls() == [
+        f"-m benchmarks --full --devices real --only fit --report-dir {tmp_path}"
+    ]
+    assert "jax[cuda12]" in capsys.readouterr().out
+
+
+@posix
 def test_a_folder_that_cannot_be_written(
     repository: FakeRepository,
     monkeypatch: pytest.MonkeyPatch,

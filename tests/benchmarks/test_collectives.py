@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmark_shape import answers_of
 
 from benchmarks import collectives
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_measurement_has_every_operation_at_every_size() -> None:
     options = collectives.Options(sizes=(8, 4096), replicas=(2, 4), rounds=2, calls=1)
-    log = collectives.measure(options)
+    log, text, rows = answers_of(collectives.BENCHMARK, options)
     records = list(log.of("all_reduce"))
     assert {(r["operation"], r["replicas"], r["bytes"]) for r in records} == {
         (name, n, size) for name in collectives.OPERATIONS for n in (2, 4) for size in (8, 4096)
@@ -26,7 +27,8 @@ def test_a_measurement_has_every_operation_at_every_size() -> None:
         assert record["ratio"]["rounds"] == 2
         if record["operation"] == collectives.BASELINE:
             assert record["ratio"]["median"] == 1.0
-    text = collectives.report(log)
+    assert len(rows) == 2 * 3
+    assert all("4 KiB" in row.question for row in rows)
     for name in collectives.OPERATIONS:
         assert len(re.findall(rf"^\| (8 B|4 KiB) \| {name} \|", text, re.MULTILINE)) == 4
     assert "## 2 replicas" in text

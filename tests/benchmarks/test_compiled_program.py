@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import pytest
 
-from benchmarks._steps import DEEP, MLP, Workload, run_parts, shard_map_parts
+from benchmarks._inside import compiled_of
+from benchmarks._steps import mesh_of, mirrored, shard_map_parts
+from benchmarks._workloads import CNN, DEEP, MLP, RESNET50, TRANSFORMER, Workload, images
+
+# What is counted grows with the batch and the images, and is the same for both.
+SMALL_TRANSFORMER = replace(TRANSFORMER, batch=8)
+SMALL_RESNET = replace(RESNET50, batch=8, data=partial(images, 32, 3, 1000))
 
 
 def counted(compiled: Any) -> dict[str, float]:
@@ -27,36 +35,43 @@ def counted(compiled: Any) -> dict[str, float]:
     }
 
 
-def program_of_run(work: Workload, replicas: int) -> Any:
-    strategy, step, batch = run_parts(work, replicas)
-    strategy.run(step, args=batch)
-    (program,) = strategy._runner._programs.values()
-    return program.compiled
-
-
 def hand_written(work: Workload, replicas: int) -> Any:
-    jitted, state, batch = shard_map_parts(work, replicas)
+    jitted, state, batch = shard_map_parts(work, mesh_of(replicas))
     return jitted.lower(*state, *batch).compile()
 
 
 @pytest.mark.parametrize(
     ("work", "replicas"),
-    [(MLP, 4), *(pytest.param(work, n, marks=pytest.mark.slow) for work, n in ((MLP, 1), (DEEP, 4))),
-     *(pytest.param(work, n, marks=pytest.mark.exhaustive) for work, n in
-       ((MLP, 2), (MLP, 8), (DEEP, 1)))],
-    ids=lambda value: value if isinstance(value, int) else f"{len(value.sizes) - 1} layers",
-)  # fmt: skip
+    [
+        (MLP, 4),
+        *(
+            pytest.param(work, n, marks=pytest.mark.slow)
+            for work, n in ((MLP, 1), (DEEP, 4), (CNN, 4))
+        ),
+        *(
+            pytest.param(work, n, marks=pytest.mark.exhaustive)
+            for work, n in (
+                *((MLP, 2), (MLP, 8), (DEEP, 1), (CNN, 1), (SMALL_TRANSFORMER, 1)),
+                *((SMALL_TRANSFORMER, 4), (SMALL_RESNET, 1), (SMALL_RESNET, 4)),
+            )
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, int) else value.name,
+)
 def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int) -> None:
-    ours, theirs = counted(program_of_run(work, replicas)), counted(hand_written(work, replicas))
+    ours, theirs = (
+        counted(compiled_of(mirrored(work, replicas))),
+        counted(hand_written(work, replicas)),
+    )
     # XLA adds up in float32, so the order of the operations shows in the last digit.
     assert ours == pytest.approx(theirs, rel=1e-6)
-    assert ours["aliased buffers"] == work.variables
+    assert ours["aliased buffers"] == work.variables()
     assert ours["all-reduces"] == 1
 
 
 @pytest.mark.slow
 def test_a_step_that_does_more_is_told_apart() -> None:
-    jitted, state, batch = shard_map_parts(MLP, 4)
+    jitted, state, batch = shard_map_parts(MLP, mesh_of(4))
     more = jax.jit(lambda *flat: [*jitted(*flat)[:-1], flat[0] * 2])
     changed = counted(more.lower(*state, *batch).compile())
     same = counted(hand_written(MLP, 4))

@@ -5,33 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmark_shape import TINY, answers_of
 
 from benchmarks import fit
-from benchmarks._fits import MLP, with_fit, with_run
+from benchmarks._fits import by_hand, with_fit, with_run
 
 pytestmark = pytest.mark.slow
 
-SMALL = fit.Options(
-    cases=(
-        fit.Case(
-            work=replace(MLP, batch=8, batches=2), replicas=2, together=1,
-            columns=(fit.FIT, fit.LOOP, fit.KERAS),
-        ),
-    ),
-    rounds=2,
-)  # fmt: skip
+WORK = replace(TINY, batches=4)
 
 
-def test_a_small_run_has_a_row_for_every_column(monkeypatch: pytest.MonkeyPatch):
-    """Equal losses and a ratio for those that are there; one that is not installed says so."""
-    monkeypatch.setattr(fit, "is_there", lambda name: name != fit.KERAS)
-    log = fit.measure(SMALL)
-    (losses,) = log.of("losses")
-    assert losses["losses"][fit.FIT] == pytest.approx(losses["losses"][fit.LOOP], rel=1e-5)
-    assert [record["column"] for record in log.of("epoch")] == [fit.FIT, fit.LOOP]
-    page = fit.report(log)
-    assert f"| {fit.KERAS} | not installed |" in page
-    assert f"| {fit.LOOP} |" in page
+def test_a_small_run_has_a_row_for_every_column():
+    """Equal losses, and two ratios for each; a row of the headline for each case."""
+    cases = tuple(fit.Case(work=WORK, replicas=2, together=k) for k in (1, 2))
+    log, page, rows = answers_of(fit.BENCHMARK, fit.Options(cases=cases, rounds=2))
+    for record in log.of("losses"):
+        assert record["losses"] == pytest.approx(
+            dict.fromkeys(fit.COLUMNS, record["losses"][fit.FIT]), rel=1e-5
+        )
+    assert [r["column"] for r in log.of("epoch")] == list(fit.COLUMNS) * 2
+    for name in fit.COLUMNS:
+        assert page.count(f"| {name} |") == 2
+    assert [row.question for row in rows] == [
+        "epoch, tiny, 2 replicas, 1 batch in a dispatch",
+        "epoch, tiny, 2 replicas, 2 batches in a dispatch",
+    ]
 
 
 def test_columns_that_train_differently_stop_the_run():
@@ -40,9 +38,15 @@ def test_columns_that_train_differently_stop_the_run():
         fit.equal_losses({fit.LOOP: lambda: 1.0, fit.FIT: lambda: 1.1})
 
 
-def test_the_loop_and_fit_go_on_alike():
+def test_the_three_ways_go_on_alike():
     """Three epochs one after the other, several batches in a dispatch."""
-    work = replace(MLP, batch=8, batches=4)
-    ours, loop = with_fit(work, 2, 2), with_run(work, 2, 2)
+    ours, loop, hand = (make(WORK, 2, 2) for make in (with_fit, with_run, by_hand))
     for _ in range(3):
-        assert ours() == pytest.approx(loop(), rel=1e-5)
+        expected = hand()
+        assert ours() == pytest.approx(expected, rel=1e-5)
+        assert loop() == pytest.approx(expected, rel=1e-5)
+
+
+def test_dispatches_that_do_not_make_up_an_epoch_are_refused():
+    with pytest.raises(ValueError, match="not whole dispatches"):
+        fit.Case(work=WORK, replicas=2, together=3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from benchmark_shape import answers_of
 from jax import lax
 
 from benchmarks import proof
@@ -52,12 +53,12 @@ def test_a_proof_that_trusts_everything_is_found_out(monkeypatch: pytest.MonkeyP
 
 def test_a_measurement_runs_as_many_programs_as_asked_and_reports_them() -> None:
     """Refused programs and those that JAX cannot differentiate are not among them."""
-    log = proof.measure(12)
+    log, text, rows = answers_of(proof.BENCHMARK, proof.Options(programs=12))
     (figures,) = log.of("proof")
     assert figures["programs"] >= 12
     assert figures["false_proofs"] == 0
     assert 0 < figures["proved"] <= figures["equal"] <= figures["outputs"]
-    text = proof.report(log)
+    assert [row.met for row in rows] == [True]
     assert f"| programs run | {figures['programs']} |" in text
     assert "| **false proofs** (proved equal, and differ) | **0** |" in text
     assert f"| {figures['false_alarms']} |" in text

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from benchmark_shape import answers_of
 
 from benchmarks import scaling
 
@@ -14,13 +15,14 @@ from benchmarks import scaling
 def test_a_measurement_is_complete_and_both_ways_train_alike() -> None:
     """Real processes take turns between run and the step by hand; the page has a row for the layout."""
     options = scaling.Options(layouts=((2, 1),), kinds=("weak",), share=2, rounds=2, calls=1)
-    log = scaling.measure(options)
+    log, page, rows = answers_of(scaling.BENCHMARK, options)
     (record,) = log.of("step")
     assert (record["scaling"], record["batch"]) == ("weak", 4)
     assert set(record["ms"]) == {scaling.RUN, scaling.BY_HAND, scaling.ALONE}
     assert min(record["ms"].values()) > 0
     assert record["ratio"]["rounds"] == 2
-    assert len(re.findall(r"^\| 2 × 1 \|", scaling.report(log), re.MULTILINE)) == 1
+    assert len(re.findall(r"^\| 2 × 1 \|", page, re.MULTILINE)) == 1
+    assert [row.target for row in rows] == [None]
 
 
 def test_figures_follow_from_the_seconds() -> None:

@@ -1,0 +1,75 @@
+"""What the benchmarks read from inside the package: the parts of a build, and the compiled program."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+
+from benchmarks._harness import stopwatch
+from benchmarks._steps import Trained
+from distribute_jax.program import RunOptions
+from distribute_jax.program._entry import Entry
+from distribute_jax.program._program import build
+from distribute_jax.program.binding._arguments import take_apart
+from distribute_jax.program.binding._bind import Binding
+from distribute_jax.program.lowering._plan import input_marks
+from distribute_jax.program.proof._prove import prove
+from distribute_jax.program.tracing._trace import Call, trace
+
+
+def entry_of(trained: Trained) -> tuple[Entry, list[Any]]:
+    """Gives the program that a call of ``run`` would use, compiled if need be, and its values."""
+    strategy = trained.strategy
+    arguments = take_apart(trained.batch, {}, strategy.mesh)
+    return strategy._runner.entry(trained.step, arguments, RunOptions())
+
+
+def compiled_of(trained: Trained) -> Any:
+    """Gives the compiled program of a step."""
+    return entry_of(trained)[0].program.compiled
+
+
+def build_seconds(trained: Trained) -> float:
+    """Times binding, tracing, proving, lowering and compiling a step."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    build(_call(trained), RunOptions())
+    return time.perf_counter() - start
+
+
+def parts_of_build(trained: Trained) -> dict[str, float]:
+    """Times the parts of what comes before lowering."""
+    times: dict[str, float] = {}
+    jax.clear_caches()
+    with stopwatch(times, "bind"):
+        call = _call(trained)
+    with stopwatch(times, "trace"):
+        traced = trace(call)
+    with stopwatch(times, "prove"):
+        marks = input_marks(call, traced)
+        prove(traced.jaxpr, marks, axis_size=trained.strategy.num_replicas_in_sync)
+    return times
+
+
+def _call(trained: Trained) -> Call:
+    strategy = trained.strategy
+    arguments = take_apart(trained.batch, {}, strategy.mesh)
+    binding = Binding(trained.step, arguments)
+    return Call(trained.step, binding, arguments, strategy, strategy.mesh)
+
+
+def host_seconds(trained: Trained, calls: int) -> list[float]:
+    """Times ``run`` with a program that returns at once what the real one gave."""
+    entry, values = entry_of(trained)
+    arguments = take_apart(trained.batch, {}, trained.strategy.mesh)
+    outs = entry.execute(entry.flat_inputs(values, arguments))
+    entry.store(outs)
+    entry.program.compiled = lambda *_: outs
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        trained.run()
+        times.append(time.perf_counter() - start)
+    return times

@@ -1,0 +1,65 @@
+"""Intervals, ratios of pairs, turns, and what counts as met."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks._benchmark import Row
+from benchmarks._harness import Ratio, calls_within, counted, in_turns, median_interval, ratio
+
+
+@pytest.mark.parametrize(
+    ("n", "rank"),
+    # From tables of the sign test at 95%: the interval is the rank-th smallest and largest value.
+    [(5, 1), (6, 1), (9, 2), (12, 3), (20, 6), (30, 10), (40, 14), (100, 40)],
+)
+def test_the_interval_of_a_median_has_the_ranks_of_the_sign_test(n: int, rank: int) -> None:
+    assert median_interval(range(1, n + 1)) == (rank, n + 1 - rank)
+
+
+def test_a_ratio_is_of_pairs() -> None:
+    # The machine was twice as slow in the second round, for both alike.
+    assert ratio([2.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == Ratio(2.0, 2.0, 2.0, 3)
+
+
+def test_each_column_takes_one_turn_in_each_round_in_changing_order() -> None:
+    taken: list[str] = []
+    columns = {name: lambda name=name: float(taken.append(name) or len(taken)) for name in "abc"}
+    timings = in_turns(columns, 8)
+    rounds = ["".join(taken[i : i + 3]) for i in range(0, 24, 3)]
+    assert {"".join(sorted(r)) for r in rounds} == {"abc"}
+    assert len(set(rounds)) > 1
+    assert [sorted(turn) for turn in zip(*timings.values(), strict=True)] == [
+        [3 * i + 1, 3 * i + 2, 3 * i + 3] for i in range(8)
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 2), (1e9, 7)])
+def test_a_turn_has_as_many_steps_as_fit_between_two_bounds(seconds: float, calls: int) -> None:
+    assert calls_within(seconds, lambda: None, most=7, least=2) == calls
+
+
+@pytest.mark.parametrize(
+    ("found", "target", "met"),
+    [
+        (Ratio(1.2, 1.04, 1.3, 30), 1.05, True),  # the lower end decides
+        (Ratio(1.2, 1.06, 1.3, 30), 1.05, False),
+        (Ratio(0.9, 0.8, 1.0, 29), 1.05, None),  # too few rounds
+        (Ratio(1.0, 1.0, 1.0, 40), None, None),  # no target
+        (counted(1.0), 1.0, True),
+        (counted(1.1), 1.0, False),
+    ],
+)
+def test_a_target_is_met_by_the_lower_end_of_enough_rounds(
+    found: Ratio, target: float | None, met: bool | None
+) -> None:
+    row = Row("question", "column", found, target)
+    assert row.met is met
+    assert (
+        row.cells[-1] == {True: "met", False: "not met", None: "only 29 rounds" * bool(target)}[met]
+    )
+
+
+def test_what_is_counted_has_no_interval() -> None:
+    assert str(counted(1.0)) == "1.00"
+    assert str(Ratio(1.0, 0.9, 1.1, 30)) == "1.00 [0.90, 1.10]"

@@ -1,0 +1,134 @@
+"""All benchmarks of one run: the page, the pictures, the records, and those that fail."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._benchmark import Benchmark, Row
+from benchmarks._harness import Log, Ratio, environment
+from benchmarks._suite import Answer, ask, print_rows, progress, write_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def small_answer(name: str = "small", status: int = 0, **more: Any) -> Answer:
+    """An answer whose records are made up."""
+    records = [
+        environment(),
+        {"kind": "step", "workload": "tiny", "replicas": 4, "ms": 2.5},
+        {
+            "kind": "headline",
+            "question": "step, tiny",
+            "column": "ours / theirs",
+            "ratio": {"median": 1.02, "low": 1.0, "high": 1.04, "rounds": 30},
+            "target": 1.05,
+        },
+    ]
+    benchmark: Benchmark[Any] = Benchmark(
+        name=name,
+        question="How small?",
+        quick=None,
+        full=None,
+        minutes=(0, 0),
+        measure=lambda _: Log(records),
+        report=lambda log: f"# Small\n\n## Part\n\n{next(log.of('step'))['ms']}\n",
+        headline=lambda _: [Row("step, tiny", "ours / theirs", Ratio(1.02, 1.0, 1.04, 30), 1.05)],
+        **more,
+    )
+    return Answer(benchmark, Log(records), status)
+
+
+def test_the_page_has_all_tables_pictures_and_records(tmp_path: Path) -> None:
+    """Where and how, the ratios, and each benchmark one heading lower with its picture."""
+    answers = [small_answer(), small_answer("drawn", draw=lambda _, path: path.write_bytes(b"PNG"))]
+    path = write_page(answers, tmp_path, "python3 dev.py bench", full=False)
+    page = path.read_text(encoding="utf-8")
+    assert path.name.startswith("quick_20")
+    assert page.startswith("# All benchmarks, a quick look\n")
+    assert "    python3 dev.py bench\n" in page
+    row = "| step, tiny | ours / theirs | 1.02 [1.00, 1.04] | ≤ 1.05 | met |"
+    assert page.count(row) == 2
+    assert page.count("\n## Small\n\n") == 2
+    assert page.count("\n### Part\n") == 2
+    assert f"![How small?]({path.stem}/drawn.png)" in page
+    assert (tmp_path / path.stem / "drawn.png").read_bytes() == b"PNG"
+    lines = (tmp_path / path.stem / "records.jsonl").read_text().splitlines()
+    kinds = [(json.loads(line)["benchmark"], json.loads(line)["kind"]) for line in lines]
+    each = ("environment", "step", "headline")
+    assert kinds == [(name, kind) for name in ("small", "drawn") for kind in each]
+
+
+def test_the_ratios_are_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows([small_answer()])
+    out = capsys.readouterr().out
+    assert "1.02 [1.00, 1.04]" in out
+    assert "met" in out
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"kind": "environment"}, ""),
+        ({"kind": "step", "workload": "MLP", "replicas": 4}, "step: MLP × 4"),
+        ({"kind": "step", "scaling": "weak", "processes": 2, "devices": 3}, "step: weak 2 × 3"),
+        ({"kind": "proof", "programs": 3}, "proof"),
+    ],
+)
+def test_progress_says_what_was_measured(record: dict[str, Any], text: str) -> None:
+    assert progress(record) == text
+
+
+def test_a_benchmark_that_fails_is_an_answer_without_records(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    answer = ask(small_answer("_no_such").benchmark, full=False, devices="simulated")
+    assert answer.status != 0
+    assert answer.log.records == []
+    assert "benchmarks._no_such" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", importlib.import_module("benchmarks.__main__").QUESTIONS)
+def test_every_question_has_a_benchmark_of_its_name(name: str) -> None:
+    benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    assert benchmark.name == name
+    assert type(benchmark.quick) is type(benchmark.full)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_ends_the_run_and_its_child(tmp_path: Path) -> None:
+    """Without a traceback, without a page, and without a process left behind."""
+    command = [sys.executable, "-m", "benchmarks", "--only", "proof", "--report-dir", str(tmp_path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        for line in run.stdout or ():
+            if line.startswith("[1/1] proof"):
+                break
+        time.sleep(1)
+        children = _children(run.pid)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "stopped; nothing was written" in out
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    assert children
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    )
+    return [int(child) for child in listed.stdout.split()]
