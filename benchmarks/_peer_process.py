@@ -1,0 +1,117 @@
+"""A peer seen from the benchmark: a process that is asked, waited for within a bound, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+END_WAIT = 5.0
+"""Seconds that a peer has to end by itself."""
+
+
+class PeerError(Exception):
+    """A peer that cannot go on; the message says what happened."""
+
+
+class PeerProcess:
+    """One peer in its own process. Blocked on its input while nobody asks, it takes no time.
+
+    Args:
+        command: what starts it; it speaks the protocol of ``benchmarks/peers/_protocol.py``.
+        environment: its environment variables.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            # A group of its own, so that what the peer starts can be ended with it.
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def answer(self, within: float) -> dict[str, Any]:
+        """Waits for one answer; the first one comes unasked and says that the peer is ready.
+
+        Raises:
+            PeerError: the peer ended, was silent for ``within`` seconds, or said something else.
+        """
+        try:
+            line = self._lines.get(timeout=within)
+        except queue.Empty:
+            raise PeerError(f"no answer within {within:.0f} s") from None
+        if not line:
+            raise PeerError(f"ended with status {self._status()}: {self._last_words()}")
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise PeerError(f"said {line.strip()!r}, which is no answer") from None
+        return answer
+
+    def ask(self, question: Mapping[str, Any], within: float) -> dict[str, Any]:
+        """Asks, and waits for the answer."""
+        self._write(question)
+        return self.answer(within)
+
+    def dismiss(self) -> None:
+        """Tells the peer to end, and does not wait for it."""
+        self._write({"end": True})
+        with suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+
+    def end(self) -> None:
+        """Ends the process and all that it started."""
+        self.dismiss()
+        self._status()
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _status(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(END_WAIT)
+        return None
+
+    def _read(self) -> None:
+        for line in self._process.stdout:  # type: ignore[union-attr]
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _write(self, question: Mapping[str, Any]) -> None:
+        # That a peer has gone is found out when its answer is read.
+        with suppress(OSError, ValueError):
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors if line.strip()]
+        return lines[-1] if lines else "without a word"
+
+
+def end_all(processes: Iterable[PeerProcess]) -> None:
+    """Ends processes side by side."""
+    processes = list(processes)
+    for process in processes:
+        process.dismiss()
+    for process in processes:
+        process.end()
