@@ -252,9 +252,9 @@ def report(log: Log) -> str:
         surroundings(log.records[0]),
         "All peers start from the same weights, take the same batches in the same order, and train with "
         f"Adam in float32. *Losses* says whether those of the first {LOSS_STEPS} steps agree with ours to "
-        f"{LOSS_TOLERANCE:g}. *Time to ours* is a step's time divided by ours: below 1 the peer is faster, by "
-        "its kernels or by its way of distributing. *N over one* is a framework's examples/s on N replicas "
-        "over its own on one: the cost of distributing, whatever the kernels. Medians over paired "
+        f"{LOSS_TOLERANCE:g}. *Time to ours* is a step's time divided by ours: below 1 the peer is faster, "
+        "by its kernels or by its way of distributing. *N over one* is a framework's examples/s on N "
+        "replicas over its own on one: the cost of distributing, whatever the kernels. Medians over paired "
         "rounds with their 95% intervals. The batches are on the devices, but for Keras, whose `fit` takes "
         "them from the host. PyTorch has a process for each replica, with an equal share of the cores, at "
         "least one thread; the others have all cores for all replicas.",
@@ -267,7 +267,7 @@ def report(log: Log) -> str:
         parts.append(f"## {workload}, {replicas} replica{'s' if replicas > 1 else ''}")
         rows = [_row(name, peers[name]) for name in PEERS if name in peers]
         parts.append(table(["", "losses", "examples/s", "time to ours", "N over one"], rows))
-    parts += ["## Versions", *_versions(log)]
+    parts += ["## Versions", "\n".join(_versions(log))]
     parts += ["## Command", "    python3 dev.py bench --peers"]
     return "\n\n".join(parts) + "\n"
 

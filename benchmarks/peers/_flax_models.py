@@ -83,10 +83,11 @@ def model_of(start: Start) -> Any:
     """Builds the model with its initial weights."""
     model = _untrained(start)
     params = nnx.state(model, nnx.Param)
-    paths = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(params))[0]
-    names = [".".join(str(key.key) for key in path) for path, _ in paths]
-    values = [start.weights[name].reshape(leaf.shape) for name, (_, leaf) in zip(names, paths)]
-    nnx.update(model, jax.tree.unflatten(jax.tree.structure(params), map(jnp.asarray, values)))
+    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+    leaves, structure = jax.tree.flatten(params)
+    named = zip(names, leaves, strict=True)
+    values = [jnp.asarray(start.weights[name].reshape(leaf.shape)) for name, leaf in named]
+    nnx.update(model, jax.tree.unflatten(structure, values))
     return model
 
 

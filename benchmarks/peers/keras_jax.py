@@ -6,11 +6,17 @@ import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
+from itertools import cycle
+
 import jax
 import keras
+import numpy as np
 
 from benchmarks.peers._keras_models import model_of, optimizer
-from benchmarks.peers._protocol import Start, serve
+from benchmarks.peers._protocol import Array, Start, serve
+
+REPEATS = 4
+"""How often the batches stand in memory: a turn has at most so many times their number of steps."""
 
 
 class KerasTrainer:
@@ -19,7 +25,11 @@ class KerasTrainer:
     def __init__(self, start: Start) -> None:
         devices = keras.distribution.list_devices()[: start.replicas]
         keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
-        self.start, self.at = start, 0
+        self.start = start
+        # One after the other in memory, so that a turn is a view.
+        self.x, self.y = (
+            np.concatenate(np.tile(a, (REPEATS,) + (1,) * (a.ndim - 1))) for a in (start.x, start.y)
+        )
         self.model = model_of(start)
         self.model.compile(
             optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -27,18 +37,17 @@ class KerasTrainer:
 
     def losses(self, steps: int) -> list[float]:
         """Trains, and gives each step's loss: one ``fit`` for each."""
-        return [self._fit(1) for _ in range(steps)]
+        batches = cycle(zip(self.start.x, self.start.y, strict=True))
+        return [self._fit(*next(batches)) for _ in range(steps)]
 
     def run(self, steps: int) -> None:
         """Trains for one epoch of so many steps."""
-        self._fit(steps)
+        examples = steps * self.start.x.shape[1]
+        self._fit(self.x[:examples], self.y[:examples])
 
-    def _fit(self, steps: int) -> float:
-        count, batch = self.start.x.shape[:2]
-        taken = [(self.at + i) % count for i in range(steps)]
-        self.at += steps
-        x, y = (a[taken].reshape(-1, *a.shape[2:]) for a in (self.start.x, self.start.y))
-        history = self.model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+    def _fit(self, x: Array, y: Array) -> float:
+        size = self.start.x.shape[1]
+        history = self.model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
         return float(history.history["loss"][0])
 
 

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import distributed as dist, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers._protocol import EPSILON, LEARNING_RATE, Start, serve
@@ -30,7 +30,7 @@ class Perceptron(nn.Module):
     def forward(self, x: Any) -> Any:
         """Maps (batch, features) to logits."""
         for layer in self.layers[:-1]:
-            x = F.relu(layer(x))
+            x = functional.relu(layer(x))
         return self.layers[-1](x)
 
 
@@ -48,8 +48,8 @@ class CNN(nn.Module):
         """Maps images (batch, height, width, channels) to logits; they stay so in memory."""
         x = x.permute(0, 3, 1, 2)
         for conv in (self.conv1, self.conv2):
-            x = F.max_pool2d(F.relu(conv(x)), 2)
-        x = F.relu(self.dense(x.permute(0, 2, 3, 1).flatten(1)))
+            x = functional.max_pool2d(functional.relu(conv(x)), 2)
+        x = functional.relu(self.dense(x.permute(0, 2, 3, 1).flatten(1)))
         return self.head(x)
 
 
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         """Maps (batch, length, width) to the same shape."""
         parts = (self.query(x), self.key(x), self.value(x))
         heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -80,7 +80,7 @@ class Block(nn.Module):
     def forward(self, x: Any) -> Any:
         """Maps (batch, length, width) to the same shape."""
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.relu(self.up(self.norm2(x))))
+        return x + self.down(functional.relu(self.up(self.norm2(x))))
 
 
 class Transformer(nn.Module):
@@ -146,7 +146,7 @@ def rank_steps(start: Start, rank: int, link: Connection, port: int) -> None:
     def step() -> Any:
         x, y = next(batches)
         adam.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss = functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
         loss.backward()
         adam.step()
         return loss.detach()

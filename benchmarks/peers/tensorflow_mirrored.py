@@ -66,4 +66,4 @@ def _strategy(replicas: int) -> Any:
 
 
 if __name__ == "__main__":
-    serve(TensorFlowTrainer, tf, tf.keras)
+    serve(TensorFlowTrainer, tf)
