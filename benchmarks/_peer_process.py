@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 END_WAIT = 5.0
-"""Seconds that a peer has to end by itself."""
+"""Seconds that a peer has to end by itself once it was told to."""
 
 
 class PeerError(Exception):
@@ -46,7 +46,8 @@ class PeerProcess:
             start_new_session=True,
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def answer(self, within: float) -> dict[str, Any]:
         """Waits for one answer; the first one comes unasked and says that the peer is ready.
@@ -77,15 +78,17 @@ class PeerProcess:
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
 
-    def end(self) -> None:
-        """Ends the process and all that it started."""
+    def end(self, within: float = END_WAIT) -> None:
+        """Ends the process and all that it started, by force after so many seconds."""
         self.dismiss()
-        self._status()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(within)
         if hasattr(os, "killpg"):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
+        self._reader.join()
         self._errors.close()
 
     def _status(self) -> int | None:
@@ -94,8 +97,9 @@ class PeerProcess:
         return None
 
     def _read(self) -> None:
-        for line in self._process.stdout:  # type: ignore[union-attr]
-            self._lines.put(line)
+        with self._process.stdout as lines:  # type: ignore[union-attr]
+            for line in lines:
+                self._lines.put(line)
         self._lines.put("")
 
     def _write(self, question: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ class Options:
     """Seconds in which a peer must answer."""
 
 
-QUICK = Options(replicas=(1, 4), rounds=8)
+QUICK = Options(replicas=(1, 4), rounds=10)
 
 
 def measure(options: Options) -> Log:
@@ -126,8 +126,7 @@ class _Session:
             if python is None:
                 self._absent(key, why_absent(package, self.options))
             else:
-                module = f"benchmarks.peers.{key[0]}"
-                command = [python, "-m", module, self.work.model, str(key[1]), self.path]
+                command = peer_command(python, key, self.work, self.path)
                 self.alive[key] = PeerProcess(command, peer_environment(key[1]))
         for key, answer in self._each(lambda peer: peer.answer(self.options.ready_within)):
             self._add("ready", key, versions=answer["ready"])
@@ -142,11 +141,11 @@ class _Session:
     def _turns(self) -> dict[Key, list[float]]:
         times: dict[Key, list[float]] = {key: [] for key in self.alive}
         draw = random.Random(0)
-        for _ in range(self.options.rounds):
+        for _ in range(1 + self.options.rounds):
             order = draw.sample(list(self.alive), len(self.alive))
             for key, answer in self._asked({"turn": self.work.calls}, order):
                 times[key].append(answer["seconds"])
-        return {key: times[key] for key in self.alive}
+        return {key: times[key][1:] for key in self.alive}  # the first round warms up
 
     def _record(self, times: Mapping[Key, list[float]]) -> None:
         for (name, replicas), own in times.items():
@@ -170,7 +169,7 @@ class _Session:
             try:
                 yield key, wait(self.alive[key])
             except PeerError as problem:
-                self.alive.pop(key).end()
+                self.alive.pop(key).end(within=0)
                 self._absent(key, str(problem))
 
     def _absent(self, key: Key, why: str) -> None:
@@ -191,6 +190,11 @@ def why_absent(package: str, options: Options) -> str:
     """Says why there is no interpreter for a package."""
     made = f"{package} is not installed: `python3 dev.py bench --peers` makes its environment"
     return options.absent.get(package, made)
+
+
+def peer_command(python: str, key: Key, work: Work, path: str) -> list[str]:
+    """Gives what starts a peer."""
+    return [python, "-m", f"benchmarks.peers.{key[0]}", work.model, str(key[1]), path]
 
 
 def peer_environment(replicas: int) -> dict[str, str]:

@@ -101,7 +101,7 @@ MLP = Work(
     shapes=_layer("layers.0", 784, 512) | _layer("layers.1", 512, 10),
     data=partial(images, (784,)),
     batch=256,
-    calls=20,
+    calls=40,
 )
 CNN = Work(
     name="CNN 28×28",

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.peers._keras_models import model_of, optimizer
 from benchmarks.peers._protocol import Array, Start, serve
 
-REPEATS = 4
+REPEATS = 5
 """How often the batches stand in memory: a turn has at most so many times their number of steps."""
 
 
