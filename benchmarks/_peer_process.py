@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,20 +46,36 @@ class PeerProcess:
             # A group of its own, so that what the peer starts can be ended with it.
             start_new_session=True,
         )
+        self._started = time.monotonic()
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def answer(self, within: float) -> dict[str, Any]:
-        """Waits for one answer; the first one comes unasked and says that the peer is ready.
+    def ready(self, within: float) -> dict[str, str]:
+        """Waits until the peer is ready, and gives the versions that it tells.
+
+        Raises:
+            PeerError: it ended, was not ready so many seconds after its start, or said something else.
+        """
+        left = max(0.0, self._started + within - time.monotonic())
+        answer = self._answer(left, f"not ready within {within:.0f} s")
+        versions: dict[str, str] = answer["ready"]
+        return versions
+
+    def ask(self, question: Mapping[str, Any], within: float) -> dict[str, Any]:
+        """Asks, and waits for the answer.
 
         Raises:
             PeerError: the peer ended, was silent for ``within`` seconds, or said something else.
         """
+        self._write(question)
+        return self._answer(within, f"no answer within {within:.0f} s")
+
+    def _answer(self, within: float, silent: str) -> dict[str, Any]:
         try:
             line = self._lines.get(timeout=within)
         except queue.Empty:
-            raise PeerError(f"no answer within {within:.0f} s") from None
+            raise PeerError(silent) from None
         if not line:
             raise PeerError(f"ended with status {self._status()}: {self._last_words()}")
         try:
@@ -66,11 +83,6 @@ class PeerProcess:
         except ValueError:
             raise PeerError(f"said {line.strip()!r}, which is no answer") from None
         return answer
-
-    def ask(self, question: Mapping[str, Any], within: float) -> dict[str, Any]:
-        """Asks, and waits for the answer."""
-        self._write(question)
-        return self.answer(within)
 
     def dismiss(self) -> None:
         """Tells the peer to end, and does not wait for it."""
@@ -88,7 +100,7 @@ class PeerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        self._reader.join()
+        self._reader.join(END_WAIT)
         self._errors.close()
 
     def _status(self) -> int | None:

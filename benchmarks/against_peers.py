@@ -128,14 +128,14 @@ class _Session:
             else:
                 command = peer_command(python, key, self.work, self.path)
                 self.alive[key] = PeerProcess(command, peer_environment(key[1]))
-        for key, answer in self._each(lambda peer: peer.answer(self.options.ready_within)):
-            self._add("ready", key, versions=answer["ready"])
+        for key, versions in self._each(lambda peer: peer.ready(self.options.ready_within)):
+            self._add("ready", key, versions=versions)
 
     def _compare_losses(self) -> None:
         losses = dict(self._asked({"losses": LOSS_STEPS}))
         for key, answer in losses.items():
-            expected = losses.get((OURS, key[1]), answer)["losses"]
-            text = loss_difference(answer["losses"], expected)
+            ours = losses.get((OURS, key[1]), {"losses": None})["losses"]
+            text = loss_difference(answer["losses"], ours)
             self._add("losses", key, losses=answer["losses"], differs=text)
 
     def _turns(self) -> dict[Key, list[float]]:
@@ -207,8 +207,10 @@ def peer_environment(replicas: int) -> dict[str, str]:
     return kept
 
 
-def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> str:
+def loss_difference(losses: Sequence[float], expected: Sequence[float] | None) -> str:
     """Says where a peer's losses leave ours, or nothing where they agree."""
+    if expected is None:
+        return "ours has none"
     for step, (own, ours) in enumerate(zip(losses, expected, strict=True), 1):
         if not math.isclose(own, ours, rel_tol=LOSS_TOLERANCE):
             return f"loss of step {step} is {own:.4f} instead of {ours:.4f}"

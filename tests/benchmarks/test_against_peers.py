@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import against_peers
 from benchmarks._peer_process import PeerError, PeerProcess
-from benchmarks.against_peers import OURS, PEERS, Options, measure, report
+from benchmarks.against_peers import OURS, PEERS, Options, loss_difference, measure, report
 from benchmarks.peers import distribute_jax, nnx_jit, pmap, shard_map, sharded_jit
 from benchmarks.peers._models import MLP
 from benchmarks.peers._protocol import Start, write_start
@@ -91,7 +91,7 @@ def test_a_peer_answers_and_ends_when_nobody_asks_any_more(fake: list[str], tmp_
     """Versions, losses and seconds come as lines of JSON; what a framework prints does not disturb."""
     peer = PeerProcess([*fake, "ok", "mlp", "3", start_file(tmp_path)], dict(os.environ))
     try:
-        assert set(peer.answer(30)["ready"]) == {"python", "numpy"}
+        assert set(peer.ready(30)) == {"python", "numpy"}
         assert peer.ask({"losses": 2}, 30) == {"losses": [0.0, 0.0]}
         assert 0.001 <= peer.ask({"turn": 3}, 30)["seconds"] < 0.1
         peer._process.stdin.close()
@@ -171,6 +171,14 @@ def test_an_interrupt_ends_every_peer(
         measure(Options(works=(TINY,), replicas=(1,), peers=(OURS, "pmap")))
     assert len(pids) == 2
     assert all(map(ended, pids))
+
+
+def test_losses_are_compared_step_by_step():
+    """Rounding passes; one loss that differs, or is no number, is named."""
+    assert loss_difference([2.0, 1.0], [2.0, 1.0005]) == ""
+    assert loss_difference([2.0, 1.0], [2.0, 1.01]) == "loss of step 2 is 1.0000 instead of 1.0100"
+    assert loss_difference([float("nan")], [2.0]) == "loss of step 1 is nan instead of 2.0000"
+    assert loss_difference([2.0], None) == "ours has none"
 
 
 def test_a_package_that_is_not_installed_has_no_python(monkeypatch: pytest.MonkeyPatch):
