@@ -2,12 +2,12 @@
 
     python -m benchmarks.against_peers             measures, and prints JSON lines
     python -m benchmarks.against_peers --report    also writes a dated report to benchmarks/reports/
-    python -m benchmarks.against_peers --quick     a look: few rounds, 1 and 4 replicas
+    python -m benchmarks.against_peers --quick     a look: few rounds, only 4 replicas
 
 Every peer is a process of its own (``benchmarks/peers/``), and may be of another environment:
-``--python tensorflow=/path/to/python``. All processes of a workload live at once, with every number of
-replicas; they take turns in a random order, round after round, and sleep in between. A peer that is
-missing, dies or hangs is a row that says so.
+``--python tensorflow=/path/to/python``. The processes on one and on N replicas of a workload live at once
+(16, in 2 to 10 GB); they take turns in a random order, round after round, and sleep in between. A peer that
+is missing, dies or hangs is a row that says so.
 
 Two figures are told apart. *Time to ours* compares frameworks, and with them their kernels. *N over one*
 is what is left of a framework's own examples/s when its replicas share this machine: the cost of
@@ -74,7 +74,8 @@ class Options:
     """What is measured, and how often."""
 
     works: tuple[Work, ...] = (MLP, CNN, TRANSFORMER)
-    replicas: tuple[int, ...] = (1, 2, 4, 8)
+    replicas: tuple[int, ...] = (2, 4, 8)
+    """Each is measured together with one replica."""
     peers: tuple[str, ...] = tuple(PEERS)
     pythons: Mapping[str, str] = field(default_factory=dict)
     """The interpreter for a package of ``PEERS``; without one, this interpreter where it has it."""
@@ -88,7 +89,7 @@ class Options:
     """Seconds in which a peer must answer."""
 
 
-QUICK = Options(replicas=(1, 4), rounds=10)
+QUICK = Options(replicas=(4,), rounds=10)
 
 
 def measure(options: Options) -> Log:
@@ -99,15 +100,17 @@ def measure(options: Options) -> Log:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "start.npz")
             write_start(path, work.weights(), *work.batches(BATCHES))
-            _Session(log, options, work, path).run()
+            for replicas in options.replicas:
+                _Session(log, options, work, replicas, path).run()
     return log
 
 
 class _Session:
-    """The processes of one workload, and what they said."""
+    """The processes of a workload on one and on N replicas, and what they said."""
 
-    def __init__(self, log: Log, options: Options, work: Work, path: str) -> None:
+    def __init__(self, log: Log, options: Options, work: Work, replicas: int, path: str) -> None:
         self.log, self.options, self.work, self.path = log, options, work, path
+        self.replicas = tuple(dict.fromkeys((1, replicas)))
         self.alive: dict[Key, PeerProcess] = {}
 
     def run(self) -> None:
@@ -120,7 +123,7 @@ class _Session:
             end_all(self.alive.values())
 
     def _start(self) -> None:
-        for key in [(name, n) for n in self.options.replicas for name in self.options.peers]:
+        for key in [(name, n) for n in self.replicas for name in self.options.peers]:
             package = PEERS[key[0]][1]
             python = python_for(package, self.options)
             if python is None:
@@ -155,8 +158,9 @@ class _Session:
                 facts["time"] = ratio(own, ours)
             if one is not None and replicas > 1:
                 facts["kept"] = ratio(one, own)
+                facts["kept_each"] = [a / b for a, b in zip(one, own, strict=True)]
             speed = self.work.batch / statistics.median(own)
-            self._add("speed", (name, replicas), examples_per_s=speed, seconds=own, **facts)
+            self._add("speed", (name, replicas), examples_per_s=speed, **facts)
 
     def _asked(
         self, question: Mapping[str, Any], keys: Sequence[Key] | None = None
@@ -176,7 +180,14 @@ class _Session:
         self._add("absent", key, why=why)
 
     def _add(self, kind: str, key: Key, **fields: Any) -> None:
-        self.log.add(kind, workload=self.work.name, replicas=key[1], peer=key[0], **fields)
+        self.log.add(
+            kind,
+            workload=self.work.name,
+            replicas=key[1],
+            beside=self.replicas[-1],
+            peer=key[0],
+            **fields,
+        )
 
 
 def python_for(package: str, options: Options) -> str | None:
@@ -231,24 +242,23 @@ RIVALS = ("shard_map", "keras_jax", "tensorflow_mirrored", "pytorch_ddp")
 
 
 def headline(log: Log) -> list[Row]:
-    """Compares the cost of distributing: a rival's N over one divided by ours, at most 1."""
-    speeds = {(r["workload"], r["replicas"], r["peer"]): r for r in log.of("speed")}
-    rows = []
-    for workload in dict.fromkeys(record["workload"] for record in log.of("speed")):
-        keys = [(workload, n, OURS) for n in (1, HEADLINE_REPLICAS)]
-        for rival in RIVALS:
-            keys_of_rival = [(workload, n, rival) for n in (1, HEADLINE_REPLICAS)]
-            if all(key in speeds for key in keys + keys_of_rival):
-                ours, theirs = (_kept(speeds, pair) for pair in (keys, keys_of_rival))
-                question = f"examples/s kept on {HEADLINE_REPLICAS} replicas, {workload}"
-                column = f"{PEERS[rival][0]} ÷ ours"
-                rows.append(Row(question, column, ratio(theirs, ours), 1.0))
-    return rows
-
-
-def _kept(speeds: Mapping[Any, Any], keys: Sequence[Any]) -> list[float]:
-    one, several = (speeds[key]["seconds"] for key in keys)
-    return [a / b for a, b in zip(one, several, strict=True)]
+    """Compares the cost of distributing: what a rival keeps divided by what we keep, at most 1."""
+    kept = {
+        (record["workload"], record["peer"]): record["kept_each"]
+        for record in log.of("speed")
+        if record["replicas"] == HEADLINE_REPLICAS and "kept_each" in record
+    }
+    return [
+        Row(
+            f"examples/s kept on {HEADLINE_REPLICAS} replicas, {workload}",
+            f"{PEERS[rival][0]} ÷ ours",
+            ratio(kept[workload, rival], kept[workload, OURS]),
+            1.0,
+        )
+        for workload in dict.fromkeys(workload for workload, _ in kept)
+        for rival in RIVALS
+        if (workload, rival) in kept and (workload, OURS) in kept
+    ]
 
 
 def report(log: Log) -> str:
@@ -266,9 +276,10 @@ def report(log: Log) -> str:
         "least one thread; the others have all cores for all replicas.",
     ]
     cases: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for record in log.records[1:]:
-        case = cases.setdefault((record["workload"], record["replicas"]), {})
-        case.setdefault(record["peer"], {}).update(record)
+    for kind in ("absent", "losses", "speed"):
+        for record in log.of(kind):
+            case = cases.setdefault((record["workload"], record["replicas"]), {})
+            case.setdefault(record["peer"], {}).update(record)
     for (workload, replicas), peers in cases.items():
         parts.append(f"## {workload}, {replicas} replica{'s' if replicas > 1 else ''}")
         rows = [_row(name, peers[name]) for name in PEERS if name in peers]
@@ -280,7 +291,7 @@ def report(log: Log) -> str:
 
 def _row(name: str, record: Mapping[str, Any]) -> list[str]:
     label = PEERS[name][0]
-    if "why" in record:
+    if "examples_per_s" not in record:
         return [label, record["why"].replace("|", "¦"), "", "", ""]
     ratios = [interval_text(record[k]) if k in record else "" for k in ("time", "kept")]
     return [label, record["differs"] or "equal", f"{record['examples_per_s']:,.0f}", *ratios]
@@ -303,6 +314,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
     works = {work.model: work for work in Options.works}
     parser.add_argument("--only", nargs="+", choices=works, default=list(works), metavar="MODEL")
+    parser.add_argument("--replicas", type=int, nargs="+", help="beside one replica")
     for name, what in (("python", "PATH"), ("absent", "WHY")):
         parser.add_argument(f"--{name}", action="append", default=[], metavar=f"PACKAGE={what}")
     chosen = parser.parse_args()
@@ -311,6 +323,7 @@ def main() -> None:
     options = dataclasses.replace(
         base,
         works=tuple(works[name] for name in chosen.only),
+        replicas=tuple(chosen.replicas or base.replicas),
         pythons=_pairs(chosen.python),
         absent=_pairs(chosen.absent),
     )

@@ -122,7 +122,7 @@ def test_peers_that_are_missing_die_hang_or_train_differently_are_rows_that_say_
     started = time.monotonic()
     options = Options(
         works=(TINY,),
-        replicas=(1, 4),
+        replicas=(4,),
         peers=(OURS, "shard_map", "pmap", "nnx_jit", "keras_jax", "tensorflow_mirrored", "pytorch_ddp"),
         pythons={"keras": sys.executable},
         absent={"torch": "no CPU build", "tensorflow": "no network"},
@@ -208,7 +208,7 @@ def test_the_peers_on_jax_train_alike():
 @pytest.mark.slow
 def test_processes_on_jax_are_measured():
     """Ours and the hand-written step, in processes of their own."""
-    log = measure(Options(works=(TINY,), replicas=(1, 2), peers=(OURS, "shard_map"), rounds=2))
+    log = measure(Options(works=(TINY,), replicas=(2,), peers=(OURS, "shard_map"), rounds=2))
     assert not list(log.of("absent"))
     assert {record["differs"] for record in log.of("losses")} == {""}
     kept = [record for record in log.of("speed") if "kept" in record]
