@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-END_WAIT = 5.0
+END_WAIT = 3.0
 """Seconds that a peer has to end by itself once it was told to."""
 
 
@@ -126,9 +126,10 @@ class PeerProcess:
 
 
 def end_all(processes: Iterable[PeerProcess]) -> None:
-    """Ends processes side by side."""
+    """Ends processes side by side: they have the same few seconds."""
     processes = list(processes)
     for process in processes:
         process.dismiss()
+    deadline = time.monotonic() + END_WAIT
     for process in processes:
-        process.end()
+        process.end(max(0.0, deadline - time.monotonic()))
