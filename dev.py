@@ -76,7 +76,12 @@ PyPI brings several GB of CUDA with it on Linux; where pip knows no other one, t
 BENCH_HELP = """\
 Without --full: few rounds, in less than five minutes on two cores. Writes a dated page with tables and
 pictures, and prints a table of ratios. Arguments that dev.py does not know go on to the benchmarks, for
-example `python3 dev.py bench --only memory fit`."""
+example `python3 dev.py bench --only memory fit`.
+
+--peers measures beside hand-written JAX, Flax, Keras, TensorFlow and PyTorch, and makes an
+environment for each of the last three. One that cannot be made is a row that says so: PyTorch is
+only installed as a CPU build, since its package on PyPI brings several GB of CUDA with it on Linux;
+where pip knows none, type first `export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`."""
 
 DEMO_HELP = """\
 Trains with a loop of its own (examples/digits.py), compares with one device, and trains once more
@@ -123,6 +128,10 @@ class Contents(NamedTuple):
     """A file with the packages that it adds and their versions, or ""."""
     cost: str
     """What making it takes."""
+    command: str = ""
+    """The command of this file that needs it."""
+    alone: bool = False
+    """Whether it holds only what is in ``pins``, without the project and its tools."""
 
 
 SUITE = Contents("", "", "", "about 900 MB on disk, 1-3 minutes")
@@ -131,7 +140,24 @@ SOURCES = Contents(
     "3.11",
     os.path.join("constraints", "sources-python-3.11.txt"),
     "about 3.4 GB on disk, 2-4 minutes",
+    "test --sources",
 )
+PEERS = {
+    name: Contents(
+        "-peers-" + name,
+        python,
+        os.path.join("constraints", "peers-{}.txt".format(name)),
+        cost,
+        "bench --peers",
+        alone=True,
+    )
+    for name, python, cost in [
+        ("keras", "", "about 700 MB on disk, 1 minute"),
+        ("tensorflow", "", "about 1.5 GB on disk, 1-2 minutes"),
+        ("torch", "3.11", "about 1 GB on disk, 1 minute"),
+    ]
+}  # type: Dict[str, Contents]
+"""The environments of the benchmarks' peers, by the package that each is about."""
 
 
 def say(message: str) -> None:
@@ -258,7 +284,7 @@ def select(contents: Contents = SUITE) -> Python:
             "PYTHON={} is Python {}, but {} has the optional libraries for Python {} only.\n".format(
                 quoted(wanted), python.release, contents.pins, contents.python
             )
-            + "Next: PYTHON={} python3 dev.py test --sources".format(contents.python)
+            + "Next: PYTHON={} python3 dev.py {}".format(contents.python, contents.command)
         )
     return python
 
@@ -422,9 +448,11 @@ def create(folder: str, python: Python, contents: Contents) -> None:
     open(os.path.join(folder, MARKER), "w").close()
     logged(venv_command(python, folder), "making the environment", python)
     pip = [venv_python(folder), "-m", "pip", "install", "-qq", "-c", constraints]
-    logged(pip + BUILD_TOOLS, "installing the build tools", python)
-    # Without isolation pip builds with the tools just installed: pinned, and found offline.
-    editable = ["--no-build-isolation", "-e", "{}[{}]".format(ROOT, EXTRAS)]
+    editable = []  # type: List[str]
+    if not contents.alone:
+        logged(pip + BUILD_TOOLS, "installing the build tools", python)
+        # Without isolation pip builds with the tools just installed: pinned, and found offline.
+        editable = ["--no-build-isolation", "-e", "{}[{}]".format(ROOT, EXTRAS)]
     # Most of the optional libraries is never imported, and compiling it all takes half a minute.
     added = ["--no-compile", "-r", os.path.join(ROOT, contents.pins)] if contents.pins else []
     logged(pip + added + editable, "installing the packages", python)
@@ -542,6 +570,8 @@ def demo(options: argparse.Namespace, rest: List[str]) -> int:
 
 def bench(options: argparse.Namespace, rest: List[str]) -> int:
     """Runs the benchmarks."""
+    if options.peers:
+        return bench_peers(options.full, rest)
     arguments = ["--devices", options.devices, *rest]
     if options.full:
         arguments.insert(0, "--full")
@@ -633,6 +663,24 @@ def compilation_cache() -> Dict[str, str]:
     }
 
 
+def bench_peers(full: bool, rest: List[str]) -> int:
+    """Measures beside the peers; one whose environment cannot be made is a row that says so."""
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(environment_ready())
+        arguments = ["--report"] if full else ["--report", "--quick"]
+        for package, contents in PEERS.items():
+            try:
+                python = venv_python(held.enter_context(environment_ready(contents)))
+                arguments += ["--python", "{}={}".format(package, python)]
+            except SetupError as problem:
+                say(str(problem))
+                why = str(problem).splitlines()[0].partition(". ")[0]
+                arguments += ["--absent", "{}={}".format(package, why)]
+        environment = job_environment(dict(os.environ), folder, simulated=True)
+        command = [venv_python(folder), "-m", "benchmarks.against_peers", *arguments, *rest]
+        return run(command, environment)
+
+
 def run_steps(steps: List[Tuple[str, List[str]]], python: str, environment: Dict[str, str]) -> int:
     """Runs every step, then says which failed and how to repeat it."""
     failed = []
@@ -680,6 +728,9 @@ def parser() -> argparse.ArgumentParser:
     bench_command = command("bench", bench, "measure", BENCH_HELP)
     bench_command.add_argument(
         "--full", action="store_true", help="every case, at least 30 paired rounds: hours"
+    )
+    bench_command.add_argument(
+        "--peers", action="store_true", help="beside other frameworks, on simulated devices"
     )
     bench_command.add_argument(
         "--report-dir", metavar="FOLDER", help="where the page is written (benchmarks/reports)"

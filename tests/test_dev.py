@@ -291,6 +291,32 @@ def test_the_optional_libraries_are_pinned_as_cpu_builds() -> None:
     assert not set(pinned) & set(pins_of(dev.ROOT / Path("constraints/python-3.11.txt")))
 
 
+@pytest.mark.parametrize("contents", dev.PEERS.values(), ids=dev.PEERS)
+def test_the_peers_are_pinned_beside_the_constraints(contents: dev.Contents) -> None:
+    lines = [
+        line for line in (REPOSITORY / contents.pins).read_text().splitlines() if line[0] != "#"
+    ]
+    names = {re.split("[=;]", line)[0]: "==" in line for line in lines}
+    assert not [name for name in names if name.startswith("nvidia") or name == "tensorflow"]
+    # Without a version here there is one in the constraints, and the other way round.
+    for path in CONSTRAINTS:
+        pinned = pins_of(path)
+        assert {name: name not in pinned for name in names} == names
+    # Two tests of one library are of one version.
+    elsewhere = pins_of(SOURCES)
+    for line in lines:
+        name, _, version = line.partition(";")[0].partition("==")
+        assert version.removesuffix("+cpu") in ("", elsewhere.get(name, ""))
+
+
+def test_torch_is_never_the_package_that_brings_cuda() -> None:
+    lines = (REPOSITORY / dev.PEERS["torch"].pins).read_text().splitlines()
+    asked = [line for line in lines if line.startswith("torch==")]
+    assert [line for line in asked if 'sys_platform != "linux"' not in line] == [
+        'torch==2.13.0+cpu; sys_platform == "linux"'
+    ]
+
+
 # The environment
 
 
@@ -539,6 +565,43 @@ def test_the_sources_on_another_python(
     error = capsys.readouterr().err
     assert "PYTHON=3.13 is Python 3.13.0, but constraints/sources-python-3.11.txt" in error
     assert "Next: PYTHON=3.11 python3 dev.py test --sources" in error
+
+
+@posix
+def test_each_peer_has_an_environment_with_nothing_else(
+    repository: FakeRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.add_python("3.11.7")
+    assert dev.main(["bench", "--peers", "--only", "mlp"]) == 0
+    *made, measured = repository.calls()[2:]
+    assert [call.partition(" -r ")[2] for call in made] == [
+        f"{repository.root}/constraints/peers-{name}.txt" for name in dev.PEERS
+    ]
+    pythons = " ".join(
+        f"--python {name}={repository.root}/.venv-peers-{name}/bin/python" for name in dev.PEERS
+    )
+    start = "-m benchmarks.against_peers --report --quick"
+    assert measured == f"{start} {pythons} --only mlp"
+    assert "creating .venv-peers-torch with Python 3.11.7" in capsys.readouterr().out
+    assert dev.main(["bench", "--peers", "--full"]) == 0
+    assert repository.calls() == [f"-m benchmarks.against_peers --report {pythons}"]
+
+
+@posix
+def test_a_peer_that_cannot_be_installed_is_told_to_the_benchmark(
+    repository: FakeRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.add_python("3.12.1")
+    repository.fail_on("peers-keras")
+    assert dev.main(["bench", "--peers"]) == 0
+    output = capsys.readouterr().out
+    assert "installing the packages failed" in output
+    measured = repository.calls()[-1]
+    assert (
+        "--absent keras=installing the packages failed (exit status 1, Python 3.12.1)" in measured
+    )
+    assert "--absent torch=No usable Python 3.11 was found:" in measured
+    assert "--python tensorflow=" in measured
 
 
 # Running jobs
