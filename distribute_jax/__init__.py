@@ -23,15 +23,12 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 - ``cli``: the command ``distribute-jax``.
 """
 
+from typing import TYPE_CHECKING
+
 from distribute_jax import (
-    callbacks as callbacks,
     cluster_resolver as cluster_resolver,
     data as data,
     experimental as experimental,
-    losses as losses,
-    metrics as metrics,
-    summary as summary,
-    testing as testing,
     tpu as tpu,
 )
 from distribute_jax._errors import (
@@ -67,13 +64,13 @@ from distribute_jax._errors import (
     TracedValueError as TracedValueError,
     UnsupportedError as UnsupportedError,
 )
+from distribute_jax._later import load_later
 from distribute_jax._public import publish
 from distribute_jax._values import (
     DistributedValues as DistributedValues,
     Mirrored as Mirrored,
     PerReplica as PerReplica,
 )
-from distribute_jax.checkpoint import CheckpointManager as CheckpointManager
 from distribute_jax.cluster import report_step as report_step
 from distribute_jax.collectives import (
     CrossDeviceOps as CrossDeviceOps,
@@ -93,10 +90,6 @@ from distribute_jax.data import (
     InputOptions as InputOptions,
     InputReplicationMode as InputReplicationMode,
     PartialPolicy as PartialPolicy,
-)
-from distribute_jax.losses import (
-    compute_average_loss as compute_average_loss,
-    scale_regularization_loss as scale_regularization_loss,
 )
 from distribute_jax.processes import ClusterOptions as ClusterOptions, is_chief as is_chief
 from distribute_jax.program import (
@@ -121,23 +114,57 @@ from distribute_jax.strategies import (
     has_strategy as has_strategy,
     in_cross_replica_context as in_cross_replica_context,
 )
-from distribute_jax.testing import simulate as simulate
 from distribute_jax.tpu._start import (
     experimental_connect_to_cluster as experimental_connect_to_cluster,
     initialize_tpu_system as initialize_tpu_system,
-)
-from distribute_jax.training import (
-    AddedLoss as AddedLoss,
-    DTypePolicy as DTypePolicy,
-    Model as Model,
-    Optimizer as Optimizer,
-    unpack_x_y_sample_weight as unpack_x_y_sample_weight,
 )
 from distribute_jax.variables import (
     Variable as Variable,
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
 )
+
+# What builds on `run` and the strategies: a program that uses none of it does not wait for it either.
+if TYPE_CHECKING:
+    from distribute_jax import (
+        callbacks as callbacks,
+        losses as losses,
+        metrics as metrics,
+        summary as summary,
+        testing as testing,
+    )
+    from distribute_jax.checkpoint import CheckpointManager as CheckpointManager
+    from distribute_jax.losses import (
+        compute_average_loss as compute_average_loss,
+        scale_regularization_loss as scale_regularization_loss,
+    )
+    from distribute_jax.testing import simulate as simulate
+    from distribute_jax.training import (
+        AddedLoss as AddedLoss,
+        DTypePolicy as DTypePolicy,
+        Model as Model,
+        Optimizer as Optimizer,
+        unpack_x_y_sample_weight as unpack_x_y_sample_weight,
+    )
+else:
+    __getattr__ = load_later(
+        globals(),
+        {
+            "callbacks": (),
+            "checkpoint": ("CheckpointManager",),
+            "losses": ("compute_average_loss", "scale_regularization_loss"),
+            "metrics": (),
+            "summary": (),
+            "testing": ("simulate",),
+            "training": (
+                "AddedLoss",
+                "DTypePolicy",
+                "Model",
+                "Optimizer",
+                "unpack_x_y_sample_weight",
+            ),
+        },
+    )
 
 __version__ = "0.1.0"
 
@@ -238,3 +265,7 @@ __all__ = [
 ]
 
 publish(globals(), __all__, "distribute_jax")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> None:
-    """Sets ``__module__`` of functions and classes that are listed in a public package."""
+    """Sets ``__module__`` of functions and classes that are listed in a public package and loaded."""
     for name in names:
-        value = namespace[name]
+        value = namespace.get(name)
         if _is_inside(value):
             value.__module__ = module
 

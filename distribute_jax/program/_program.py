@@ -108,9 +108,8 @@ def build(call: Call, options: RunOptions, home: Home | None = None) -> Program:
     lies = layouts(call, traced, decided, sharded)
     order, written, kept, arrays = _input_order(traced)
     avals = input_avals(call, traced)
-    one_replica = replica_function(
-        traced, decided, lies, [place.get() for _, place, _ in call.binding.arrays]
-    )
+    captured = [place.get() for _, place, _ in call.binding.arrays]
+    one_replica = replica_function(traced, decided, lies, captured, compiler.evaluate(call.mesh))
     ordered = _Reordered(one_replica, order, avals)
     donated = _donatable(traced, written, options)
     given = [*range(donated), *_donated_arguments(call, traced, order, lies, options)]

@@ -85,7 +85,9 @@ def list_faults(package: ModuleType) -> Iterator[str]:
 def _imported_for_users(module: ModuleType) -> set[str]:
     """Gives the names that the module's source imports in the form ``X as X``, or defines."""
     tree = ast.parse(inspect.getsource(module))
-    aliases = [a for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names]
+    # Imports for type checkers are those of names that are loaded later.
+    body = [n for part in tree.body for n in getattr(part, "body", [part])]
+    aliases = [a for n in body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names]
     defined = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     names = {a.asname for a in aliases if a.asname == a.name} | set(defined)
     return {name for name in names if name and not name.startswith("_")}

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import distribute_jax as dj
+
 ROOT = Path(__file__).parents[2]
 OPTIONAL = (
     *(
@@ -28,6 +30,15 @@ OPTIONAL = (
     *("tensorflow", "torch", "tqdm"),
 )
 
+# What builds on `run` and the strategies is loaded when one of its names is first read.
+LATER = tuple(
+    f"distribute_jax.{part}"
+    for part in (
+        *("callbacks", "checkpoint", "cli", "launch", "losses", "metrics", "summary", "testing"),
+        "training",
+    )
+)
+
 # What the required packages load by themselves is theirs, so they are imported first.
 _PROBE = """
 import contextlib, io, json, logging, os, sys, warnings
@@ -43,7 +54,8 @@ try:
     started = jax.device_count() != 3
 except RuntimeError:
     started = True
-new = {{name.partition(".")[0] for name in set(sys.modules) - loaded}}
+new = set(sys.modules) - loaded
+new |= {{name.partition(".")[0] for name in new}}
 print("report:" + json.dumps({{
     "started": started,
     "printed": printed.getvalue(),
@@ -68,7 +80,7 @@ SILENT = {
 def effects_of(statement: str, *paths: Path) -> dict[str, Any]:
     """Runs a statement in a new process and says what it started, printed, loaded and changed."""
     probe = _PROBE.format(
-        statement=statement, paths=[str(p) for p in paths], optional=set(OPTIONAL)
+        statement=statement, paths=[str(p) for p in paths], optional={*OPTIONAL, *LATER}
     )
     environment = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC"}}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
@@ -82,6 +94,26 @@ def effects_of(statement: str, *paths: Path) -> dict[str, Any]:
 
 def test_importing_the_package_has_no_effect_but_the_import() -> None:
     assert effects_of("import distribute_jax", ROOT) == SILENT
+
+
+_ALL_IN_A_STEP = """
+import sys, jax, distribute_jax as dj
+jax.make_jaxpr(lambda: [getattr(dj, name) for name in dj.__all__] and ())()
+ours = [vars(m) for name, m in sys.modules.items() if name.startswith("distribute_jax")]
+assert not any(isinstance(value, jax.core.Tracer) for table in ours for value in table.values())
+"""
+
+
+def test_a_name_first_read_while_a_step_is_traced_loads_its_part_and_nothing_else() -> None:
+    effects = effects_of(_ALL_IN_A_STEP, ROOT)
+    assert set(effects["loaded"]) == set(LATER) - {"distribute_jax.cli"}
+    assert {**effects, "loaded": []} == SILENT
+
+
+def test_a_name_that_the_package_lacks_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'distribute_jax' has no attribute 'Modell'"):
+        _ = dj.Modell
+    assert set(dj.__all__) <= set(dir(dj))
 
 
 BROKEN = {

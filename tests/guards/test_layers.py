@@ -11,6 +11,7 @@ from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
     ("_errors", "_public", "_typing"),
+    ("_later",),
     ("_mesh", "_tree"),
     ("_fitting",),
     ("_internals",),

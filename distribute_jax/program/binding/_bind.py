@@ -41,7 +41,6 @@ class Binding:
         self.watch = graph.watch
         self.watch.seal()
         self._below = self.watch.look()
-        self._below_ids: list[int] | None = None
         self._hold(values)
 
     def _hold(self, values: list[Any]) -> None:
@@ -53,11 +52,11 @@ class Binding:
         self.on_release: list[Callable[[], None]] = []
         self.anchors = {id(v) for v in values if isinstance(v, (nnx.Pytree, nnx.Variable))}
         self._roots = [_weakly(values[i], weakref.ref(self)) for i in steady]
+        # A root that is also seen from below must not be kept alive from here.
         root_ids = set(self._root_ids)
-        if any(id(value) in root_ids for value in self._below):
-            # A root that is also seen from below must not be kept alive from here.
-            self._below_ids = list(map(id, self._below))
-            self._below = [value for value in self._below if id(value) not in root_ids]
+        self._shared = {i: id(v) for i, v in enumerate(self._below) if id(v) in root_ids}
+        for i in self._shared:
+            self._below[i] = None
 
     def holds(self, values: list[Any]) -> bool:
         """Tells by identity whether these roots, and all below, are what was bound."""
@@ -68,9 +67,13 @@ class Binding:
         if not self.watch.same_bytes():
             return False
         below = self.watch.look()
-        if self._below_ids is not None:
-            return list(map(id, below)) == self._below_ids
-        return len(below) == len(self._below) and all(map(operator.is_, below, self._below))
+        if len(below) != len(self._below):
+            return False
+        for i, shared in self._shared.items():
+            if id(below[i]) != shared:
+                return False
+            below[i] = None
+        return all(map(operator.is_, below, self._below))
 
     def shares_roots(self, other: Binding) -> bool:
         """Tells whether a module or variable that both reach directly is the same."""
@@ -84,7 +87,7 @@ class Binding:
         """Lets go of everything bound, once an object that the step reached is gone."""
         self.variables, self.arrays, self.statics = [], [], {}
         self.watch.release()
-        self._below, self._below_ids = [], []
+        self._below, self._shared = [], {}
         for clear in self.on_release:
             clear()
         self.on_release = []

@@ -18,6 +18,9 @@ from distribute_jax.program.lowering._plan import Plan
 from distribute_jax.program.proof._marks import ClosedJaxpr
 from distribute_jax.program.tracing._trace import Call, Traced, abstract
 
+Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
+"""Gives the function that a jaxpr is."""
+
 
 @dataclass(frozen=True, eq=False)
 class Layouts:
@@ -105,7 +108,7 @@ def used_inputs(traced: Traced) -> list[bool]:
 
 
 def replica_function(
-    traced: Traced, plan: Plan, lies: Layouts, arrays: Sequence[Any]
+    traced: Traced, plan: Plan, lies: Layouts, arrays: Sequence[Any], evaluate: Evaluate
 ) -> Callable[..., list[jax.Array]]:
     """Gives the program of one replica over all flat inputs, as a lowering will call it."""
     state = len(plan.combine)
@@ -117,7 +120,7 @@ def replica_function(
     def one_replica(*flat: jax.Array) -> list[jax.Array]:
         inputs = [x[0] if stacked else x for x, stacked in zip(flat, lies.stacked, strict=True)]
         consts = [inputs[at[id(c)]] if id(c) in at else c for c in traced.jaxpr.consts]
-        outs = jex_core.jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
+        outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [
             combined(rule, out, inputs[old[i]])
             if rule is Combine.INCREMENTS

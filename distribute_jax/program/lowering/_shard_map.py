@@ -16,6 +16,14 @@ from distribute_jax.program.tracing._trace import Call
 _WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
 
 
+def maps_shards(mesh: Mesh) -> bool:
+    """Tells whether a step is compiled through ``shard_map`` here.
+
+    XLA's partitioner fails on a sum over a manual axis of size 1 beside automatic ones (JAX 0.10.2).
+    """
+    return num_replicas(mesh) > 1 or mesh.size == 1
+
+
 def compile_shard_map(
     call: Call,
     one_replica: Callable[..., list[jax.Array]],
@@ -25,8 +33,7 @@ def compile_shard_map(
 ) -> Callable[..., list[jax.Array]]:
     """Compiles for the mesh; the result takes and gives flat global arrays."""
     mesh = call.mesh
-    if num_replicas(mesh) == 1 and mesh.size > 1:
-        # XLA's partitioner fails on a sum over a manual axis of size 1 beside automatic ones (JAX 0.10.2).
+    if not maps_shards(mesh):
         return compile_vmap(call, one_replica, lies, avals, donated)
     mapped = jax.shard_map(
         one_replica,
