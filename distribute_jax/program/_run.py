@@ -46,6 +46,7 @@ from distribute_jax.program.checks._verify import verify
 from distribute_jax.program.lowering._home import Home
 from distribute_jax.program.lowering._lowerings import COMPILERS
 from distribute_jax.program.lowering._place_state import kept_shardings, place_state
+from distribute_jax.program.lowering._shares import divide_state, is_shared
 from distribute_jax.program.processes._same_course import Calls, note_call, note_made
 from distribute_jax.program.processes._same_program import check_same_program
 from distribute_jax.program.processes._same_values import agree_on_values
@@ -64,23 +65,37 @@ class Runner:
     """The programs of one strategy."""
 
     def __init__(
-        self, strategy: Any, mesh: Mesh, steps_in_flight: int | None, home: Home | None = None
+        self,
+        strategy: Any,
+        mesh: Mesh,
+        steps_in_flight: int | None,
+        home: Home | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
         """Starts with no program.
 
         Args:
             strategy: what code inside a step sees as its strategy.
             mesh: where the replicas lie.
-            steps_in_flight: how many steps may be dispatched and not finished; None for no limit.
+            steps_in_flight: how many steps may be dispatched and not finished; None for no limit on
+                accelerators, and 2 on CPU, where more can deadlock.
             home: where state lies between steps; None for mirrored over the mesh.
+            shares: whether the replicas share the state of optimizers, rather than all hold it.
         """
         self._strategy, self._mesh, self._home = strategy, mesh, home
+        self.shares = shares
         self._entries: dict[Any, list[Entry]] = {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._recompilations = Recompilations()
         self._notices = Notices()
-        self.steps_in_flight = steps_in_flight
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self.steps_in_flight = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
         self._in_flight: deque[tuple[Any, Program, str]] = deque()
+
+    def for_strategy(self, strategy: Any) -> Runner:
+        """Gives a runner like this one, with no program yet, for another strategy on its mesh."""
+        return Runner(strategy, self._mesh, self.steps_in_flight, self._home, shares=self.shares)
 
     def __call__(
         self,
@@ -214,10 +229,7 @@ class Runner:
         self._forget_dead()
         binding = Binding(fn, arguments)
         check_left_behind(binding)
-        keeps = COMPILERS[options.lowering].keeps_sharding
-        place_state(binding, self._mesh, self._home, keep_sharding=keeps, warn=warn)
-        agree_on_values(binding, self._mesh)
-        placement = kept_shardings(binding, self._mesh) if keeps else ()
+        placement = self._place(binding, options, warn=warn)
         key = (binding.key, placement, *head[1:])
         program = self._programs.get(key)
         if program is None:
@@ -225,7 +237,7 @@ class Runner:
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             compiling = doing(f"{COMPILING} {step_name(fn)}")
             with contents_restored_on_error(binding), compilable(step_name(fn)), compiling:
-                program = build(call, options, self._home)
+                program = build(call, options, self._home, shares=self.shares)
                 if program.traced.created:
                     self._create(call, program, may_create=may_create)
                     return self._enter(head, fn, arguments, options, warn=warn, may_create=False)
@@ -247,6 +259,21 @@ class Runner:
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
         return entry
+
+    def _place(self, binding: Binding, options: RunOptions, *, warn: bool) -> tuple[Any, ...]:
+        """Puts state where it lies between steps, and says of each leaf how it is divided."""
+        keeps_all = COMPILERS[options.lowering].keeps_sharding
+        place_state(
+            binding,
+            self._mesh,
+            self._home,
+            keeps=lambda variable: keeps_all or (self.shares and is_shared(variable)),
+            warn=warn,
+        )
+        agree_on_values(binding, self._mesh)
+        if self.shares:
+            divide_state(binding, self._mesh)
+        return kept_shardings(binding, self._mesh) if keeps_all or self.shares else ()
 
     def _create(self, call: Call, program: Program, *, may_create: bool) -> None:
         """Computes the first values of variables that a step makes."""
