@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._typing import StepFunction
 from distribute_jax.processes import COMPILING, doing, stepped
@@ -56,6 +57,11 @@ from distribute_jax.program.tracing._traced_value import compilable, step_name
 
 _MOST_PROGRAMS = 64
 _DEFAULT = RunOptions()
+
+_WHOLE = """\
+RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
+share the state of optimizers. Use RunOptions(lowering="shard_map"), the default, or make the strategy \
+without shard_optimizer_state=True."""
 
 # While a step is traced the user's own objects hold tracers, which no other thread may see.
 one_at_a_time = threading.RLock()
@@ -262,6 +268,8 @@ class Runner:
 
     def _place(self, binding: Binding, options: RunOptions, *, warn: bool) -> tuple[Any, ...]:
         """Puts state where it lies between steps, and says of each leaf how it is divided."""
+        if self.shares and not COMPILERS[options.lowering].shares:
+            raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
         keeps_all = COMPILERS[options.lowering].keeps_sharding
         place_state(
             binding,

@@ -39,6 +39,8 @@ class Compiler:
     """Whether several steps can be one program."""
     keeps_sharding: bool = False
     """Whether state that lies sharded over the replicas stays so."""
+    shares: bool = True
+    """Whether the replicas can share the state of optimizers."""
     refusing: Callable[[Any, int], AbstractContextManager[None]] = _anything
     """Gives a context for compiling a jaxpr for N replicas, which refuses what does not work."""
 
@@ -46,5 +48,5 @@ class Compiler:
 COMPILERS: dict[Lowering, Compiler] = {
     "shard_map": Compiler(compile_shard_map),
     "vmap": Compiler(compile_vmap, keeps_sharding=True, refusing=refusing_unbatchable),
-    "pmap": Compiler(compile_pmap, donates=False, scans=False),
+    "pmap": Compiler(compile_pmap, donates=False, scans=False, shares=False),
 }
