@@ -37,20 +37,19 @@ def z4() -> dj.MirroredStrategy:
 
 
 class Net(nnx.Module):
-    """Two layers that can be divided, and one of 35 × 35 that cannot."""
+    """A layer of 33 × 35, which cannot be divided, and one of 35 × 64."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(16, 64, rngs=rngs)
-        self.second = nnx.Linear(64, 35, rngs=rngs)
-        self.third = nnx.Linear(35, 35, rngs=rngs)
+        self.first = nnx.Linear(33, 35, rngs=rngs)
+        self.second = nnx.Linear(35, 64, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.third(nnx.tanh(self.second(nnx.tanh(self.first(x)))))
+        return self.second(nnx.tanh(self.first(x)))
 
 
-DIVIDED = 16 * 64 + 64 * 35
-WHOLE = 64 + 35 + 35 * 35 + 35
+DIVIDED = 35 * 64
+WHOLE = 33 * 35 + 35 + 64
 
 
 def is_kernel(params: Any) -> Any:
@@ -73,7 +72,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 def batches(sizes: list[int]) -> list[Any]:
     """Batches of these sizes."""
     rng = np.random.default_rng(3)
-    return [(rng.normal(size=(n, 16)).astype("f"), rng.integers(0, 35, n)) for n in sizes]
+    return [(rng.normal(size=(n, 33)).astype("f"), rng.integers(0, 64, n)) for n in sizes]
 
 
 def made(strategy: dj.Strategy, tx: Any, **kwargs: Any) -> tuple[Net, Any]:
@@ -88,9 +87,7 @@ def update(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """The step of one replica; our own optimizer sums the gradients itself."""
 
     def loss_fn(model: Net) -> jax.Array:
-        return dj.compute_average_loss(
-            optax.softmax_cross_entropy_with_integer_labels(model(x), y)
-        )
+        return dj.compute_average_loss(optax.softmax_cross_entropy_with_integer_labels(model(x), y))
 
     replica = dj.get_replica_context()
     loss, grads = nnx.value_and_grad(loss_fn)(model)
@@ -119,15 +116,20 @@ def assert_close(a: Any, b: Any, rtol: float = 2e-5) -> None:
 def trained(strategy: dj.Strategy, names: tuple[str, ...]) -> Any:
     """Ten steps with each optimizer, in one program; partial batches among them."""
     pairs = {name: made(strategy, OPTIMIZERS[name]()) for name in names}
+
     def step(x: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         return {name: update(*pair, x, y) for name, pair in pairs.items()}
 
-    data = batches([16, 16, 13, 16, 16, 16, 1, 16, 16, 16])
+    data = batches([16, 16, 16, 13, 16, 16, 16, 16, 1, 16])
     losses = [
         jax.tree.map(float, strategy.run(step, args=batch))
         for batch in strategy.distribute_dataset(data)
     ]
-    return losses, {name: [values(x) for x in pair] for name, pair in pairs.items()}, strategy._runner.programs()
+    return (
+        losses,
+        {name: [values(x) for x in pair] for name, pair in pairs.items()},
+        strategy._runner.programs(),
+    )
 
 
 @functools.cache
@@ -204,12 +206,12 @@ def test_each_device_keeps_its_share_from_the_first_step_on(replicas: int) -> No
     assert memory.alias_size_in_bytes == params + share
     if replicas > 1:
         found = collectives_of(program)
-        assert (found["reduce-scatter"], found["all-gather"]) == (2, 2)
+        assert (found["reduce-scatter"], found["all-gather"]) == (1, 1)
         assert found["all-to-all"] == found["collective-permute"] == 0
 
 
 def test_the_whole_state_is_not_put_together_inside_the_step(z4: dj.MirroredStrategy) -> None:
-    """What is gathered are the two weights; an Adam step needs less memory than with mirrored state."""
+    """What is gathered is the weight; an Adam step needs less memory than with mirrored state."""
     used = {}
     for strategy in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
         model, optimizer = made(strategy, OPTIMIZERS["clipped"]())
@@ -249,7 +251,7 @@ def test_accumulated_gradients_and_steps_in_one_dispatch(replicas: int) -> None:
         if strategy.num_replicas_in_sync > 1:
             assert strategy._runner.programs() == 1
             found = collectives_of(program_of(strategy))
-            assert (found["reduce-scatter"], found["all-gather"]) == (2, 2)
+            assert (found["reduce-scatter"], found["all-gather"]) == (1, 1)
             _outside_conditions_is_no(program_of(strategy), "all-gather")
     assert_close(results[1], results[0], 2e-4)
 
@@ -265,7 +267,7 @@ def test_loss_scale_is_not_needed_for_a_jit_inside(z4: dj.MirroredStrategy) -> N
     whole_step = nnx.jit(update)
     (batch,) = z4.distribute_dataset(batches([16]))
     z4.run(lambda x, y: (whole_step(model, optimizer, x, y), x.sum()), args=batch)
-    assert collectives_of(program_of(z4))["reduce-scatter"] == 2
+    assert collectives_of(program_of(z4))["reduce-scatter"] == 1
 
 
 def in_a_scan(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -275,7 +277,7 @@ def in_a_scan(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Arr
     def one(pair: Any, part: Any) -> Any:
         return pair, update(*pair, *part)
 
-    parts = (x.reshape(2, -1, 16), y.reshape(2, -1))
+    parts = (x.reshape(2, -1, 33), y.reshape(2, -1))
     return one((model, optimizer), parts)[1]
 
 
@@ -339,9 +341,9 @@ class Noisy(nnx.Module):
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0, dropout=1)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.norm = nnx.BatchNorm(33, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.out = nnx.Linear(16, 64, rngs=rngs)
+        self.out = nnx.Linear(33, 64, rngs=rngs)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -370,7 +372,7 @@ def test_statistics_dropout_and_every_operation_are_as_with_mirrored_state(ops: 
             masked = strategy.gather(strategy.run(step, args=(x,)), axis=0)
         results.append((np.asarray(masked), values(nnx.state(model, nnx.Not(nnx.RngState)))))
         divided = optimizer.opt_state[0].mu.out.kernel.get_raw_value()
-        assert divided.addressable_shards[0].data.shape == (16, 16 if sharded else 64)
+        assert divided.addressable_shards[0].data.shape == (33, 16 if sharded else 64)
     assert_close(results[1], results[0])
 
 
@@ -393,9 +395,7 @@ def test_state_is_read_checked_copied_and_put_back(z4: dj.MirroredStrategy) -> N
     assert z4._runner.programs() == 1
 
 
-def test_checkpoints_go_to_mirrored_state_and_back(
-    z4: dj.MirroredStrategy, tmp_path: Path
-) -> None:
+def test_checkpoints_go_to_mirrored_state_and_back(z4: dj.MirroredStrategy, tmp_path: Path) -> None:
     """A checkpoint holds whole arrays, whoever saved it; restored ones lie as the strategy keeps them."""
     first, *later = batches([16, 16, 16])
     share = 2 * DIVIDED + 8 * WHOLE + 8
@@ -404,7 +404,7 @@ def test_checkpoints_go_to_mirrored_state_and_back(
         saved, loaded = made(saver, optax.adam(0.01)), made(loader, optax.adam(0.01))
         (batch,) = saver.distribute_dataset([first])
         saver.run(functools.partial(update, *saved), args=batch)
-        manager = dj.CheckpointManager(tmp_path / repr(saver))
+        manager = dj.CheckpointManager(tmp_path / str(saver is z4))
         manager.save(1, dict(zip("mo", saved, strict=True)))
         manager.restore(1, dict(zip("mo", loaded, strict=True)))
         assert_close([values(x) for x in saved], [values(x) for x in loaded], 0)
