@@ -336,6 +336,51 @@ def test_any_step_gives_the_numbers_of_mirrored_state(
     assert_close(results[1], results[0], 1e-4)
 
 
+def test_callbacks_and_keys_that_draw_otherwise_when_divided_stay_on_each_replica(
+    z4: dj.MirroredStrategy,
+) -> None:
+    """Noise of an rbg key in the update, and a callback on a new weight, once on each replica."""
+    results = []
+    for strategy in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
+        noise = optax.add_noise(0.1, 0.5, jax.random.key(0, impl="rbg"))
+        model, optimizer = made(strategy, optax.chain(noise, optax.sgd(0.1, momentum=0.9)))
+        seen: list[float] = []
+        told = functools.partial(_append, seen)
+
+        def step(x: jax.Array, y: jax.Array, model=model, optimizer=optimizer, told=told) -> None:
+            update(model, optimizer, x, y)
+            jax.debug.callback(told, model.second.bias.sum())
+
+        for batch in strategy.distribute_dataset(batches([16])):
+            strategy.run(step, args=batch)
+        jax.effects_barrier()
+        results.append((seen, values(model)))
+    assert len(results[0][0]) == len(results[1][0]) == 4
+    assert_close(results[1], results[0])
+
+
+def _append(seen: list[float], value: Any) -> None:
+    seen.append(float(value))
+
+
+def test_optax_state_among_the_arguments_stays_whole(z4: dj.MirroredStrategy) -> None:
+    """Nests of arrays go whole to each replica, and come back so."""
+    tx = optax.adam(0.01)
+    weights = {"w": jnp.ones((33, 64))}
+
+    def step(weights: Any, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: dj.compute_average_loss(jnp.sum((x @ p["w"]) ** 2, -1)))(weights)
+        grads = dj.get_replica_context().all_reduce("sum", grads)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    ((x, _),) = z4.distribute_dataset(batches([16]))
+    found = z4.run(step, args=(weights, tx.init(weights), x))
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(found))
+    mirrored = dj.MirroredStrategy([0, 1, 2, 3])
+    assert_close(mirrored.run(step, args=(weights, tx.init(weights), x)), found, 0)
+
+
 class Noisy(nnx.Module):
     """A batch norm and a dropout before a layer."""
 
