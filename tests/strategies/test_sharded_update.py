@@ -342,7 +342,8 @@ def test_callbacks_and_keys_that_draw_otherwise_when_divided_stay_on_each_replic
     """Noise of an rbg key in the update, and a callback on a new weight, once on each replica."""
     results = []
     for strategy in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
-        noise = optax.add_noise(0.1, 0.5, jax.random.key(0, impl="rbg"))
+        with strategy.scope():
+            noise = optax.add_noise(0.1, 0.5, jax.random.key(0, impl="rbg"))
         model, optimizer = made(strategy, optax.chain(noise, optax.sgd(0.1, momentum=0.9)))
         seen: list[float] = []
         told = functools.partial(_append, seen)
