@@ -24,8 +24,10 @@ from distribute_jax.program.lowering._lower import (
     used_inputs,
 )
 from distribute_jax.program.lowering._lowerings import COMPILERS, Compile
+from distribute_jax.program.lowering._on_shares import compile_whole, on_shares
 from distribute_jax.program.lowering._place_state import kept_shardings
 from distribute_jax.program.lowering._plan import Plan, plan
+from distribute_jax.program.lowering._whole import by_equation
 from distribute_jax.program.tracing._results import Results
 from distribute_jax.program.tracing._trace import Call, Traced, trace
 
@@ -60,7 +62,8 @@ class Program:
     """Whether every variable holds one array, not a nest of them."""
     mesh: Mesh
     one_replica: Callable[..., list[Any]]
-    """The step of one replica over the flat inputs in order, before compilation."""
+    """The step of one replica over the flat inputs in order, before compilation; where state is divided,
+    that of all replicas over global arrays. ``compile`` takes it, and what is made of it."""
     ordered_lies: Layouts
     """How the inputs, in order, and the outputs lie on the mesh."""
     compile: Compile
@@ -99,22 +102,30 @@ class Program:
         return self.traced.results
 
 
-def build(call: Call, options: RunOptions, home: Home | None = None) -> Program:
-    """Traces, proves, lowers and compiles a step."""
+def build(
+    call: Call, options: RunOptions, home: Home | None = None, *, shares: bool = False
+) -> Program:
+    """Traces, proves, lowers and compiles a step; with ``shares``, state may lie divided."""
     compiler = COMPILERS[options.lowering]
     traced = trace(call)
     decided = plan(call, traced, options)
-    sharded = kept_shardings(call.binding, call.mesh) if compiler.keeps_sharding else ()
+    keeps = shares or compiler.keeps_sharding
+    sharded = kept_shardings(call.binding, call.mesh) if keeps else ()
     lies = layouts(call, traced, decided, sharded)
     order, written, kept, arrays = _input_order(traced)
     avals = input_avals(call, traced)
     captured = [place.get() for _, place, _ in call.binding.arrays]
-    one_replica = replica_function(traced, decided, lies, captured, compiler.evaluate(call.mesh))
-    ordered = _Reordered(one_replica, order, avals)
+    on_own_shares = bool(lies.sharded_in) and not compiler.keeps_sharding
+    evaluate = by_equation if on_own_shares else compiler.evaluate(call.mesh)
+    one_replica = replica_function(traced, decided, lies, captured, evaluate)
+    ordered: Callable[..., list[Any]] = _Reordered(one_replica, order, avals)
     donated = _donatable(traced, written, options)
     given = [*range(donated), *_donated_arguments(call, traced, order, lies, options)]
     ordered_lies = lies.in_order(order)
     compile_ = at_home(compiler.compile, home) if home else compiler.compile
+    if on_own_shares:
+        ordered = on_shares(call.mesh, ordered, ordered_lies, [avals[i] for i in order])
+        compile_ = compile_whole
     with compiler.refusing(traced.jaxpr, num_replicas(call.mesh)):
         compiled = compile_(call, ordered, ordered_lies, [avals[i] for i in order], given)
     sizes = [b - a for a, b in zip(traced.input_starts, traced.input_starts[1:], strict=False)]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._typing import StepFunction
 from distribute_jax.processes import COMPILING, doing, stepped
@@ -46,6 +47,7 @@ from distribute_jax.program.checks._verify import verify
 from distribute_jax.program.lowering._home import Home
 from distribute_jax.program.lowering._lowerings import COMPILERS
 from distribute_jax.program.lowering._place_state import kept_shardings, place_state
+from distribute_jax.program.lowering._shares import divide_state, is_shared
 from distribute_jax.program.processes._same_course import Calls, note_call, note_made
 from distribute_jax.program.processes._same_program import check_same_program
 from distribute_jax.program.processes._same_values import agree_on_values
@@ -56,6 +58,11 @@ from distribute_jax.program.tracing._traced_value import compilable, step_name
 _MOST_PROGRAMS = 64
 _DEFAULT = RunOptions()
 
+_WHOLE = """\
+RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
+share the state of optimizers. Use RunOptions(lowering="shard_map"), the default, or make the strategy \
+without shard_optimizer_state=True."""
+
 # While a step is traced the user's own objects hold tracers, which no other thread may see.
 one_at_a_time = threading.RLock()
 
@@ -64,23 +71,37 @@ class Runner:
     """The programs of one strategy."""
 
     def __init__(
-        self, strategy: Any, mesh: Mesh, steps_in_flight: int | None, home: Home | None = None
+        self,
+        strategy: Any,
+        mesh: Mesh,
+        steps_in_flight: int | None,
+        home: Home | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
         """Starts with no program.
 
         Args:
             strategy: what code inside a step sees as its strategy.
             mesh: where the replicas lie.
-            steps_in_flight: how many steps may be dispatched and not finished; None for no limit.
+            steps_in_flight: how many steps may be dispatched and not finished; None for no limit on
+                accelerators, and 2 on CPU, where more can deadlock.
             home: where state lies between steps; None for mirrored over the mesh.
+            shares: whether the replicas share the state of optimizers, rather than all hold it.
         """
         self._strategy, self._mesh, self._home = strategy, mesh, home
+        self.shares = shares
         self._entries: dict[Any, list[Entry]] = {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._recompilations = Recompilations()
         self._notices = Notices()
-        self.steps_in_flight = steps_in_flight
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self.steps_in_flight = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
         self._in_flight: deque[tuple[Any, Program, str]] = deque()
+
+    def for_strategy(self, strategy: Any) -> Runner:
+        """Gives a runner like this one, with no program yet, for another strategy on its mesh."""
+        return Runner(strategy, self._mesh, self.steps_in_flight, self._home, shares=self.shares)
 
     def __call__(
         self,
@@ -214,10 +235,7 @@ class Runner:
         self._forget_dead()
         binding = Binding(fn, arguments)
         check_left_behind(binding)
-        keeps = COMPILERS[options.lowering].keeps_sharding
-        place_state(binding, self._mesh, self._home, keep_sharding=keeps, warn=warn)
-        agree_on_values(binding, self._mesh)
-        placement = kept_shardings(binding, self._mesh) if keeps else ()
+        placement = self._place(binding, options, warn=warn)
         key = (binding.key, placement, *head[1:])
         program = self._programs.get(key)
         if program is None:
@@ -225,7 +243,7 @@ class Runner:
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             compiling = doing(f"{COMPILING} {step_name(fn)}")
             with contents_restored_on_error(binding), compilable(step_name(fn)), compiling:
-                program = build(call, options, self._home)
+                program = build(call, options, self._home, shares=self.shares)
                 if program.traced.created:
                     self._create(call, program, may_create=may_create)
                     return self._enter(head, fn, arguments, options, warn=warn, may_create=False)
@@ -247,6 +265,23 @@ class Runner:
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
         return entry
+
+    def _place(self, binding: Binding, options: RunOptions, *, warn: bool) -> tuple[Any, ...]:
+        """Puts state where it lies between steps, and says of each leaf how it is divided."""
+        if self.shares and not COMPILERS[options.lowering].shares:
+            raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
+        keeps_all = COMPILERS[options.lowering].keeps_sharding
+        place_state(
+            binding,
+            self._mesh,
+            self._home,
+            keeps=lambda variable: keeps_all or (self.shares and is_shared(variable)),
+            warn=warn,
+        )
+        agree_on_values(binding, self._mesh)
+        if self.shares:
+            divide_state(binding, self._mesh)
+        return kept_shardings(binding, self._mesh) if keeps_all or self.shares else ()
 
     def _create(self, call: Call, program: Program, *, may_create: bool) -> None:
         """Computes the first values of variables that a step makes."""

@@ -62,20 +62,23 @@ class Strategy(InputMethods, OlderNames):
     __module__ = "distribute_jax"
 
     def __init__(
-        self, mesh: Mesh, *, steps_in_flight: int | None, home: Home | None = None
+        self,
+        mesh: Mesh,
+        *,
+        steps_in_flight: int | None,
+        home: Home | None = None,
+        shares: bool = False,
     ) -> None:
         """Lays the replicas along the mesh's ``"data"`` axis.
 
         Args:
             mesh: the devices; one replica for each index along ``"data"``.
-            steps_in_flight: how many dispatched steps may be unfinished; None for no limit on
-                accelerators, and 2 on CPU, where more can deadlock.
+            steps_in_flight: how many steps may be unfinished; None for 2 on CPU, no limit elsewhere.
             home: where state lies between steps; None for mirrored over the mesh.
+            shares: whether the replicas share the state of optimizers.
         """
         self._mesh, self._home = mesh, home
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        limit = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
-        self._runner = Runner(self, mesh, limit, home)
+        self._runner = Runner(self, mesh, steps_in_flight, home, shares=shares)
 
     @property
     @final
@@ -360,13 +363,14 @@ class Strategy(InputMethods, OlderNames):
         vars(new).update(copy.deepcopy(state, memo))
         vars(new).update({k: v for k, v in vars(self).items() if k in _OF_DEVICES})
         vars(new).pop("extended", None)
-        new._runner = Runner(new, self._mesh, self._runner.steps_in_flight, self._home)
+        new._runner = self._runner.for_strategy(new)
         return new
 
     def __repr__(self) -> str:
         """Names the kind and the devices."""
-        names = ", ".join(str(d) for d in self._mesh.devices.flat)
-        return f"{type(self).__name__}([{names}])"
+        names = ", ".join(map(str, self._mesh.devices.flat))
+        sharded = ", shard_optimizer_state=True" if self._runner.shares else ""
+        return f"{type(self).__name__}([{names}]{sharded})"
 
     def _enter_program(self, name: str) -> None:
         """Checks a method that starts a program, or makes data, of its own."""
@@ -384,8 +388,7 @@ class Strategy(InputMethods, OlderNames):
                 "batch of one replica."
             )
 
-    @staticmethod
-    def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    def _map(self, function: Callable[[Any], Any], tree: PyTree) -> PyTree:
         return jax.tree.map(function, tree, is_leaf=_is_value)
 
 

@@ -13,6 +13,7 @@ from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device import checked_ops
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import find_device, find_devices, note_cluster_ignored
+from distribute_jax.strategies._sharded_update import checked_sharding
 
 
 class MirroredStrategy(Strategy):
@@ -28,19 +29,24 @@ class MirroredStrategy(Strategy):
         cross_device_ops: how ``ReplicaContext.all_reduce`` combines the replicas: one of
             ``NcclAllReduce``, ``HierarchicalCopyAllReduce``, ``ReductionToOneDevice``,
             ``RingAllReduce`` or your own; None means XLA's own collectives, as ``NcclAllReduce``.
+        shard_optimizer_state: True for a sharded update: gradients are reduce-scattered, each replica
+            updates its share of the weights and keeps only its share of the optimizer's state, and the
+            new weights are gathered. Steps, numbers and checkpoints are the same.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
 
     Raises:
         ValueError: a device is unknown, named twice, or of another process; ``cross_device_ops`` is
-            none, or reduces to a device that is not among them.
+            none, or reduces to a device that is not among them; ``shard_optimizer_state`` is no bool.
 
     Example:
         >>> import distribute_jax as dj
         >>> dj.MirroredStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync
         2
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy; the sharded update:
+    Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020,
+    https://arxiv.org/abs/2004.13336
     """
 
     __module__ = "distribute_jax"
@@ -50,12 +56,14 @@ class MirroredStrategy(Strategy):
         devices: Sequence[Any] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        shard_optimizer_state: bool = False,
         steps_in_flight: int | None = None,
     ) -> None:
         found = find_devices(devices)
         note_cluster_ignored(type(self).__name__)
         self._cross_device_ops = _placed(cross_device_ops, found)
-        super().__init__(replica_mesh(found), steps_in_flight=steps_in_flight)
+        shares = checked_sharding(shard_optimizer_state, type(self).__name__)
+        super().__init__(replica_mesh(found), steps_in_flight=steps_in_flight, shares=shares)
 
 
 def _placed(given: Any, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:

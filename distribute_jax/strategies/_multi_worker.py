@@ -15,6 +15,7 @@ from distribute_jax.collectives._cross_device import checked_ops
 from distribute_jax.collectives._options import checked_options
 from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver, start
 from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._sharded_update import checked_sharding
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -35,6 +36,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             hosts ``HierarchicalCopyAllReduce()`` adds up inside each process first, then between them.
             None means XLA's own collectives.
         cluster_options: how long the processes wait for each other.
+        shard_optimizer_state: True for a sharded update, as in ``MirroredStrategy``: each replica keeps
+            its share of the optimizer's state.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
 
@@ -63,17 +66,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         cross_device_ops: CrossDeviceOps | None = None,
         cluster_options: ClusterOptions | None = None,
+        shard_optimizer_state: bool = False,
         steps_in_flight: int | None = None,
     ) -> None:
         name = type(self).__name__
         self._communication_options = checked_options(communication_options, name)
         self._cross_device_ops = _checked_ops(cross_device_ops, name)
+        shares = checked_sharding(shard_optimizer_state, name)
         self._resolver = found_resolver(cluster_resolver, name)
         timeouts = checked_cluster_options(cluster_options, name)
         seconds = self._communication_options.timeout_seconds or timeouts.step_seconds
         start(self._resolver, timeouts, seconds, name)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        super().__init__(replica_mesh(devices), steps_in_flight=steps_in_flight)
+        super().__init__(replica_mesh(devices), steps_in_flight=steps_in_flight, shares=shares)
 
     @cached_property
     @final

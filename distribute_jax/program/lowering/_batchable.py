@@ -31,8 +31,8 @@ _ONCE = "under vmap it may run once for all replicas, rather than once on each"
 @contextmanager
 def refusing_unbatchable(jaxpr: ClosedJaxpr, replicas: int) -> Iterator[None]:
     """Refuses a jaxpr that gives other numbers under ``vmap``, or one that JAX fails to compile so."""
-    for stack in _equations(jaxpr.jaxpr):
-        if reason := _other_numbers(stack[-1]):
+    for stack in equations(jaxpr.jaxpr):
+        if reason := other_numbers(stack[-1]):
             raise _refusal(stack, reason)
     try:
         yield
@@ -49,16 +49,17 @@ def _refusal(stack: Stack, reason: str) -> LoweringError:
     return LoweringError(_REFUSED.format(what=what, reason=reason.rstrip(".!") + "."))
 
 
-def _equations(jaxpr: jex_core.Jaxpr, around: Stack = ()) -> Iterator[Stack]:
+def equations(jaxpr: jex_core.Jaxpr, around: Stack = ()) -> Iterator[Stack]:
     """Gives every equation, after those it holds, as the last of the equations that hold it."""
     for eqn in jaxpr.eqns:
         stack = (*around, eqn)
         for inner in jex_core.subjaxprs(jaxpr.replace(eqns=[eqn])):
-            yield from _equations(inner, stack)
+            yield from equations(inner, stack)
         yield stack
 
 
-def _other_numbers(eqn: Any) -> str | None:
+def other_numbers(eqn: Any) -> str | None:
+    """Says why an equation by itself would give other numbers than on each replica; None if it does not."""
     primitive = eqn.primitive.name
     if primitive in {"rng_bit_generator", "rng_uniform"}:
         return _KEYS.format(primitive)
@@ -69,7 +70,7 @@ def _other_numbers(eqn: Any) -> str | None:
 
 def _culprit(jaxpr: jex_core.Jaxpr, replicas: int) -> Stack:
     """Finds the first equation that does not work under ``vmap`` by itself."""
-    stacks = _equations(jaxpr)
+    stacks = equations(jaxpr)
     return next((stack for stack in stacks if not _works_alone(jaxpr, stack[-1], replicas)), ())
 
 

@@ -51,6 +51,8 @@ class Compiler:
     """Whether several steps can be one program."""
     keeps_sharding: bool = False
     """Whether state that lies sharded over the replicas stays so."""
+    shares: bool = True
+    """Whether the replicas can share the state of optimizers."""
     refusing: Callable[[Any, int], AbstractContextManager[None]] = _anything
     """Gives a context for compiling a jaxpr for N replicas, which refuses what does not work."""
     evaluate: Callable[[Mesh], Evaluate] = _by_equation
@@ -60,5 +62,5 @@ class Compiler:
 COMPILERS: dict[Lowering, Compiler] = {
     "shard_map": Compiler(compile_shard_map, evaluate=_whole_in_shards),
     "vmap": Compiler(compile_vmap, keeps_sharding=True, refusing=refusing_unbatchable),
-    "pmap": Compiler(compile_pmap, donates=False, scans=False),
+    "pmap": Compiler(compile_pmap, donates=False, scans=False, shares=False),
 }

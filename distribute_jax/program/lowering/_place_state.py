@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from distribute_jax._errors import ArgumentError, MixedStrategiesError
@@ -22,7 +23,12 @@ from distribute_jax.variables import Variable, on_replicas
 
 
 def place_state(
-    binding: Binding, mesh: Mesh, home: Home | None, *, keep_sharding: bool, warn: bool
+    binding: Binding,
+    mesh: Mesh,
+    home: Home | None,
+    *,
+    keeps: Callable[[nnx.Variable[Any]], bool],
+    warn: bool,
 ) -> None:
     """Puts every variable where state lies, with one warning where it was made elsewhere.
 
@@ -30,7 +36,7 @@ def place_state(
         binding: whose variables.
         mesh: where the replicas lie.
         home: where state lies between steps; None for mirrored over the mesh.
-        keep_sharding: whether state that is sharded over the mesh stays so.
+        keeps: tells whether a variable that is sharded over the mesh stays so.
         warn: whether to warn.
     """
     wanted = home.state if home else mirrored_sharding(mesh)
@@ -38,14 +44,16 @@ def place_state(
     _check_arrays(binding, raws)
     _check_unmixed(binding, raws, mesh)
 
-    def place(leaf: Any) -> Any:
-        kept = keep_sharding and _over_mesh(leaf, mesh) is not None
-        return leaf if kept else _placed(leaf, wanted)
+    def place(variable: nnx.Variable[Any], raw: Any) -> Any:
+        kept = keeps(variable)
+        return jax.tree.map(
+            lambda leaf: leaf if kept and _over_mesh(leaf, mesh) else _placed(leaf, wanted), raw
+        )
 
     placed = [
         on_replicas(cast("Variable", variable), mesh)
         if keeps_own_values(variable)
-        else jax.tree.map(place, raw)
+        else place(variable, raw)
         for variable, raw in zip(binding.variables, raws, strict=True)
     ]
     moved = [
@@ -110,11 +118,11 @@ def _warn(moved: Sequence[tuple[str, Any]], mesh: Mesh, home: Home | None) -> No
         elif home is None or any(leaf.devices() != {home.device} for leaf in leaves):
             outside.append(name)
     if sharded:
-        warnings.warn(_SHARDED.format(n=len(sharded), lines=listed(sharded, 3)), stacklevel=6)
+        warnings.warn(_SHARDED.format(n=len(sharded), lines=listed(sharded, 3)), stacklevel=7)
     if outside:
         where = f"lie on {home.device}" if home else "are mirrored over its devices"
         text = _OUTSIDE.format(n=len(outside), lines=listed(outside, 3), where=where)
-        warnings.warn(text, stacklevel=6)
+        warnings.warn(text, stacklevel=7)
 
 
 def _check_unmixed(binding: Binding, raws: list[Any], mesh: Mesh) -> None:

@@ -28,7 +28,8 @@ def agree_on_values(binding: Binding, mesh: Mesh) -> None:
     """Gives mirrored variables the values that process 0 has where they differ, with one warning.
 
     Two processes that seed differently build arrays that JAX takes for equal. Components that the
-    replicas keep for themselves may differ. It is done each time that objects are bound to a step, since
+    replicas keep for themselves may differ, and what is divided among the replicas was compared before it
+    was divided, or has no other copy. It is done each time that objects are bound to a step, since
     every process has to know, without talking, that the others do it too.
     """
     found = job()
@@ -37,7 +38,7 @@ def agree_on_values(binding: Binding, mesh: Mesh) -> None:
     new = [
         (variable, name)
         for variable, name in zip(binding.variables, binding.names, strict=True)
-        if not keeps_own_values(variable)
+        if not keeps_own_values(variable) and not _is_divided(variable)
     ]
     leaves = [jax.tree.leaves(raw) for raw in read_raw(variable for variable, _ in new)]
     digests = [
@@ -48,7 +49,12 @@ def agree_on_values(binding: Binding, mesh: Mesh) -> None:
     if differing:
         _take_over([new[i][0] for i in differing], mesh)
         if is_chief():
-            warnings.warn(_DIFFER.format(n=len(differing), name=new[differing[0]][1]), stacklevel=6)
+            warnings.warn(_DIFFER.format(n=len(differing), name=new[differing[0]][1]), stacklevel=7)
+
+
+def _is_divided(variable: nnx.Variable[Any]) -> bool:
+    leaves = jax.tree.leaves(variable.get_raw_value())
+    return any(isinstance(x, jax.Array) and not x.sharding.is_fully_replicated for x in leaves)
 
 
 def _differing(found: Job, digests: list[str]) -> list[int]:

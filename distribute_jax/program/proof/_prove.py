@@ -136,7 +136,7 @@ class Walk:
     def _opaque(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
         """Anything may come out, and anything may be written to the refs that go in."""
         if control.mark:
-            for collective in _collectives(eqn, self.axis):
+            for collective in collectives(eqn, self.axis):
                 self.meet(collective, control)
         kind = name(eqn) if eqn.primitive.name in _SOURCES else f"{name(eqn)} (opaque)"
         mark = union([*marks, control.mark]) | {f"{kind} at {line(eqn)}"}
@@ -205,7 +205,7 @@ def _is_ref(var: Any) -> bool:
     return type(var.aval).__name__ == "AbstractRef" or bool(getattr(var.aval, "has_qdd", False))
 
 
-def _collectives(eqn: Any, axis: str) -> Iterator[Any]:
+def collectives(eqn: Any, axis: str) -> Iterator[Any]:
     """Yields the collectives over ``axis`` in and below an equation that has no rule."""
     bodies = list(_bodies(list(eqn.params.values())))
     named = [eqn.params.get("axes"), eqn.params.get("axis_name")]
@@ -215,7 +215,7 @@ def _collectives(eqn: Any, axis: str) -> Iterator[Any]:
         yield eqn
     for body in bodies:
         for inner in body.eqns:
-            yield from _collectives(inner, axis)
+            yield from collectives(inner, axis)
 
 
 def _bodies(value: Any) -> Iterator[Any]:

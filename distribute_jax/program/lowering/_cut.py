@@ -1,0 +1,285 @@
+"""Cuts a step in two: what each replica does by itself, and what comes after, the same for all.
+
+The second half, in a training step the update of the weights, reads only what all replicas have alike. It
+needs no replica axis, so XLA can divide its work over the devices by how its inputs lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from distribute_jax._mesh import DATA
+from distribute_jax.program.lowering._batchable import equations, other_numbers
+from distribute_jax.program.lowering._pieces import (
+    Values,
+    run_piece,
+    start,
+    value_of,
+    variables,
+)
+from distribute_jax.program.lowering._shares import share_dim
+from distribute_jax.program.proof._marks import MIRRORED, Control, Mark
+from distribute_jax.program.proof._prove import Walk, collectives
+
+_PLACED = frozenset({"sharding_constraint", "layout_constraint", "shard_map", "reshard"})
+"""What speaks of the mesh as code inside sees it."""
+
+
+Settle = Callable[[jax.Array, bool], jax.Array]
+"""Puts an output where it lies between steps, told whether the second half has computed it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """A value that the first half hands to the second."""
+
+    aval: Any
+    dim: int | None = None
+    """The dim along which each replica hands on its share; None where each has the whole."""
+
+    def zeros(self, replicas: int) -> jax.Array:
+        """Stands in, on one replica, for the value where it is not computed."""
+        shape = [
+            size // replicas if dim == self.dim else size
+            for dim, size in enumerate(self.aval.shape)
+        ]
+        return jnp.zeros(shape, self.aval.dtype)
+
+
+class Cut:
+    """The two halves of a jaxpr of one replica.
+
+    Args:
+        body: the jaxpr with its constants.
+        marks: for each input, why the replicas may differ in it; empty where they do not.
+        mirrored: for each output, whether one value stands for all replicas; the others are handed
+            out stacked along dim 0.
+        replicas: the number of replicas.
+    """
+
+    def __init__(
+        self, body: Any, marks: Sequence[Mark], mirrored: Sequence[bool], replicas: int
+    ) -> None:
+        self.body, self.jaxpr, self.replicas = body, body.jaxpr, replicas
+        self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
+        self._walk = Walk(DATA, replicas)
+        self._first: list[Any] = []
+        self._sums: list[Any] = []
+        self._branches: dict[int, Branches] = {}
+        self._rest: list[Any] = []
+        own = [v for v, whole in zip(self.jaxpr.outvars, mirrored, strict=True) if not whole]
+        self._needed = set(variables(own))
+        self._sort(self._marked())
+        self.passed = self._passed(set(variables(own)))
+        """What goes from the first half to the second, by variable of the jaxpr."""
+        first = [*self._first, *self._sums]
+        read = {v for eqn in first for v in variables(eqn.invars)} | self._needed | set(self.passed)
+        self.reads = [i for i, v in enumerate(self.jaxpr.invars) if v in read]
+        """The inputs that the first half takes."""
+
+    def _marked(self) -> list[tuple[Any, list[Mark], bool]]:
+        """Gives each equation with its operands' marks, and whether replicas differ in its results."""
+        marks = self._marks
+        marks.update(dict.fromkeys(self.jaxpr.constvars, MIRRORED))
+        found = []
+        for eqn in self.jaxpr.eqns:
+            operands = [
+                MIRRORED if isinstance(v, jex_core.Literal) else marks[v] for v in eqn.invars
+            ]
+            outcome = self._walk.apply(eqn, operands, Control())
+            marks.update(zip(eqn.outvars, outcome.outs, strict=True))
+            for i, mark in outcome.writes.items():
+                marks[eqn.invars[i]] = mark
+            found.append((eqn, operands, any(outcome.outs)))
+        return found
+
+    def _sort(self, marked: Sequence[tuple[Any, list[Mark], bool]]) -> None:
+        """Goes from the end to the start: a replica computes what it needs itself, and no more."""
+        for eqn, operands, differs in reversed(marked):
+            needed = any(v in self._needed for v in eqn.outvars)
+            each = differs or any(operands) or _is_for_each(self.jaxpr, eqn)
+            if not needed and not each:
+                self._rest.append(eqn)
+            elif not needed and not differs and _is_sum(eqn):
+                self._sums.append(eqn)
+                self._needed.update(variables(eqn.invars))
+            elif not needed and not differs and _is_cond(eqn) and not operands[0]:
+                branches = Branches(eqn, operands, self.replicas)
+                self._branches[id(eqn)] = branches
+                self._rest.append(eqn)
+                self._needed.update(variables(branches.reads))
+            else:
+                self._first.append(eqn)
+                self._needed.update(variables(eqn.invars))
+        for eqns in (self._first, self._sums, self._rest):
+            eqns.reverse()
+
+    def _passed(self, own: set[Any]) -> dict[Any, Passed]:
+        outs = variables(self.jaxpr.outvars)
+        after = variables([*(v for eqn in self._rest for v in eqn.invars), *outs])
+        first = {v for eqn in self._first for v in eqn.outvars}
+        passed: dict[Any, Passed] = {}
+        for v in after:
+            if v in own:
+                passed[v] = Passed(v.aval, 0)
+            elif v in first or self._marks.get(v):
+                passed[v] = Passed(v.aval)
+        used = set(after)
+        for v in (v for eqn in self._sums for v in eqn.outvars if v in used):
+            # What is a result is wanted whole.
+            dim = None if v in outs else share_dim(v.aval.shape, self.replicas)
+            passed[v] = Passed(v.aval, dim)
+        return passed
+
+    def handed(self) -> list[Passed]:
+        """Gives what the first half returns, in order."""
+        inner = [one for branches in self._branches.values() for one in branches.handed()]
+        return [*self.passed.values(), *inner]
+
+    def first(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the first half on one replica, from the inputs that it reads."""
+        given: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
+        values = start(self.body, [given.get(i) for i in range(len(self.jaxpr.invars))])
+        run_piece(self.jaxpr, self._first, values, [*self.passed, *self._needed])
+        self._sum(values)
+        inner = [one for branches in self._branches.values() for one in branches.first(values)]
+        return [*(values[v] for v in self.passed), *inner]
+
+    def _sum(self, values: Values) -> None:
+        """Adds up over the replicas; of an array that is divided, each gets only its share."""
+        pairs = [
+            (x, out)
+            for eqn in self._sums
+            for x, out in zip(eqn.invars, eqn.outvars, strict=True)
+            if out in self.passed
+        ]
+        whole = [pair for pair in pairs if self.passed[pair[1]].dim is None]
+        sums = jax.lax.psum([value_of(x, values) for x, _ in whole], DATA) if whole else []
+        values.update(zip([out for _, out in whole], sums, strict=True))
+        for x, out in pairs:
+            if (dim := self.passed[out].dim) is not None:
+                values[out] = jax.lax.psum_scatter(
+                    value_of(x, values), DATA, scatter_dimension=dim, tiled=True
+                )
+
+    def rest(
+        self, inputs: Sequence[Any], handed: Sequence[Any], settle: Mapping[int, Settle]
+    ) -> list[Any]:
+        """Runs the second half.
+
+        Args:
+            inputs: all inputs, as global arrays.
+            handed: what the first half returned, as global arrays.
+            settle: by output, how it is put in its place.
+        """
+        values = start(self.body, inputs)
+        flow = iter(handed)
+        values.update((v, next(flow)) for v in self.passed)
+        inner = {
+            key: [next(flow) for _ in branches.handed()] for key, branches in self._branches.items()
+        }
+        wanted = [*(v for eqn in self._rest for v in eqn.invars), *self.jaxpr.outvars]
+        to_settle = {
+            v: settle[i]
+            for i, v in enumerate(self.jaxpr.outvars)
+            if i in settle and not isinstance(v, jex_core.Literal)
+        }
+        made = {v for eqn in self._rest for v in eqn.outvars}
+        piece: list[Any] = []
+        for eqn in self._rest:
+            if id(eqn) not in self._branches:
+                piece.append(eqn)
+                continue
+            run_piece(self.jaxpr, piece, values, wanted)
+            piece = []
+            # In the branch, so that what is left as it is costs nothing.
+            early = {i: to_settle.pop(v) for i, v in enumerate(eqn.outvars) if v in to_settle}
+            self._branches[id(eqn)].rest(values, inner[id(eqn)], early)
+        run_piece(self.jaxpr, piece, values, wanted)
+        values.update((v, put(value_of(v, values), v in made)) for v, put in to_settle.items())
+        return [value_of(v, values) for v in self.jaxpr.outvars]
+
+
+class Branches:
+    """A condition on which all replicas agree, around a collective: each branch is cut by itself."""
+
+    def __init__(self, eqn: Any, operands: Sequence[Mark], replicas: int) -> None:
+        self.eqn, self.replicas = eqn, replicas
+        whole = [True] * len(eqn.outvars)
+        self.cuts = [Cut(body, operands[1:], whole, replicas) for body in eqn.params["branches"]]
+        taken = sorted({i for cut in self.cuts for i in cut.reads})
+        self.reads = [eqn.invars[0], *(eqn.invars[1 + i] for i in taken)]
+        """The operands that the first half of any branch takes, after the index of the branch."""
+        self._taken = taken
+
+    def handed(self) -> list[Passed]:
+        """Gives what the first halves of all branches return."""
+        return [one for cut in self.cuts for one in cut.handed()]
+
+    def first(self, values: Values) -> list[Any]:
+        """Runs the first half of the branch that is taken; those of the others give zeros."""
+        index, *taken = (value_of(v, values) for v in self.reads)
+
+        def chosen(number: int) -> Any:
+            def run(*taken: Any) -> list[Any]:
+                given = dict(zip(self._taken, taken, strict=True))
+                return [
+                    value
+                    for k, cut in enumerate(self.cuts)
+                    for value in (
+                        cut.first([given[i] for i in cut.reads])
+                        if k == number
+                        else [one.zeros(self.replicas) for one in cut.handed()]
+                    )
+                ]
+
+            return run
+
+        return list(jax.lax.switch(index, list(map(chosen, range(len(self.cuts)))), *taken))
+
+    def rest(self, values: Values, handed: Sequence[Any], settle: Mapping[int, Settle]) -> None:
+        """Runs the second half of the branch that is taken, and adds its results to the values."""
+        index, *inputs = (value_of(v, values) for v in self.eqn.invars)
+        ends = [0]
+        for cut in self.cuts:
+            ends.append(ends[-1] + len(cut.handed()))
+
+        def chosen(number: int) -> Any:
+            cut, mine = self.cuts[number], slice(ends[number], ends[number + 1])
+            return lambda inputs, handed: cut.rest(inputs, handed[mine], settle)
+
+        every = list(map(chosen, range(len(self.cuts))))
+        outs = jax.lax.switch(index, every, inputs, list(handed))
+        values.update(zip(self.eqn.outvars, outs, strict=True))
+
+
+def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
+    """Tells whether an equation belongs on each replica although all of them do the same in it."""
+    if any(collectives(eqn, DATA)) or _has_effects(eqn):
+        return True
+    return any(
+        stack[-1].primitive.name in _PLACED or other_numbers(stack[-1])
+        for stack in equations(jaxpr.replace(eqns=[eqn]))
+    )
+
+
+def _has_effects(eqn: Any) -> bool:
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def _is_sum(eqn: Any) -> bool:
+    """Tells whether an equation adds arrays up over all replicas, and nothing else."""
+    usual = eqn.params.get("axes") == (DATA,) and eqn.params.get("axis_index_groups") is None
+    literal = any(isinstance(v, jex_core.Literal) for v in eqn.invars)
+    boolean = any(v.aval.dtype == bool for v in eqn.invars)
+    return eqn.primitive.name == "psum" and usual and not literal and not boolean
+
+
+def _is_cond(eqn: Any) -> bool:
+    return eqn.primitive.name == "cond" and not _has_effects(eqn)
