@@ -12,13 +12,12 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax._fitting import fitting
 from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh, put
 from distribute_jax._tree import is_given_away
 from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
-from distribute_jax.variables._cast import cast, different_values
+from distribute_jax.variables._cast import cast, different_values, first_value
 from distribute_jax.variables._created import note_created
 from distribute_jax.variables._elsewhere import on_this_thread, readable_raw
 from distribute_jax.variables._kinds import (
@@ -26,7 +25,7 @@ from distribute_jax.variables._kinds import (
     VariableSynchronization,
     checked_kinds,
 )
-from distribute_jax.variables._scatter import SCATTERS, Scatters, scattered
+from distribute_jax.variables._scatter import SCATTERS, Scatters, checked_rows, scattered
 from distribute_jax.variables._where import inside_replica, inside_run, readable_here, require_own
 
 _NONE = VariableAggregation.NONE
@@ -84,7 +83,7 @@ class Variable(nnx.Variable[Any], Scatters):
         """Makes the variable for the strategy that is current; see the class for the arguments."""
         if isinstance(value, DistributedValues):
             raise different_values(name)
-        array = jnp.asarray(fitting(value, f"dj.Variable {name!r}"))
+        array = first_value(value, name)
         synchronization, aggregation = checked_kinds(synchronization, aggregation, array.dtype)
         if trainable is None:
             trainable = synchronization is not _ON_READ
@@ -257,7 +256,8 @@ class Variable(nnx.Variable[Any], Scatters):
 
         Args:
             op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
-            indices: int array of shape (k,), along dim 0 of the variable (this replica's).
+            indices: int array of shape (k,), along dim 0 of the variable (this replica's). Inside ``run``
+                they are traced: rows that are not there change nothing, as everywhere in JAX.
             updates: array of shape (k, …) or one that broadcasts to it (this replica's).
 
         Returns:
@@ -265,7 +265,8 @@ class Variable(nnx.Variable[Any], Scatters):
 
         Raises:
             NotImplementedError: an ON_READ variable; min, max or update under SUM or MEAN.
-            ValueError: no such ``op``, or updates that the dtype cannot hold.
+            ValueError: no such ``op``, updates that the dtype cannot hold, indices that are no integers or
+                no rows of the variable, or shapes that do not fit.
         """
         if op not in SCATTERS:
             raise ArgumentError(f"scatter got op={op!r}. Use one of {', '.join(SCATTERS)}.")
@@ -284,7 +285,8 @@ class Variable(nnx.Variable[Any], Scatters):
         raw = self._raw()
         require_own(raw, self.name)
         updates = cast(updates, raw.dtype, self.name)
-        new = scattered(raw, op, jnp.asarray(indices), updates, over)
+        rows = checked_rows(indices, updates, raw.shape, f"scatter_{op} of {self.name!r}")
+        new = scattered(raw, op, rows, updates, over)
         return self._store(new if combines or not inside_replica() else self._over_replicas(new))
 
     def _assign_change(self, method: str, delta: jax.Array) -> Any:
