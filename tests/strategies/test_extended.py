@@ -51,6 +51,7 @@ def test_update_adds_on_every_replica(strategy: dj.Strategy):
         variable, lambda v, x: v.assign_add(x), kwargs={"x": 0.0}, group=False
     )
     assert [float(v) for v in single] == [3.0] * n
+    assert type(single) is tuple
 
 
 def test_update_refuses_values_that_differ(s2: dj.MirroredStrategy):

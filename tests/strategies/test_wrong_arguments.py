@@ -133,6 +133,16 @@ def test_devices_of_two_kinds_or_of_another_process_are_refused(monkeypatch: pyt
         dj.MirroredStrategy([cpu])
 
 
+def test_no_devices_named_means_the_four_there_are(monkeypatch: pytest.MonkeyPatch):
+    """An empty list, as None, takes all local devices."""
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "local_devices", lambda **_: four)
+    for none in ([], None):
+        strategy = dj.MirroredStrategy(none)
+        assert strategy.num_replicas_in_sync == 4
+        assert list(strategy.mesh.devices.flat) == four
+
+
 class FakeDevice:
     """As much of a device as is looked at before a mesh is made."""
 
