@@ -16,7 +16,12 @@ from distribute_jax._tree import is_key
 from distribute_jax._values import DistributedValues, Layout, PerReplica, UnevenPerReplica, reading
 from distribute_jax.collectives._dtypes import check_summable
 from distribute_jax.collectives._reduce_op import ReduceOp
-from distribute_jax.strategies._cross_replica import combined_replicas, on_host_device, reduce_value
+from distribute_jax.strategies._cross_replica import (
+    combined_replicas,
+    note_combined,
+    on_host_device,
+    reduce_value,
+)
 
 
 def reduce_together(op: ReduceOp, values: list[Any], mesh: Mesh) -> list[Any]:
@@ -34,6 +39,8 @@ def reduce_together(op: ReduceOp, values: list[Any], mesh: Mesh) -> list[Any]:
     if parts:
         named = (("the value", jax.ShapeDtypeStruct(p.part_shape, p.dtype)) for p in parts)
         check_summable(named, "strategy.reduce")
+        for part in parts:
+            note_combined(f"strategy.extended.batch_reduce_to({op.value!r})", part)
         program = _compiled(op, tuple(p.layout for p in parts), mesh)
         with ExitStack() as stack:
             for part in parts:

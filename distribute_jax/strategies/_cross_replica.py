@@ -18,6 +18,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._fitting import fitting
 from distribute_jax._internals import uncommitted
 from distribute_jax._mesh import (
+    is_local,
     local_replicas,
     mirrored_sharding,
     num_replicas,
@@ -42,6 +43,7 @@ from distribute_jax.collectives._dtypes import (
 )
 from distribute_jax.collectives._reduce_op import ReduceOp
 from distribute_jax.collectives._tree import checked_dim, stacked_over_replicas
+from distribute_jax.processes import job
 from distribute_jax.program import MergedValues
 from distribute_jax.variables import Variable, on_replicas, readable_raw, where_components_lie
 
@@ -181,7 +183,7 @@ def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
             value.check_rows_known()
         if 0 not in dims and counts is not None and len(set(counts)) > 1:
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
-    _note(f"strategy.reduce({op.value!r}, axis={axes})", value)
+    note_combined(f"strategy.reduce({op.value!r}, axis={axes})", value)
     function = _compiled_reduce(op, dims, value.layout, value.mesh, counts is not None)
     rows = () if counts is None else (np.asarray(counts, np.int32),)
     with outside_mesh():
@@ -293,7 +295,7 @@ def _reduce_dims(op: ReduceOp, array: jax.Array, dims: tuple[int, ...]) -> jax.A
     return _total(op, array, dims, math.prod(array.shape[d] for d in dims))
 
 
-def _note(what: str, value: PerReplica) -> None:
+def note_combined(what: str, value: PerReplica) -> None:
     """Notes what the processes of a job combine together, so that they notice where they do not."""
     found = job()
     if found is not None and not is_local(value.mesh):
@@ -308,7 +310,7 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     counts = value.counts
     if counts is not None and dim != 0 and len(set(counts)) > 1:
         raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
-    _note(f"strategy.gather(axis={axis})", value)
+    note_combined(f"strategy.gather(axis={axis})", value)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
     with outside_mesh():
         return on_host_device(function(value.global_array))
