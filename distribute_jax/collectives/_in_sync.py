@@ -73,18 +73,26 @@ def check_in_sync(tree: PyTree) -> None:
     _context.require_untraced("check_in_sync")
     leaves = list(_arrays(tree))
     _check_leaves(leaves, tree)
+    if lines := _all_lines(leaves):
+        raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
+
+
+def out_of_sync(named: Sequence[tuple[str, jax.Array]]) -> list[str]:
+    """Gives a line for each array of which devices that should hold the same bits do not."""
+    return _all_lines([leaf for name, array in named for leaf in _arrays(array, name)])
+
+
+def _all_lines(leaves: Sequence[_Leaf]) -> list[str]:
     groups: dict[tuple[jax.Device, ...], list[_Leaf]] = {}
     for leaf in leaves:
         devices = sorted(leaf.array.sharding.device_set, key=_by_id)
         groups.setdefault(tuple(devices), []).append(leaf)
-    lines = [
+    return [
         line
         for devices, some in groups.items()
         if len(devices) > 1
         for line in _lines(devices, some)
     ]
-    if lines:
-        raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
 
 
 def _arrays(tree: PyTree, root: str = "") -> Iterator[_Leaf]:

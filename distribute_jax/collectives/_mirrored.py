@@ -21,7 +21,8 @@ def assume_mirrored(x: T) -> T:
 
     The value passes through unchanged, and so do its gradients; nothing is communicated. What is
     declared is not checked in an ordinary run: if the replicas do differ, they stay different, and
-    state that depends on ``x`` drifts apart. To *make* a value the same everywhere, reduce it with
+    state that depends on ``x`` drifts apart; ``RunOptions(verify="first")`` compares the replicas' copies
+    of what the step leaves, bit by bit. To *make* a value the same everywhere, reduce it with
     ``get_replica_context().all_reduce`` instead; no declaration is needed then.
 
     Typical uses: the result of a callback or a custom kernel that gives every replica the same

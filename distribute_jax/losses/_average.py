@@ -33,7 +33,8 @@ def compute_average_loss(
         A scalar, per replica.
 
     Raises:
-        ValueError: the loss is a scalar already, or its dim 0 is not the batch.
+        ValueError: the loss is a scalar already, its dim 0 is not the batch, the weights do not fit it, or
+            the batch size is not above 0.
         RuntimeError: called in cross-replica context.
 
     Example:
@@ -52,12 +53,29 @@ def compute_average_loss(
         )
     if sample_weight is not None:
         weights = jnp.asarray(sample_weight, losses.dtype)
+        _check_weights(weights.shape, losses.shape)
         losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
     if context.is_padded:
         losses = real_terms("compute_average_loss", losses, context.batch_mask)
     if global_batch_size is None:
         global_batch_size = examples(context, losses.shape[0])
+    elif not isinstance(global_batch_size, jax.core.Tracer) and not global_batch_size > 0:
+        raise ArgumentError(
+            f"compute_average_loss(global_batch_size={global_batch_size!r}): the loss is divided by it, "
+            "so it is a number above 0. Leave it out to divide by the real examples of the global batch."
+        )
     return jnp.divide(jnp.sum(losses), global_batch_size)
+
+
+def _check_weights(weights: tuple[int, ...], losses: tuple[int, ...]) -> None:
+    fits = len(weights) <= len(losses) and all(
+        w in (1, size) for w, size in zip(weights, losses, strict=False)
+    )
+    if not fits:
+        raise ArgumentError(
+            f"compute_average_loss got sample_weight of shape {weights} for losses of shape {losses}. Give "
+            f"one weight for each example, shape {losses[:1]}, or one for each loss."
+        )
 
 
 def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from distribute_jax._errors import ArgumentError
 
@@ -37,7 +37,8 @@ class RunOptions:
     """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
     verify: Verify | None = None
     """``"first"`` or ``"always"``: also run the step on one device with the whole batch, from a copy
-    of the state, and raise where state or results differ by more than rounding."""
+    of the state, and raise where state or results differ by more than rounding, or where the replicas'
+    copies of what is taken for mirrored, as by ``dj.assume_mirrored``, differ in any bit."""
     donate_state: bool = True
     """Update variables in place: the arrays they held before the call are given to it."""
     donate_args: bool = False
@@ -53,3 +54,18 @@ class RunOptions:
             raise ArgumentError(
                 f"RunOptions(verify={self.verify!r}) is not one of None, 'first', 'always'."
             )
+
+
+_DEFAULT = RunOptions()
+
+
+def checked_run_options(options: Any) -> RunOptions:
+    """Gives the options of a call, the same defaults each time for None, or raises for another object."""
+    if options is None:
+        return _DEFAULT
+    if not isinstance(options, RunOptions):
+        raise ArgumentError(
+            f"strategy.run(options={options!r:.80}): options must be None or dj.RunOptions(...), such as "
+            'options=dj.RunOptions(verify="first").'
+        )
+    return options

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,9 @@ from distribute_jax.processes import COMPILING, doing, stepped
 from distribute_jax.program._entry import Entry, OutdatedError
 from distribute_jax.program._failed import failed, named
 from distribute_jax.program._notices import Notices
-from distribute_jax.program._options import RunOptions
+from distribute_jax.program._options import RunOptions, checked_run_options
 from distribute_jax.program._program import Program, build
+from distribute_jax.program._rebind import bound_through_traces
 from distribute_jax.program._steps import (
     can_scan,
     run_scanned,
@@ -56,7 +58,7 @@ from distribute_jax.program.tracing._trace import Call
 from distribute_jax.program.tracing._traced_value import compilable, step_name
 
 _MOST_PROGRAMS = 64
-_DEFAULT = RunOptions()
+_DEFAULT = checked_run_options(None)
 
 _WHOLE = """\
 RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
@@ -113,7 +115,7 @@ class Runner:
         """Runs a step once for each replica."""
         if type(args) is not tuple or kwargs is not None:
             check_call(args, kwargs)
-        options = options or _DEFAULT
+        options = checked_run_options(options)
         fn = without_jit(fn)
         with one_at_a_time:
             arguments = take_apart(tuple(args), kwargs or {}, self._mesh)
@@ -123,7 +125,7 @@ class Runner:
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions | None
     ) -> Any:
         """Runs up to ``steps`` steps, in one program where the batches are full and alike."""
-        options = options or _DEFAULT
+        options = checked_run_options(options)
         fn = without_jit(fn)
         with one_at_a_time:
             return self._steps(fn, iterator, steps, options)
@@ -133,7 +135,8 @@ class Runner:
         with one_at_a_time:
             arguments = take_apart(args, {}, self._mesh)
             entry, _ = self.entry(fn, arguments, _DEFAULT)
-            return not_rows(self._call(fn, entry, arguments), entry)
+            with self._tracing(fn, arguments):
+                return not_rows(self._call(fn, entry, arguments), entry)
 
     def _steps(
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions
@@ -183,7 +186,7 @@ class Runner:
         values: list[Any],
     ) -> Any:
         if options.verify and (options.verify == "always" or not entry.program.verified):
-            with named(entry.step, entry.program):
+            with named(entry.step, entry.program), self._tracing(fn, arguments):
                 verify(self._call(fn, entry, arguments), entry, values)
         flat = entry.flat_inputs(values, arguments)
         self._wait(flat)
@@ -195,11 +198,19 @@ class Runner:
         return entry.wrap(arrays)
 
     def _run_partial(self, call: Call, entry: Entry, values: list[Any], flat: list[Any]) -> Any:
-        with named(entry.step, entry.program):
+        traces = (
+            nullcontext()
+            if entry.program.padding_checked
+            else self._tracing(call.fn, call.arguments)
+        )
+        with named(entry.step, entry.program), traces:
             outs = run_checked_for_leaks(call, entry, values, flat)
         arrays = entry.store(outs)
         self._dispatched(entry, arrays)
         return wrap_partial(call, entry, arrays)
+
+    def _tracing(self, fn: StepFunction, arguments: Arguments) -> AbstractContextManager[None]:
+        return bound_through_traces(self._entries, self._programs, fn, arguments)
 
     def _call(self, fn: StepFunction, entry: Entry, arguments: Arguments) -> Call:
         return Call(fn, entry.binding, arguments, self._strategy, self._mesh)
@@ -243,7 +254,8 @@ class Runner:
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             compiling = doing(f"{COMPILING} {step_name(fn)}")
             with contents_restored_on_error(binding), compilable(step_name(fn)), compiling:
-                program = build(call, options, self._home, shares=self.shares)
+                with self._tracing(fn, arguments):
+                    program = build(call, options, self._home, shares=self.shares)
                 if program.traced.created:
                     self._create(call, program, may_create=may_create)
                     return self._enter(head, fn, arguments, options, warn=warn, may_create=False)

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ContextError
-from distribute_jax._fitting import fitting
-from distribute_jax._mesh import is_local, local_replicas, num_replicas
+from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._typing import Kwargs, PyTree, StepFunction
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
@@ -26,12 +25,12 @@ from distribute_jax.strategies._cross_replica import (
     gather_value,
     local_values,
     reduce_value,
-    stacked_value,
 )
 from distribute_jax.strategies._extended import StrategyExtended
 from distribute_jax.strategies._input import InputMethods
 from distribute_jax.strategies._older_names import OlderNames
 from distribute_jax.strategies._scope import Scope
+from distribute_jax.strategies._value_function import values_of_replicas
 
 
 @dataclass(frozen=True)
@@ -278,6 +277,9 @@ class Strategy(InputMethods, OlderNames):
         Returns:
             One nest for each local replica; a single one where nothing in it is distributed.
 
+        Raises:
+            RuntimeError: called with a distributed value under the user's own jit.
+
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_local_results
         """
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
@@ -305,6 +307,9 @@ class Strategy(InputMethods, OlderNames):
         Returns:
             The nest, each leaf a per-replica value; plain arrays with one replica.
 
+        Raises:
+            ValueError: ``value_fn`` is no function, or gives no nest of arrays and numbers.
+
         Example:
             >>> import distribute_jax as dj
             >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -315,13 +320,7 @@ class Strategy(InputMethods, OlderNames):
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
         """
         self._enter_program("strategy.experimental_distribute_values_from_function")
-        count = self.num_replicas_in_sync
-        nests = [value_fn(ValueContext(i, count)) for i in local_replicas(self._mesh)]
-        if count == 1:
-            return jax.tree.map(
-                lambda part: jax.numpy.asarray(fitting(part, "A per-replica value")), nests[0]
-            )
-        return jax.tree.map(lambda *parts: stacked_value(parts, self._mesh), *nests)
+        return values_of_replicas(value_fn, ValueContext, self._mesh)
 
     @final
     def barrier(self, name: str, timeout: float | None = None) -> None:

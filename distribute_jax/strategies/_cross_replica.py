@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -15,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, UnsupportedError
+from distribute_jax._errors import ArgumentError
 from distribute_jax._fitting import fitting
 from distribute_jax._internals import uncommitted
 from distribute_jax._mesh import (
@@ -24,7 +23,6 @@ from distribute_jax._mesh import (
     mirrored_sharding,
     num_replicas,
     outside_mesh,
-    split_sharding,
 )
 from distribute_jax._tree import is_key, leaf_text
 from distribute_jax._values import (
@@ -85,6 +83,11 @@ def _arrays(value: Any) -> Sequence[Any]:
 
 def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Joins one leaf of all replicas along a dim."""
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise ArgumentError(
+            f"strategy.gather(axis={axis!r}): axis is an int, the dim along which the replicas' values are "
+            "joined. Pass axis=0 for rows."
+        )
     value = fitting(_of_variable(value, mesh), "strategy.gather")
     with reading(value):
         return _gather(value, axis, mesh)
@@ -98,7 +101,7 @@ def _gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     array = jnp.asarray(value)
     dim = checked_dim(array.ndim, axis, _part_text(array), "strategy.gather")
     if isinstance(value, Mirrored):
-        return _local(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
+        return on_host_device(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
     return array
 
 
@@ -106,12 +109,15 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
     """Gives this process's parts of one leaf, or None for a value that is not distributed."""
     value = _of_variable(value, mesh)
     if isinstance(value, DistributedValues):
+        top = _context.entered()
+        if top is None or top.replica is None:
+            _context.require_untraced("strategy.experimental_local_results")
         with reading(value):
             return [_on_first(part, mesh) for part in value.values]
     if isinstance(value, Mirrored):
         local = len(local_replicas(mesh))
         with reading(value):
-            return [_local(cast("Any", value))] * local
+            return [on_host_device(cast("Any", value))] * local
     return None
 
 
@@ -177,14 +183,14 @@ def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
             value.check_rows_known()
         if 0 not in dims and counts is not None and len(set(counts)) > 1:
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
-    _note(f"strategy.reduce({op.value!r}, axis={axes})", value)
+    note_combined(f"strategy.reduce({op.value!r}, axis={axes})", value)
     function = _compiled_reduce(op, dims, value.layout, value.mesh, counts is not None)
     rows = () if counts is None else (np.asarray(counts, np.int32),)
     with outside_mesh():
         combined = function(value.global_array, *rows)
     if counts is not None and 0 not in dims:
         combined = combined[: counts[0]]
-    return _local(combined)
+    return on_host_device(combined)
 
 
 def _uneven(shapes: Sequence[tuple[int, ...]], axes: Axes) -> ArgumentError:
@@ -223,6 +229,11 @@ def _compiled_reduce(
         return _total(op, parts, (0, *(1 + d for d in dims)), number)
 
     return jax.jit(combine, out_shardings=mirrored_sharding(mesh))
+
+
+def combined_replicas(op: ReduceOp, array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
+    """Combines the parts of a global array element by element, as part of a program."""
+    return _total(op, _stacked(array, layout, replicas), (0,), replicas)
 
 
 def _total(op: ReduceOp, parts: jax.Array, dims: tuple[int, ...], number: Any) -> jax.Array:
@@ -264,7 +275,7 @@ def _reduce_equal(op: ReduceOp, value: Any, axes: Axes, replicas: int) -> jax.Ar
     array = jnp.asarray(value)
     dims = _dims(axes, array.shape)
     array = _reduce_dims(op, array, dims)
-    return _local(array * replicas if op is ReduceOp.SUM and replicas > 1 else array)
+    return on_host_device(array * replicas if op is ReduceOp.SUM and replicas > 1 else array)
 
 
 def _reduce_host(op: ReduceOp, value: Any, axes: Axes) -> jax.Array:
@@ -284,7 +295,7 @@ def _reduce_dims(op: ReduceOp, array: jax.Array, dims: tuple[int, ...]) -> jax.A
     return _total(op, array, dims, math.prod(array.shape[d] for d in dims))
 
 
-def _note(what: str, value: PerReplica) -> None:
+def note_combined(what: str, value: PerReplica) -> None:
     """Notes what the processes of a job combine together, so that they notice where they do not."""
     found = job()
     if found is not None and not is_local(value.mesh):
@@ -299,10 +310,10 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     counts = value.counts
     if counts is not None and dim != 0 and len(set(counts)) > 1:
         raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
-    _note(f"strategy.gather(axis={axis})", value)
+    note_combined(f"strategy.gather(axis={axis})", value)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
     with outside_mesh():
-        return _local(function(value.global_array))
+        return on_host_device(function(value.global_array))
 
 
 @functools.lru_cache(maxsize=256)
@@ -338,7 +349,7 @@ def _unjoinable(shapes: Sequence[tuple[int, ...]], axis: int) -> ArgumentError:
     )
 
 
-def _local(array: jax.Array) -> jax.Array:
+def on_host_device(array: jax.Array) -> jax.Array:
     """Gives a whole array as one on this process's first device that mixes with anything."""
     if isinstance(array, jax.core.Tracer):
         return array
@@ -350,48 +361,3 @@ def _on_first(part: jax.Array, mesh: Mesh) -> jax.Array:
         return part
     first = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
     return uncommitted(jax.device_put(part, first))
-
-
-def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
-    """Makes a per-replica value from one host value for each replica."""
-    if all(map(is_key, parts)):
-        bits = stacked_value([jax.random.key_data(part) for part in parts], mesh)
-        keys = jax.random.wrap_key_data(bits.global_array, impl=jax.random.key_impl(parts[0]))
-        return PerReplica(keys, mesh)
-    arrays = [fitting(np.asarray(part), "A per-replica value") for part in parts]
-    if _are_alike(arrays, mesh):
-        # int64 and float64 become what JAX holds, as everywhere.
-        dtype = jax.dtypes.canonicalize_dtype(arrays[0].dtype)
-        stacked = np.stack(arrays).astype(dtype)
-        return PerReplica(_stacked_over(stacked, mesh), mesh)
-    with outside_mesh():
-        return UnevenPerReplica([jnp.asarray(array) for array in arrays], mesh)
-
-
-def _are_alike(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
-    """Tells whether the values of all replicas have one shape and dtype."""
-    own = [leaf_text(array) for array in arrays]
-    found = job()
-    if found is None or is_local(mesh):
-        return len(set(own)) == 1
-    told = found.exchange("the shapes of values", json.dumps(own))
-    shapes = [shape for some in told for shape in json.loads(some)]
-    if len(set(shapes)) > 1:
-        raise UnsupportedError(
-            f"The function gave the replicas values of different shapes, {', '.join(shapes[:8])}. In a job "
-            "of several processes they have one shape and dtype: fill them up to the largest, and give their "
-            "real sizes as a second value."
-        )
-    return True
-
-
-def _stacked_over(parts: np.ndarray[Any, Any], mesh: Mesh) -> jax.Array:
-    """Makes the array of all replicas from the stacked values of this process's own."""
-    shape = (num_replicas(mesh), *parts.shape[1:])
-    to = split_sharding(mesh)
-    array: jax.Array = (
-        jax.device_put(parts, to)
-        if is_local(mesh)
-        else jax.make_array_from_process_local_data(to, parts, shape)
-    )
-    return array

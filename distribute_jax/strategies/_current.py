@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distribute_jax import _context
-from distribute_jax._errors import ContextError
+from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax.program import ReplicaContext
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._scope import Scope
@@ -84,6 +84,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         RuntimeError: called inside a scope or inside ``run``.
+        ValueError: neither a strategy nor None.
 
     Example:
         >>> import distribute_jax as dj
@@ -94,6 +95,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental_set_strategy
     """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ArgumentError(
+            f"experimental_set_strategy got {strategy!r:.80}, which is no strategy. Pass a strategy, such as "
+            "dj.MirroredStrategy(), or None for the default one."
+        )
     top = _context.entered()
     by_us = bool(_set_for_good) and _set_for_good[-1].is_current()
     if top is not None and not by_us:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,11 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
         return local_devices()
     if isinstance(names, (str, int, jax.Device)):
         names = [names]
+    if not isinstance(names, Iterable) or isinstance(names, Mapping):
+        raise ArgumentError(
+            f"The devices of a strategy cannot be {names!r:.80}. Pass a list, such as [0, 1] or "
+            '["gpu:0", "gpu:1"], or None for all local devices.'
+        )
     devices = [find_device(name) for name in names]
     twice = [name for name, device in zip(names, devices, strict=True) if devices.count(device) > 1]
     if twice:

@@ -16,6 +16,10 @@ from distribute_jax._internals import at_top_level
 from distribute_jax._mesh import cores_per_replica, mirrored_sharding, put
 from distribute_jax._values import DistributedValues, mark_mirrored
 from distribute_jax.collectives import ReduceOp
+from distribute_jax.collectives._options import checked_options
+from distribute_jax.collectives._reduce_op import reduce_op as as_reduce_op
+from distribute_jax.program.binding._arguments import check_call
+from distribute_jax.strategies._batch_reduce import reduce_together
 from distribute_jax.strategies._devices import find_device
 from distribute_jax.variables import Variable
 
@@ -49,7 +53,11 @@ class StrategyExtended:
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether every array must have a static shape: always, in a compiled program."""
+        """Whether every array must have a static shape.
+
+        True for every strategy, where TensorFlow has it on TPUs only: XLA compiles each step for the
+        shapes of its arrays, on all devices.
+        """
         return True
 
     def reduce_to(
@@ -62,13 +70,14 @@ class StrategyExtended:
             value: what ``run`` returned, or a per-replica value inside ``merge_call``.
             destinations: a variable or a value of ``run``, for all of the strategy's devices; or a
                 device or its name, for that one.
-            options: accepted for TensorFlow's signature.
+            options: ``CommunicationOptions``, for TensorFlow's signature; XLA packs by itself.
 
         Returns:
             One array, mirrored or on the device.
 
         Raises:
-            ValueError: an unknown device, something else than a destination, or what ``reduce`` refuses.
+            ValueError: an unknown device, something else than a destination, ``options`` that are none, or
+                what ``reduce`` refuses.
 
         Example:
             >>> import distribute_jax as dj
@@ -79,9 +88,23 @@ class StrategyExtended:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#reduce_to
         """
-        del options
-        self._check_destinations(destinations)
-        total = self._strategy.reduce(reduce_op, value, axis=None)
+        return self._reduce_to("reduce_to", reduce_op, [(value, destinations)], options)[0]
+
+    def _reduce_to(
+        self, method: str, reduce_op: ReduceOp | str, pairs: list[tuple[Any, Any]], options: Any
+    ) -> list[Any]:
+        checked_options(options, f"strategy.extended.{method}")
+        for _, destinations in pairs:
+            self._check_destinations(destinations)
+        self._strategy._enter_method(f"strategy.extended.{method}")
+        values, op = [value for value, _ in pairs], as_reduce_op(reduce_op)
+        if at_top_level():
+            totals = reduce_together(op, values, self._strategy.mesh)
+        else:
+            totals = self._strategy.reduce(op, values, axis=None)
+        return [self._put(total, to) for total, (_, to) in zip(totals, pairs, strict=True)]
+
+    def _put(self, total: Any, destinations: Any) -> Any:
         if not at_top_level():
             return total  # in a compiled step every result lies on the mesh
         if isinstance(destinations, (str, jax.Device)):
@@ -97,12 +120,15 @@ class StrategyExtended:
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
-        """Does ``reduce_to`` for several pairs of a value and its destinations.
+        """Does ``reduce_to`` for several pairs of a value and its destinations, in one program.
+
+        Raises:
+            ValueError: as ``reduce_to``, or an entry that is no pair.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#batch_reduce_to
         """
-        pairs = list(value_destination_pairs)
-        return [self.reduce_to(reduce_op, value, to, options) for value, to in pairs]
+        pairs = [_pair(entry) for entry in value_destination_pairs]
+        return self._reduce_to("batch_reduce_to", reduce_op, pairs, options)
 
     def update(
         self,
@@ -112,7 +138,7 @@ class StrategyExtended:
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls ``fn(var, *args, **kwargs)`` to update a variable on all devices alike.
+        """Calls ``fn(var, *args, **kwargs)`` in the strategy's scope, to update a variable everywhere alike.
 
         Args:
             var: a variable of this strategy.
@@ -132,6 +158,7 @@ class StrategyExtended:
         """
         _context.require_cross_replica("strategy.extended.update")
         self._check_own(var, "update")
+        check_call(args, kwargs, fn, "strategy.extended.update(var, fn")
         for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_distributed):
             if isinstance(leaf, DistributedValues):
                 raise PerReplicaError(
@@ -139,7 +166,8 @@ class StrategyExtended:
                     "variable's replicas would drift apart. Reduce it first: "
                     "strategy.extended.reduce_to('mean', value, destinations=var)."
                 )
-        result = fn(var, *args, **(kwargs or {}))
+        with self._strategy.scope():
+            result = fn(var, *args, **(kwargs or {}))
         if group:
             return result
         replicas = int(self._strategy.num_replicas_in_sync)
@@ -149,7 +177,10 @@ class StrategyExtended:
         return local if len(local) > 1 else local * replicas
 
     def value_container(self, value: Any) -> Any:
-        """Gives the distributed value that a component belongs to: here, the value itself.
+        """Gives a variable or a distributed value as it is.
+
+        Such a value holds all of its components, and ``v.values`` makes new arrays of them, which do not
+        know whose they are: a component comes back as it is too, where TensorFlow gives its variable.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#value_container
         """
@@ -158,8 +189,12 @@ class StrategyExtended:
     def variable_created_in_scope(self, v: nnx.Variable[Any]) -> bool:
         """Tells whether a variable lies where this strategy's ``scope()`` puts variables.
 
+        Raises:
+            ValueError: ``v`` is no variable.
+
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#variable_created_in_scope
         """
+        _check_variable(v, "variable_created_in_scope")
         arrays = [
             leaf for leaf in jax.tree.leaves(v.get_raw_value()) if isinstance(leaf, jax.Array)
         ]
@@ -197,11 +232,7 @@ class StrategyExtended:
             )
 
     def _check_own(self, var: Any, method: str) -> None:
-        if not isinstance(var, nnx.Variable):
-            raise ArgumentError(
-                f"strategy.extended.{method} got {type(var).__name__}, which is no variable. Pass an "
-                "nnx.Variable or dj.Variable made under strategy.scope()."
-            )
+        _check_variable(var, method)
         leaves = jax.tree.leaves(var.get_raw_value())
         shardings = [leaf.sharding for leaf in leaves if not _is_traced(leaf)]
         for sharding in shardings:
@@ -212,6 +243,23 @@ class StrategyExtended:
                     f"over {[str(d) for d in mesh.devices.flat]}. `colocate_with_variable` and `var` "
                     "must be made under this strategy's scope()."
                 )
+
+
+def _check_variable(var: Any, method: str) -> None:
+    if not isinstance(var, nnx.Variable):
+        raise ArgumentError(
+            f"strategy.extended.{method} got {type(var).__name__}, which is no variable. Pass an "
+            "nnx.Variable or dj.Variable made under strategy.scope()."
+        )
+
+
+def _pair(entry: Any) -> tuple[Any, Any]:
+    if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+        raise ArgumentError(
+            f"strategy.extended.batch_reduce_to got {entry!r:.80} among the pairs. Each is a value and its "
+            "destinations: [(value, variable), (other, 'cpu:0')]."
+        )
+    return entry[0], entry[1]
 
 
 def _name(device: jax.Device) -> str:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError
+from distribute_jax._tree import leaf_text
 from distribute_jax.collectives._unreduced import unreduced
 from distribute_jax.training._accumulation import (
     Accumulation,
@@ -76,6 +77,7 @@ class Optimizer(nnx.Optimizer[Any]):
         **kwargs: Any,
     ) -> None:
         """Makes the optimizer's state; see the class for the arguments."""
+        _check(model, tx)
         if clip_global_norm is not None:
             if isinstance(clip_global_norm, str) or not clip_global_norm > 0:
                 raise ArgumentError(
@@ -152,6 +154,25 @@ class Optimizer(nnx.Optimizer[Any]):
         when(finite, update, [(self, _own_state), (model, self.wrt)])
         self.loss_scale.note(finite)
         return None
+
+
+def _check(model: Any, tx: Any) -> None:
+    if not jax.tree.leaves(model, is_leaf=_is_node) or not all(
+        map(_is_node, jax.tree.leaves(model, is_leaf=_is_node))
+    ):
+        raise ArgumentError(
+            f"dj.Optimizer(model, tx) got {leaf_text(model)} as the model. Pass the nnx.Module whose "
+            "variables it updates: dj.Optimizer(model, optax.adam(1e-3))."
+        )
+    if not callable(getattr(tx, "update", None)):
+        raise ArgumentError(
+            f"dj.Optimizer(model, tx) got {leaf_text(tx)} as tx. Pass an optax transformation: "
+            "dj.Optimizer(model, optax.adam(1e-3))."
+        )
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
 def _summed(grads: Any) -> Any:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError, PerReplicaError
+from distribute_jax._fitting import fitting
+from distribute_jax._tree import leaf_text
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 """Each kind of number can be written where a later one is kept, not the other way round."""
@@ -33,6 +35,24 @@ def cast(value: Any, dtype: Any, name: str) -> jax.Array:
             f"floats, or say what becomes of them: jnp.round(value).astype({str(dtype)!r})."
         )
     return jnp.asarray(given, dtype)
+
+
+def first_value(value: Any, name: str) -> jax.Array:
+    """Gives the array that a variable starts with, or raises for what no array can be made of."""
+    array: Any = fitting(value, f"dj.Variable {name!r}")
+    if isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
+        return jnp.asarray(array)
+    leaves = jax.tree.leaves(array, is_leaf=lambda leaf: leaf is None)
+    if (
+        isinstance(array, dict)
+        or not leaves
+        or any(leaf is None or isinstance(leaf, str) for leaf in leaves)
+    ):
+        raise ArgumentError(
+            f"dj.Variable {name!r} got {leaf_text(value)} as its value, which is neither a number nor an "
+            "array. Pass one, as dj.Variable(0.0) or dj.Variable(jnp.zeros(3))."
+        )
+    return jnp.asarray(array)
 
 
 def _fits(given: Any, dtype: Any) -> bool:

@@ -8,6 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._errors import ArgumentError
 
 Combine = Callable[[jax.Array], jax.Array]
 
@@ -16,6 +19,35 @@ SCATTERS: dict[str, str] = {
     "max": "max", "update": "set",
 }  # fmt: skip
 """Each operation, and what JAX calls it."""
+
+
+def checked_rows(
+    indices: Any, updates: jax.Array, shape: tuple[int, ...], method: str
+) -> jax.Array:
+    """Gives the rows as an array of integers, those of the host seen to be rows of the variable."""
+    given = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+    if not shape or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ArgumentError(
+            f"{method} got indices of dtype {given.dtype} for a variable of shape {shape}. They are "
+            "integers, rows along its dim 0: jnp.array([0, 2])."
+        )
+    wanted = (*given.shape, *shape[1:])
+    try:
+        fits = jnp.broadcast_shapes(updates.shape, wanted) == wanted
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ArgumentError(
+            f"{method} got updates of shape {updates.shape} for {given.size} rows of shape {shape[1:]}. Give "
+            f"updates of shape {wanted}, or one that broadcasts to it."
+        )
+    concrete = not isinstance(given, jax.core.Tracer) and given.size > 0
+    if concrete and not -shape[0] <= int(np.min(given)) <= int(np.max(given)) < shape[0]:
+        raise ArgumentError(
+            f"{method} got indices from {int(np.min(given))} to {int(np.max(given))}, and the variable has "
+            f"{shape[0]} rows, 0 to {shape[0] - 1}. JAX would leave such rows out silently."
+        )
+    return jnp.asarray(given)
 
 
 def scattered(

@@ -12,13 +12,12 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax._fitting import fitting
 from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh, put
 from distribute_jax._tree import is_given_away
 from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
-from distribute_jax.variables._cast import cast, different_values
+from distribute_jax.variables._cast import cast, different_values, first_value
 from distribute_jax.variables._created import note_created
 from distribute_jax.variables._elsewhere import on_this_thread, readable_raw
 from distribute_jax.variables._kinds import (
@@ -26,7 +25,8 @@ from distribute_jax.variables._kinds import (
     VariableSynchronization,
     checked_kinds,
 )
-from distribute_jax.variables._scatter import SCATTERS, Scatters, scattered
+from distribute_jax.variables._scatter import SCATTERS, Scatters, checked_rows, scattered
+from distribute_jax.variables._where import inside_replica, inside_run, readable_here, require_own
 
 _NONE = VariableAggregation.NONE
 _SUM = VariableAggregation.SUM
@@ -83,7 +83,7 @@ class Variable(nnx.Variable[Any], Scatters):
         """Makes the variable for the strategy that is current; see the class for the arguments."""
         if isinstance(value, DistributedValues):
             raise different_values(name)
-        array = jnp.asarray(fitting(value, f"dj.Variable {name!r}"))
+        array = first_value(value, name)
         synchronization, aggregation = checked_kinds(synchronization, aggregation, array.dtype)
         if trainable is None:
             trainable = synchronization is not _ON_READ
@@ -98,7 +98,7 @@ class Variable(nnx.Variable[Any], Scatters):
 
     def create_value(self, value: Any) -> Any:
         """Gives the first raw value: for ON_READ one component for each replica."""
-        if _inside_run():
+        if inside_run():
             raw = self._first_in_step(value)
             note_created(self, raw)
             return raw
@@ -126,8 +126,8 @@ class Variable(nnx.Variable[Any], Scatters):
 
     def get_value(self, *, index: Any = ...) -> Any:
         """Gives the value: inside ``run`` this replica's, outside of it the aggregated one."""
-        raw = self._raw()
-        if self.is_on_read and not _inside_replica():
+        raw = readable_here(self._raw())
+        if self.is_on_read and not inside_replica():
             raw = self._aggregated(raw)
         return raw if index is Ellipsis or not hasattr(raw, "shape") else raw[index]
 
@@ -155,7 +155,7 @@ class Variable(nnx.Variable[Any], Scatters):
         """
         self._require_all_components("values")
         raw = self._raw()
-        if _inside_run():
+        if inside_run():
             n = self._components()
             return tuple(jax.lax.all_gather(raw, DATA)) if self.is_on_read else (raw,) * n
         if self.is_on_read:
@@ -172,12 +172,12 @@ class Variable(nnx.Variable[Any], Scatters):
     def component_names(self) -> tuple[str, ...]:
         """The names of all replicas' components: ``v``, ``v/replica_1``, …."""
         self._require_all_components("component_names")
-        own = self.is_on_read or _inside_run()
+        own = self.is_on_read or inside_run()
         replicas = self._components() if own else _components.count_copies(self._raw())
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _require_all_components(self, what: str) -> None:
-        if _inside_replica():
+        if inside_replica():
             raise ContextError(
                 f"{what} of variable {self.name!r} was read inside run, on one replica, which has one "
                 "component: read it as v[...]. All components are there in merge_call and outside of run."
@@ -194,20 +194,21 @@ class Variable(nnx.Variable[Any], Scatters):
     def _aggregated(self, raw: Any) -> Any:
         if not hasattr(raw, "shape"):  # not an array: what a tree function put here
             return raw
-        raw = jax.lax.all_gather(raw, DATA) if _inside_run() else on_this_thread(raw)
+        raw = jax.lax.all_gather(raw, DATA) if inside_run() else on_this_thread(raw)
         return _components.combined(raw, self.aggregation, self.name)
 
     # Writing
 
     def set_value(self, value: Any, *, index: Any = ...) -> None:
         """Assigns the value, or a part of it, by the rules of the class."""
+        require_own(self._raw(), self.name)
         if index is not Ellipsis:
             value = cast(value, self._raw().dtype, self.name)
         if index is Ellipsis:
             self.assign(value)
-        elif self.is_on_read and not _inside_replica():
+        elif self.is_on_read and not inside_replica():
             self.assign(self.get_value().at[index].set(value))
-        elif self.aggregation in (_SUM, VariableAggregation.MEAN) and _inside_replica():
+        elif self.aggregation in (_SUM, VariableAggregation.MEAN) and inside_replica():
             raise NotImplementedError(
                 f"Assigning a part of {self.name!r} inside run is not defined for aggregation "
                 f"{self.aggregation.name}: the replicas' parts cannot be combined. Use "
@@ -228,9 +229,10 @@ class Variable(nnx.Variable[Any], Scatters):
         Raises:
             ValueError: the shape differs, numbers that the dtype cannot hold, such as 0.5 for an
                 integer, or a per-replica value outside of ``run``.
+            RuntimeError: a variable of another strategy than the one whose scope this is.
         """
         value = self._as_own(value)
-        if _inside_replica():
+        if inside_replica():
             return self._store(value if self.is_on_read else self._over_replicas(value))
         if self.is_on_read:
             self._check_assignable("assign")
@@ -254,7 +256,8 @@ class Variable(nnx.Variable[Any], Scatters):
 
         Args:
             op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
-            indices: int array of shape (k,), along dim 0 of the variable (this replica's).
+            indices: int array of shape (k,), along dim 0 of the variable (this replica's). Inside ``run``
+                they are traced: rows that are not there change nothing, as everywhere in JAX.
             updates: array of shape (k, …) or one that broadcasts to it (this replica's).
 
         Returns:
@@ -262,7 +265,8 @@ class Variable(nnx.Variable[Any], Scatters):
 
         Raises:
             NotImplementedError: an ON_READ variable; min, max or update under SUM or MEAN.
-            ValueError: no such ``op``, or updates that the dtype cannot hold.
+            ValueError: no such ``op``, updates that the dtype cannot hold, indices that are no integers or
+                no rows of the variable, or shapes that do not fit.
         """
         if op not in SCATTERS:
             raise ArgumentError(f"scatter got op={op!r}. Use one of {', '.join(SCATTERS)}.")
@@ -271,7 +275,7 @@ class Variable(nnx.Variable[Any], Scatters):
                 f"{self.name!r} is an ON_READ variable, and scatter_{op} is not defined for it. Use "
                 "assign_add inside run, or an ON_WRITE variable."
             )
-        combines = self.aggregation in (_SUM, VariableAggregation.MEAN) and _inside_replica()
+        combines = self.aggregation in (_SUM, VariableAggregation.MEAN) and inside_replica()
         if combines and op in ("min", "max", "update"):
             raise NotImplementedError(
                 f"scatter_{op} inside run is not defined for aggregation {self.aggregation.name} "
@@ -279,12 +283,14 @@ class Variable(nnx.Variable[Any], Scatters):
             )
         over = self._over_replicas if combines else None
         raw = self._raw()
+        require_own(raw, self.name)
         updates = cast(updates, raw.dtype, self.name)
-        new = scattered(raw, op, jnp.asarray(indices), updates, over)
-        return self._store(new if combines or not _inside_replica() else self._over_replicas(new))
+        rows = checked_rows(indices, updates, raw.shape, f"scatter_{op} of {self.name!r}")
+        new = scattered(raw, op, rows, updates, over)
+        return self._store(new if combines or not inside_replica() else self._over_replicas(new))
 
     def _assign_change(self, method: str, delta: jax.Array) -> Any:
-        if _inside_replica():
+        if inside_replica():
             change = delta if self.is_on_read else self._over_replicas(delta)
             return self._store(self._raw() + change)
         if not self.is_on_read:
@@ -304,8 +310,9 @@ class Variable(nnx.Variable[Any], Scatters):
         if isinstance(value, nnx.Variable):
             value = value.get_value()
         raw = self._raw()
+        require_own(raw, self.name)
         array = cast(value, raw.dtype, self.name)
-        shape = raw.shape[1:] if self.is_on_read and not _inside_run() else raw.shape
+        shape = raw.shape[1:] if self.is_on_read and not inside_run() else raw.shape
         if array.shape != shape:
             raise ArgumentError(
                 f"Variable {self.name!r} has shape {shape} and was assigned shape {array.shape}. The "
@@ -331,17 +338,17 @@ class Variable(nnx.Variable[Any], Scatters):
             with outside_mesh():
                 raw = put(jnp.copy(raw), old.sharding)
         self.set_raw_value(raw)
-        return raw if _inside_replica() else self
+        return raw if inside_replica() else self
 
     def _store_components(self, make: Any, value: jax.Array) -> Any:
-        if _inside_run():  # in merge_call: one component is stored
+        if inside_run():  # in merge_call: one component is stored
             raw = make(value, self._components(), self.aggregation)
             return self._store(raw[jax.lax.axis_index(DATA)])
         return self._store(make(value, self._components(), self.aggregation))
 
     def _components(self) -> int:
         """Gives how many replicas have a component."""
-        return int(jax.lax.psum(1, DATA) if _inside_run() else self._raw().shape[0])
+        return int(jax.lax.psum(1, DATA) if inside_run() else self._raw().shape[0])
 
     def _check_assignable(self, method: str) -> None:
         if self.aggregation is _NONE and self._components() > 1:
@@ -352,7 +359,7 @@ class Variable(nnx.Variable[Any], Scatters):
 
     def __getattr__(self, name: str) -> Any:
         """Gives metadata, or an attribute of the value, as it reads here."""
-        if not name.startswith("_") and self.is_on_read and not self.has_metadata(name):
+        if not name.startswith("_") and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
 
@@ -386,15 +393,3 @@ def aggregated(variable: Variable, components: jax.Array) -> jax.Array | None:
     if variable.aggregation is _NONE:
         return None
     return _components.combined(components, variable.aggregation, variable.name)
-
-
-def _inside_replica() -> bool:
-    """Tells whether the code runs as one replica."""
-    top = _context.entered()
-    return top is not None and top.replica is not None
-
-
-def _inside_run() -> bool:
-    """Tells whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
-    top = _context.entered()
-    return top is not None and (top.replica is not None or (top.merging and not at_top_level()))

@@ -344,8 +344,13 @@ def chained(forwards: list[Forward], net: Net, x: jax.Array) -> jax.Array:
     return x
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("group", range(len(GROUPS)))
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(i, marks=pytest.mark.slow if i < 2 else pytest.mark.exhaustive)
+        for i in range(len(GROUPS))
+    ],
+)
 def test_a_training_step_with_several_of_them_trains_as_plain_code(
     replicas: dj.MirroredStrategy, group: int
 ):

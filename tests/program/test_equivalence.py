@@ -118,6 +118,16 @@ def test_ten_steps_are_those_of_one_device_in_float64(strategy: dj.Strategy):
     assert {losses.dtype for losses in many[0].values()} == {np.dtype(np.float64)}
 
 
+@pytest.mark.slow
+def test_ten_steps_of_adam_are_those_of_one_device_in_float64(s4: dj.MirroredStrategy):
+    """The same with one optimizer at four replicas: in double precision nothing but rounding is left."""
+    with jax.enable_x64(True):
+        many = train(s4, ("adam",), np.float64)
+        one = on_one_device(("adam",), np.float64)
+    for got, wanted in zip(many, one, strict=True):
+        assert_close(got, wanted, 1e-10)
+
+
 def assert_close_in_float32(many: Any, names: tuple[str, ...]) -> None:
     """Compares with one device: losses, parameters, state of the optimizers."""
     one = on_one_device(names, np.float32)

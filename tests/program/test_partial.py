@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from queue import SimpleQueue
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -454,3 +455,34 @@ def test_the_rounding_of_half_precision_is_no_padding_that_was_seen():
     for batch in strategy.distribute_dataset([x[:32], x[32:]]):
         strategy.run(step, args=(batch,))
     assert float(total[...]) == pytest.approx(0.01 * x.sum(), rel=1e-2)
+
+
+@pytest.mark.parametrize("verified", [None, "first"])
+def test_a_step_that_counts_its_traces_is_not_compiled_in_each_epoch(
+    s4: dj.MirroredStrategy, verified: Any
+):
+    """Full and partial batches have a program each, though every trace changes what the step reaches."""
+    counter = Counter()
+    traces: list[int] = []
+
+    def step(x: jax.Array) -> jax.Array:
+        counter.calls += 1
+        traces.append(1)
+        return dj.compute_average_loss(x[:, 0])
+
+    data = s4.distribute_dataset([np.ones((16, 2), np.float32), np.ones((13, 2), np.float32)])
+    seen = []
+    for _ in range(3):
+        for batch in data:
+            s4.run(step, args=(batch,), options=dj.RunOptions(verify=verified))
+        seen.append((counter.calls, len(traces), len(s4._runner._programs)))
+    assert seen[1:] == [seen[0]] * 2, seen
+    counter.calls = 0  # what the user changes is another matter
+    s4.run(step, args=(batch,))
+    assert counter.calls > 0
+
+
+class Counter:
+    """Counts calls in a plain attribute."""
+
+    calls = 0

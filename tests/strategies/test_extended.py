@@ -51,6 +51,7 @@ def test_update_adds_on_every_replica(strategy: dj.Strategy):
         variable, lambda v, x: v.assign_add(x), kwargs={"x": 0.0}, group=False
     )
     assert [float(v) for v in single] == [3.0] * n
+    assert type(single) is tuple
 
 
 def test_update_refuses_values_that_differ(s2: dj.MirroredStrategy):
@@ -146,3 +147,43 @@ def test_reduce_to_a_variable_goes_where_the_strategy_keeps_it(s4: dj.MirroredSt
     assert total.devices() == {jax.devices()[5]}
     with pytest.raises(ValueError, match="another strategy"):
         central.extended.reduce_to("sum", ids(central), made(s4))
+
+
+def test_several_values_are_reduced_by_one_program(s4: dj.MirroredStrategy):
+    """Three gradients of other shapes compile and run one program, and equal one reduction each."""
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    shapes = [(3,), (2, 5), ()]
+    grads = s4.run(lambda x: [x * jnp.ones(shape) for shape in shapes], args=(ids(s4),))
+    variable = made(s4)
+    compiled.clear()
+    together = s4.extended.batch_reduce_to("mean", [(grad, variable) for grad in grads])
+    assert len(compiled) == 1, compiled
+    for total, grad in zip(together, grads, strict=True):
+        assert jnp.array_equal(total, s4.reduce("mean", grad))
+        assert total.sharding.is_fully_replicated
+        assert len(total.devices()) == 4
+
+
+def test_inside_update_the_strategy_is_current(s2: dj.MirroredStrategy):
+    """As in TensorFlow: cross-replica context of the strategy, outside of a scope and in merge_call."""
+    variable = made(s2)
+    seen = []
+
+    def look(v: dj.Variable) -> Any:
+        strategy = dj.get_strategy()
+        seen.append((strategy is s2, dj.has_strategy(), dj.in_cross_replica_context()))
+        assert dj.get_replica_context() is None
+        return v.assign_add(1.0)
+
+    s2.extended.update(variable, look)
+    s2.run(
+        lambda: dj.get_replica_context().merge_call(
+            lambda s: s.extended.update(variable, look)[...]
+        )
+    )
+    assert set(seen) == {(True, True, True)}
+    assert float(variable.numpy()) == 3.0
+    assert not dj.has_strategy()

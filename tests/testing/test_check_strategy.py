@@ -44,7 +44,7 @@ def test_mirrored_strategy_passes(theme: str):
     assert (report.replicas, report.lowerings, report.refused) == ((4,), ("shard_map",), ())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_central_storage_strategy_passes():
     """On four replicas, every check."""
     report = dj.testing.check_strategy(dj.CentralStorageStrategy, [4])
@@ -93,8 +93,16 @@ CELLS = [
 ]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "replicas", "lowering"), CELLS)
+@pytest.mark.parametrize(
+    ("name", "replicas", "lowering"),
+    [
+        pytest.param(
+            *cell,
+            marks=pytest.mark.slow if cell == ("mirrored", 4, "vmap") else pytest.mark.exhaustive,
+        )
+        for cell in CELLS
+    ],
+)
 def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: str):
     """Only vmap refuses some, and only for the operations that JAX cannot batch."""
     factory = FACTORIES.get(name, dj.OneDeviceStrategy)

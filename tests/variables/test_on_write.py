@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -15,6 +16,13 @@ from distribute_jax import VariableAggregation as Agg
 
 METHODS = {"assign": (0, 1), "assign_add": (1, 1), "assign_sub": (1, -1)}
 """How much of the old value stays, and the sign of what is written."""
+
+
+# Two replicas too: this is what the kinds of variables are for.
+@pytest.fixture(params=[1, 4, *(pytest.param(n, marks=pytest.mark.wide) for n in (2, 8))])
+def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
+    """A mirrored strategy of 1 and 4 replicas; 2 and 8 under the mark ``wide``."""
+    return dj.MirroredStrategy(list(range(request.param)))
 
 
 def replica_id() -> Any:
@@ -48,11 +56,12 @@ def test_a_write_from_outside_sets_the_value_everywhere(strategy: dj.Strategy, a
     """In cross-replica context 4 is assigned, added and taken away as to a plain variable."""
     variable = made(strategy, aggregation=aggregation)
     with strategy.scope():
-        for method, wanted in (("assign", 4.0), ("assign_add", 8.0), ("assign_sub", 4.0)):
+        for method, wanted in (("assign", 4.0), ("assign_add", 14.0), ("assign_sub", 6.0)):
+            variable.assign(10.0)
             assert getattr(variable, method)(4.0) is variable
             assert float(variable.numpy()) == float(variable.read_value()) == wanted
             assert [float(v) for v in variable.values] == [wanted] * len(variable.values)
-    assert float(strategy.run(lambda: variable[...] + 1)) == 5.0
+    assert float(strategy.run(lambda: variable[...] + 1)) == 7.0
 
 
 def test_the_same_constant_from_each_replica_is_added_up(strategy: dj.Strategy):
@@ -377,3 +386,33 @@ def test_factors_for_one_row_are_multiplied(strategy: dj.Strategy, op: str, want
     outside.scatter(op, rows, by)
     strategy.run(step)
     assert outside.numpy().tolist() == inside.numpy().tolist() == wanted
+
+
+def test_after_each_step_all_replicas_have_the_same_bits_and_counted_one_step(
+    s2: dj.MirroredStrategy,
+):
+    """Ten steps on the mean loss of the global batch; a counter of steps goes up by one, not two."""
+    counter = made(s2, 0, aggregation=Agg.ONLY_FIRST_REPLICA)
+    with s2.scope():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.adam(0.1))
+
+    def step(x: jax.Array) -> None:
+        def loss(model: nnx.Linear) -> jax.Array:
+            return dj.compute_average_loss((model(x)[:, 0] - 1) ** 2)
+
+        optimizer.update(model, nnx.grad(loss)(model))
+        counter.assign_add(1)
+
+    batches = np.random.default_rng(0).normal(size=(10, 8, 3)).astype(np.float32)
+    for done, batch in enumerate(s2.distribute_dataset(list(batches)), 1):
+        s2.run(step, args=(batch,))
+        copies = [[shard.data for shard in v.addressable_shards] for v in weights(model)]
+        assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in copies)
+        assert int(counter.numpy()) == done
+        assert [int(v) for v in counter.values] == [done] * 2
+
+
+def weights(model: nnx.Linear) -> list[jax.Array]:
+    """The arrays of the parameters."""
+    return jax.tree.leaves(nnx.state(model, nnx.Param))

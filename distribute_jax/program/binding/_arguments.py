@@ -219,15 +219,26 @@ def check_function(fn: Any) -> None:
         )
 
 
-def check_call(args: Any, kwargs: Any) -> None:
-    """Refuses arguments of the wrong container."""
+def check_call(args: Any, kwargs: Any, fn: Any = None, call: str = "strategy.run(fn") -> None:
+    """Refuses arguments of the wrong container, and what is to be called where it cannot be.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments, or None.
+        fn: what is to be called; None where that was seen to already.
+        call: how the user's call begins, for the message.
+    """
+    if fn is not None and not callable(fn):
+        raise ArgumentError(
+            f"{call}={_brief(fn)}): fn must be a function. Pass the function itself, not its result."
+        )
     if not isinstance(args, (list, tuple)):
         raise ArgumentError(
-            f"strategy.run(fn, args={_brief(args)}): args must be a list or tuple of positional "
+            f"{call}, args={_brief(args)}): args must be a list or tuple of positional "
             "arguments. For a single one write args=(value,)."
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise ArgumentError(
-            f"strategy.run(fn, kwargs={_brief(kwargs)}): kwargs must be a dict of keyword "
+            f"{call}, kwargs={_brief(kwargs)}): kwargs must be a dict of keyword "
             "arguments, such as kwargs={'training': True}."
         )

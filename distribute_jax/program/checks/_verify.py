@@ -35,6 +35,7 @@ from distribute_jax.program.checks._compare import (
     spacing_of,
 )
 from distribute_jax.program.checks._compare_replicas import difference
+from distribute_jax.program.checks._copies import check_copies
 from distribute_jax.program.checks._leak import copied
 from distribute_jax.program.checks._own_values import as_read, components_on
 from distribute_jax.program.checks._rounding import is_rounding, nudged_outcomes
@@ -80,7 +81,9 @@ def verify(call: Call, entry: Entry, values: Sequence[Any]) -> None:
         flat = entry.flat_inputs(values, call.arguments)
         entry.check_readable(flat)
         before = as_read(entry, _state_leaves(entry))
-        many = as_read(entry, entry.execute(copied(flat)))
+        outs = entry.execute(copied(flat))
+        check_copies(entry, outs)
+        many = as_read(entry, outs)
         # A scope's mesh has all replicas, and JAX refuses another beside it.
         with outside_mesh(), components_on(entry.binding, first_replica(call.mesh)):
             single_call, single = _on_one_device(call, entry)

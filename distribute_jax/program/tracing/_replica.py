@@ -19,6 +19,7 @@ from distribute_jax._values import DistributedValues
 from distribute_jax.collectives._options import CommunicationOptions, checked_options
 from distribute_jax.collectives._reduce_op import ReduceOp, reduce_op
 from distribute_jax.collectives._tree import all_gather, all_reduce, stacked_over_replicas
+from distribute_jax.program.binding._arguments import check_call
 
 
 class ReplicaContext:
@@ -190,6 +191,10 @@ class ReplicaContext:
         Returns:
             The result of ``merge_fn``, each per-replica value replaced by this replica's part.
 
+        Raises:
+            RuntimeError: called in cross-replica context.
+            ValueError: ``merge_fn`` is no function, ``args`` no tuple or ``kwargs`` no dict.
+
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#merge_call
         """
         top = _context.entered()
@@ -203,6 +208,7 @@ class ReplicaContext:
                 f"merge_call got {leaf_text(merge_fn)}, which is no function. Pass one that takes the "
                 "strategy and then the regrouped values: merge_call(fn, args=(value,))."
             )
+        check_call(args, kwargs, call="merge_call(merge_fn")
         given = (tuple(args), dict(kwargs or {}))
         regrouped, named = jax.tree.map(self._regroup, given, is_leaf=_is_object)
         with _context.frame(self._strategy, merging=True):

@@ -1,0 +1,150 @@
+"""A wrong argument is refused by name, before JAX or Python says something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+Call = Callable[[dj.Strategy, Any], Any]
+CALLS: dict[str, tuple[Call, str]] = {
+    "options": (lambda s, v: s.run(f, options="x"), r"run\(options='x'\): options must be None or"),
+    "options={}": (lambda s, v: s.run(f, options={}), r"run\(options=\{\}\): options must be None"),
+    "steps": (lambda s, v: s.run_steps(f, iter([1]), 1, options="x"), r"\(options='x'\)"),
+    "update args": (lambda s, v: s.extended.update(v, f, args=3), r"update\(var, fn, args=int 3\)"),
+    "update kwargs": (
+        lambda s, v: s.extended.update(v, f, kwargs=3),
+        r"fn, kwargs=int 3\): kwargs must",
+    ),
+    "update fn": (
+        lambda s, v: s.extended.update(v, 5),
+        r"update\(var, fn=int 5\): fn must be a function",
+    ),
+    "merge args": (
+        lambda s, v: merge(s, args=3),
+        r"merge_call\(merge_fn, args=int 3\): args must be",
+    ),
+    "merge kwargs": (
+        lambda s, v: merge(s, kwargs=3),
+        r"merge_fn, kwargs=int 3\): kwargs must be a dict",
+    ),
+    "gather": (lambda s, v: s.gather(v, axis=None), r"gather\(axis=None\): axis is an int"),
+    "set_strategy": (lambda s, v: dj.experimental_set_strategy("x"), "'x', which is no strategy"),
+    "devices": (lambda s, v: dj.MirroredStrategy(5.5), r"cannot be 5.5. Pass a list, such as"),
+    "value_fn": (lambda s, v: values(s, 3), "got int 3, which is no function"),
+    "value": (
+        lambda s, v: values(s, lambda c: "a"),
+        "gave str 'a', which is neither array nor number",
+    ),
+    "model": (
+        lambda s, v: dj.Optimizer(3, optax.sgd(0.1)),
+        "got int 3 as the model. Pass the nnx.Mod",
+    ),
+    "tx": (lambda s, v: dj.Optimizer(nnx.Param(v[...]), 3), "got int 3 as tx. Pass an optax"),
+    "weights": (
+        lambda s, v: average(jnp.ones(3)),
+        r"weight of shape \(3,\) for losses of shape \(2,\)",
+    ),
+    "batch size": (
+        lambda s, v: average(None, 0),
+        r"global_batch_size=0\): the loss is divided by it",
+    ),
+    "no value": (
+        lambda s, v: dj.Variable(None),
+        "got NoneType None as its value, which is neither",
+    ),
+    "created": (
+        lambda s, v: s.extended.variable_created_in_scope(3),
+        "got int, which is no variable",
+    ),
+    "float rows": (lambda s, v: v.scatter_add([0.5], [1.0]), "indices of dtype float64.*integers"),
+    "no row": (lambda s, v: v.scatter_add([7], [1.0]), r"from 7 to 7, and the variable has 3 rows"),
+    "updates": (lambda s, v: v.scatter_add([0], [1.0, 2.0]), r"updates of shape \(2,\) for 1 rows"),
+    "pairs": (
+        lambda s, v: s.extended.batch_reduce_to("sum", [v]),
+        "among the pairs. Each is a value",
+    ),
+    "reduce options": (
+        lambda s, v: s.extended.batch_reduce_to("sum", [(v, v)], options="bogus"),
+        r"batch_reduce_to\(options='bogus'\): options must be None or",
+    ),
+    "reduce_to": (
+        lambda s, v: s.extended.reduce_to("sum", v, v, options="bogus"),
+        r"extended.reduce_to\(options='bogus'\): options must be None or",
+    ),
+}
+
+
+def f(*_: Any) -> float:
+    """A step that takes anything."""
+    return 1.0
+
+
+def merge(strategy: dj.Strategy, **given: Any) -> Any:
+    return strategy.run(lambda: dj.get_replica_context().merge_call(lambda s: 1.0, **given))
+
+
+def values(strategy: dj.Strategy, value_fn: Any) -> Any:
+    return strategy.experimental_distribute_values_from_function(value_fn)
+
+
+def average(weights: Any, size: Any = None) -> Any:
+    return dj.compute_average_loss(jnp.ones(2), weights, size)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wrong_argument_is_refused_by_name(s2: dj.MirroredStrategy, call: str):
+    """The message says which call, what it got and what it takes."""
+    with s2.scope():
+        variable = dj.Variable([1.0, 2.0, 3.0])
+    with pytest.raises(dj.ArgumentError, match=CALLS[call][1]):
+        CALLS[call][0](s2, variable)
+    assert variable.numpy().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_local_results_of_a_distributed_value_under_a_jit_are_refused(s2: dj.MirroredStrategy):
+    """A plain value stands for itself there; what lies on several devices cannot come in."""
+    own = s2.run(lambda: dj.get_replica_context().replica_id_in_sync_group)
+    with pytest.raises(
+        dj.ContextError, match=r"experimental_local_results was called inside a func"
+    ):
+        jax.jit(lambda: s2.experimental_local_results(own))()
+    assert jax.jit(lambda x: s2.experimental_local_results(x)[0] + 1)(1.0) == 2.0
+
+
+def test_devices_of_two_kinds_or_of_another_process_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Both messages say what there is to choose from."""
+    cpu, gpu = jax.devices()[0], FakeDevice("gpu", 0)
+    monkeypatch.setattr("distribute_jax.strategies._devices.find_device", lambda name: name)
+    with pytest.raises(ValueError, match=r"cannot mix kinds of devices.*\['cpu', 'gpu'\]. Choose"):
+        dj.MirroredStrategy([cpu, gpu])
+    monkeypatch.undo()
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(
+        ValueError, match=r"belongs to process 0, and this is process 1.*choose from"
+    ):
+        dj.MirroredStrategy([cpu])
+
+
+def test_no_devices_named_means_the_four_there_are(monkeypatch: pytest.MonkeyPatch):
+    """An empty list, as None, takes all local devices."""
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "local_devices", lambda **_: four)
+    for none in ([], None):
+        strategy = dj.MirroredStrategy(none)
+        assert strategy.num_replicas_in_sync == 4
+        assert list(strategy.mesh.devices.flat) == four
+
+
+class FakeDevice:
+    """As much of a device as is looked at before a mesh is made."""
+
+    def __init__(self, platform: str, process_index: int) -> None:
+        self.platform, self.process_index = platform, process_index
