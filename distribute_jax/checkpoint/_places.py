@@ -15,6 +15,8 @@ from distribute_jax.checkpoint._disk_directory import DiskDirectory
 _CUT = re.compile(r"(gs|gcs|s3|az|abfs|memory):/[^/]")
 """What ``pathlib.Path`` makes of a URL."""
 
+_PATTERN = re.compile(r"[*?\[]")
+
 
 def is_url(text: str) -> bool:
     """Tells whether a text is the URL of an object store rather than a path."""
@@ -36,4 +38,15 @@ def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
         raise ArgumentError(
             f"{method} got {path!r}: a Path keeps one slash of a URL. Pass the text: {url!r}."
         )
+    check_no_pattern(method, text)
     return DiskDirectory(Path(text).absolute())
+
+
+def check_no_pattern(method: str, text: str) -> None:
+    """Refuses a path on a disk under which Orbax would not find what it has saved."""
+    path = os.path.abspath(text)
+    if _PATTERN.search(path):
+        raise ArgumentError(
+            f"{method} got {path!r}: Orbax reads *, ? and [ in a path as a pattern of names, and would not find "
+            "what it has saved. Choose a path without these characters."
+        )

@@ -9,7 +9,7 @@ from typing import Any
 from distribute_jax._errors import CheckpointError
 from distribute_jax.checkpoint._directory import Directory
 from distribute_jax.checkpoint._manifest import Manifest
-from distribute_jax.checkpoint._places import directory_of, is_url
+from distribute_jax.checkpoint._places import check_no_pattern, directory_of, is_url
 from distribute_jax.checkpoint._reading import manifest_of
 from distribute_jax.checkpoint._state import check_place, content_of, restored
 from distribute_jax.checkpoint._together import check_shared, write
@@ -50,6 +50,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
 def _parted(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:
     """Gives the directory of a checkpoint, and its name there."""
     text = os.fspath(path)
+    if not is_url(text):
+        check_no_pattern(method, text)
     parent, name = os.path.split(text.rstrip("/") if is_url(text) else os.path.abspath(text))
     return directory_of(method, parent), name
 

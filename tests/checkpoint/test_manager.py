@@ -215,3 +215,12 @@ def test_a_save_that_is_cut_off_between_its_renames_leaves_the_old_one(
     save(tmp_path / "c", {"x": np.ones(2)})
     assert len(list((tmp_path / "c").glob("arrays-*"))) == 1
     assert load(tmp_path / "c", tree)["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
+def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(name: str, tmp_path: Path) -> None:
+    """It would save there without a word, and not find it again."""
+    with pytest.raises(dj.ArgumentError, match="pattern of names"):
+        dj.CheckpointManager(tmp_path / name)
+    with pytest.raises(dj.ArgumentError, match="pattern of names"):
+        save(tmp_path / name, {"x": 1})
