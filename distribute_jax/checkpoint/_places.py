@@ -47,6 +47,6 @@ def check_no_pattern(method: str, text: str) -> None:
     path = os.path.abspath(text)
     if _PATTERN.search(path):
         raise ArgumentError(
-            f"{method} got {path!r}: Orbax reads *, ? and [ in a path as a pattern of names, and would not find "
-            "what it has saved. Choose a path without these characters."
+            f"{method} got {path!r}: Orbax reads *, ? and [ in a path as a pattern of names, and would not "
+            "find what it has saved. Choose a path without these characters."
         )
