@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -74,10 +74,10 @@ class Benchmark(Generic[Options]):
     draw: Callable[[Log, Path], None] | None = None
     """Draws a picture of the records into a PNG file."""
 
-    def page(self, log: Log) -> str:
-        """Writes the page of this benchmark alone."""
+    def page(self, log: Log, options: str = "--report") -> str:
+        """Writes the page of this benchmark alone; ``options`` are those of its command line."""
         title, _, rest = self.report(log).partition("\n\n")
-        command = f"## Command\n\n    python -m benchmarks.{self.name} --report\n"
+        command = f"## Command\n\n    python -m benchmarks.{self.name} {options}\n"
         return f"{title}\n\n{surroundings(log.records[0])}\n\n{rest}\n{command}"
 
 
@@ -86,18 +86,22 @@ def main(benchmark: Benchmark[Any]) -> None:
     parser = argparse.ArgumentParser(description=benchmark.question)
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
+    parser.add_argument("--cases", type=int, nargs="+", help="only these of its cases, from 0")
     add_devices(parser)
     chosen = parser.parse_args()
+    options = benchmark.quick if chosen.quick else benchmark.full
+    if chosen.cases:
+        options = replace(options, cases=tuple(options.cases[i] for i in chosen.cases))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         start_devices(chosen.devices)
-        log = benchmark.measure(benchmark.quick if chosen.quick else benchmark.full)
+        log = benchmark.measure(options)
     except KeyboardInterrupt:
         sys.exit(130)
     for row in benchmark.headline(log):
         log.add("headline", **asdict(row))
     if chosen.report:
-        write_report(benchmark.name, log, benchmark.page(log))
+        write_report(benchmark.name, log, benchmark.page(log, " ".join(sys.argv[1:])))
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
