@@ -203,7 +203,8 @@ def _said(method: str, failure: Exception | None, value: Any = None) -> _Said:
 
 
 def _told(found: Job, own: _Said) -> list[_Said]:
-    told = [_Said(**json.loads(text)) for text in found.exchange(_TOPIC, json.dumps(vars(own)))]
+    said = found.exchange(_TOPIC, json.dumps(vars(own)), place=f"a checkpoint's {own.method!r}")
+    told = [_Said(**json.loads(text)) for text in said]
     if len({said.method for said in told}) > 1:
         calls = ", ".join(f"{said.method} on process {i}" for i, said in enumerate(told[:8]))
         raise ProcessesDifferError(

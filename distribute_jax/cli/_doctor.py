@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     text = "look for what keeps a job from starting; exit code 1 where something must be fixed"
     command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, command=command)
     command.add_argument(
         "--coordinator", metavar="HOST:PORT", help="try this one; else that of the cluster found"
     )

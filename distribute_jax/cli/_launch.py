@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, command=command)
     add = command.add_argument
     add("--processes", type=_at_least(1), default=1, metavar="N", help="on this machine (1)")
     add(
@@ -81,13 +83,9 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Launches the program and gives the exit code of the job."""
-    if not options.module and not Path(options.program).exists():
-        raise ArgumentError(
-            f"launch: there is no file {options.program!r} in {Path.cwd()}. Give the path of a Python "
-            "script, or the name of a module behind -m; options of the launcher come before it."
-        )
     inbox = Inbox()
     host = _checked_place(options)
+    _check_program(options.program, is_module=options.module)
     program = ["-m", options.program] if options.module else [options.program]
     first = options.node_rank * options.processes
     launch = Launch(
@@ -104,9 +102,32 @@ def run(options: argparse.Namespace) -> int:
     return supervise(launch, _machines(options, host, inbox), inbox)
 
 
+def _check_program(program: str, *, is_module: bool) -> None:
+    """Refuses at once what no process could run."""
+    path = Path(program)
+    if is_module:
+        first = program.partition(".")[0]  # to look further would import it
+        found = first and (PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first))
+        what = "" if found else f"no module {program!r} here or among what is installed"
+    elif path.is_dir():
+        what = "" if (path / "__main__.py").exists() else f"no __main__.py in {program!r}"
+    else:
+        what = "" if path.exists() else f"no file {program!r} in {Path.cwd()}"
+    if what:
+        raise ArgumentError(
+            f"launch: there is {what}. Give the path of a Python script, or the name of a module behind -m; "
+            "options of the launcher come before it."
+        )
+
+
 def _checked_place(options: argparse.Namespace) -> str:
     """Gives the host that process 0 listens on."""
     if options.nodes == 1:
+        if options.coordinator is not None:
+            raise ArgumentError(
+                f"--coordinator {options.coordinator}: with one machine there is nobody to meet. Give "
+                "--nodes and --node-rank too, or leave it out."
+            )
         return LOOPBACK
     if options.node_rank >= options.nodes:
         raise ArgumentError(

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, unknown = parser().parse_known_args(given)
+    if unknown:  # argparse itself would show the usage of all commands
+        options.command.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = options.run(options)
     except DistributeError as error:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import num_replicas
+from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._typing import PyTree
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._ends import EndOfData, OneProcess
@@ -153,10 +153,11 @@ class DistributedDataset:
             self._spec = element.spec
         n = element.examples
         replicas = num_replicas(self._mesh)
-        if self._feed.divides and not self._warned and n and n < replicas:
+        # One process of several sees its own part of the batch only.
+        whole = self._feed.divides and is_local(self._mesh)
+        if whole and not self._warned and n and n < replicas:
             self._warned = True
-            # The user's line called __next__, which called _take, which called this.
-            warn_of_idle_replicas(n, replicas, stacklevel=4)
+            warn_of_idle_replicas(n, replicas)
 
 
 class DistributedIterator(Iterator[Any]):

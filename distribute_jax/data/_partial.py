@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._warn import warn_user
 from distribute_jax.data._policies import PartialPolicy
 from distribute_jax.data._seen import Seen
 from distribute_jax.data._split import (
@@ -150,12 +150,11 @@ def padded(policy: PartialPolicy, counts: Sequence[int], full_share: int) -> Div
     return laid_over(counts, full_share if policy is PartialPolicy.MASK else max(counts))
 
 
-def warn_of_idle_replicas(n: int, replicas: int, stacklevel: int) -> None:
+def warn_of_idle_replicas(n: int, replicas: int) -> None:
     """Warns that a full batch leaves replicas without any example."""
-    warnings.warn(
+    warn_user(
         f"The global batch has {n} examples for {replicas} replicas, so {replicas - n} of them get "
         "only padding and their work is lost. distribute_dataset takes global batches: batch with "
         f"at least {replicas}, for example replicas × the batch size of one replica, or use fewer "
-        "devices.",
-        stacklevel=stacklevel + 1,
+        "devices."
     )

@@ -52,6 +52,7 @@ class Attempt:
         self._deaths: list[Death] = []
         self._told: int | None = None
         self._lost = ""
+        self._killed: list[int] = []
         self._limit = float("inf")
 
     def run(self) -> Outcome:
@@ -67,6 +68,8 @@ class Attempt:
             self._take(self._inbox.get(min(left, _LONG)))
         while (event := self._inbox.get(0)) is not None:
             self._take(event)
+        if self._told is not None:
+            self._killed = [child.program.index for child in self._group.running]
         self._group.end(grace=AFTER_A_DEATH if self._told is None else 0)
         if self._lost:
             raise ClusterError(self._lost)
@@ -126,4 +129,5 @@ class Attempt:
             all_saved=all(code == SAVED for code in codes),
             any_saved=SAVED in codes,
             told=self._told,
+            killed=tuple(self._killed),
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from distribute_jax.cluster._exit_codes import MEANING, OTHER_FAILED
 
-_LONGEST = 300
+_LONGEST = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +37,29 @@ class Death:
 
     def __str__(self) -> str:
         """Says which process, how it ended, and where it was."""
-        where = "before its first step" if self.step is None else f"at step {self.step}"
+        where = "before it reported a step" if self.step is None else f"at step {self.step}"
         phase = f", {self.phase}" if self.phase else ""
         return (
             f"process {self.process} (pid {self.pid} on {self.host}) {self._how()} {where}{phase}"
         )
 
     def _how(self) -> str:
+        if self.code == -signal.SIGABRT and self.error:
+            return f"was ended by {signal_name(-self.code)} ({_shortened(self.error)})"
         if self.code < 0:
             return f"was ended by {signal_name(-self.code)}"
         if self.code in MEANING:
-            return f"{MEANING[self.code]} (exit code {self.code})"
-        error = f" with {self.error[:_LONGEST]}" if self.error else ""
+            cause = self.code == OTHER_FAILED and self.error
+            why = f": {_shortened(self.error)}" if cause else ""
+            return f"{MEANING[self.code]}{why} (exit code {self.code})"
+        error = f" with {_shortened(self.error)}" if self.error else ""
         return f"failed{error} (exit code {self.code})"
+
+
+def _shortened(text: str) -> str:
+    """Leaves out the middle of a long text: what failed stands first, and what to do last."""
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} … {text[-half:]}"
 
 
 def signal_name(number: int) -> str:
@@ -74,6 +84,8 @@ class Outcome:
     """Whether one did."""
     told: int | None = None
     """The signal by which this supervisor was told to end."""
+    killed: tuple[int, ...] = ()
+    """The processes that had not ended by themselves after the grace."""
 
     def as_data(self) -> dict[str, Any]:
         """Gives it as JSON has it."""
@@ -83,4 +95,5 @@ class Outcome:
     def from_data(data: dict[str, Any]) -> Outcome:
         """Reads what ``as_data`` gave."""
         death = data["death"]
-        return Outcome(**{**data, "death": None if death is None else Death(**death)})
+        read = {"death": None if death is None else Death(**death), "killed": tuple(data["killed"])}
+        return Outcome(**{**data, **read})

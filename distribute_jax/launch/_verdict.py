@@ -89,6 +89,10 @@ def cause_of(outcomes: Sequence[Outcome]) -> Death | None:
 def _left(outcomes: Sequence[Outcome], progress: Progress, told: int) -> Verdict:
     all_saved = all(outcome.all_saved for outcome in outcomes)
     state = "all processes have saved and ended" if all_saved else "all processes have ended"
+    killed = [process for outcome in outcomes for process in outcome.killed]
+    if killed:
+        some = ", ".join(f"{process}" for process in killed[:16])
+        state = f"killed, since they had not ended after the grace: process {some}"
     text = f"told to end by {signal_name(told)}: {state}"
     return Verdict(progress, SAVED if all_saved else 128 + told, text)
 

@@ -14,8 +14,9 @@ import jax
 
 from distribute_jax._errors import StepFailedError
 from distribute_jax._tree import error_text
-from distribute_jax.cluster._exit_codes import OTHER_FAILED, PARTED
+from distribute_jax.cluster._exit_codes import OTHER_FAILED, PARTED, SAVED
 from distribute_jax.cluster._status import own_status
+from distribute_jax.processes._exit_code import asked, listen
 from distribute_jax.processes._job import Job
 from distribute_jax.processes._last_words import leave
 from distribute_jax.processes._notes import (
@@ -47,6 +48,7 @@ class End:
         self._code = 0
         self._before: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._on_error
+        listen()
         atexit.register(self._on_exit)
 
     def _on_error(
@@ -61,7 +63,8 @@ class End:
         if cause is None:
             # Where process 0 is gone, the others are gone with it.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                note_failed(self._job, text)
+                first = note_failed(self._job, text)
+                cause = first if together else None
         self._before(kind, error, trace)
         if issubclass(kind, jax.errors.JaxRuntimeError):
             # JAX says which socket failed, and not which process.
@@ -86,6 +89,12 @@ class End:
         return None
 
     def _on_exit(self) -> None:
+        code, said = asked()
+        if code not in (0, SAVED) and not self._code:
+            self._code = code
+            own_status().error(said)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                note_failed(self._job, said)
         if self._code:
             leave(self._job, self._code)
         self._job.course.publish()

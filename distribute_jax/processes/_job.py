@@ -55,7 +55,9 @@ class Job:
         """Starts where every process starts."""
         self.course = Course(self.index, self.count, self.store)
 
-    def exchange(self, topic: str, text: str, seconds: float | None = None) -> list[str]:
+    def exchange(
+        self, topic: str, text: str, seconds: float | None = None, place: str = ""
+    ) -> list[str]:
         """Tells every process a text and gives what each has told, in the order of the processes.
 
         All processes call it equally often for each topic.
@@ -64,6 +66,7 @@ class Job:
             topic: what it is about; each topic counts its own rounds.
             text: what this process says.
             seconds: how long to wait for the others; ``step_seconds`` if None.
+            place: where that is in the user's program, for messages; the topic if empty.
 
         Raises:
             DeadlineExceededError: a process has not come in time; on all that have.
@@ -73,20 +76,18 @@ class Job:
             self._rounds[topic] += 1
         limit = self.options.step_seconds if seconds is None else seconds
         folder = f"round/{topic}/{number}/"
-        with doing(f"waiting for all processes at {topic!r}"):
+        with doing(f"waiting for all processes at {place or repr(topic)}"):
             self.store.put(f"{folder}{self.index}", text)
             if self.index == 0:
-                told: str | None = self._collect(folder, limit)
+                told = self._collect(folder, limit)
             else:
-                told = self.store.get(f"{folder}all", limit + _SLACK)
+                told = self.store.get(f"{folder}all", limit + _SLACK) or self._give_up(folder)
+        answer = json.loads(told)
+        if "missing" in answer:
+            raise self._late(answer["missing"], place or repr(topic), limit)
         if self.index == 0 and number:
             # All have come to this round, so nobody reads the one before any more.
             self.store.remove(f"round/{topic}/{number - 1}/")
-        if told is None:
-            raise self._late([0], topic, limit)
-        answer = json.loads(told)
-        if "missing" in answer:
-            raise self._late(answer["missing"], topic, limit)
         said: list[str] = answer["said"]
         return said
 
@@ -110,13 +111,24 @@ class Job:
         ]
         missing = [i for i, text in enumerate(said) if text is None]
         told = json.dumps({"missing": missing} if missing else {"said": said})
-        self.store.put(f"{folder}all", told)
-        return told
+        return self.store.put_first(f"{folder}all", told)
 
-    def _late(self, missing: Sequence[int], topic: str, seconds: float) -> DeadlineExceededError:
+    def _give_up(self, folder: str) -> str:
+        """Ends a round for all, those included that come to it later; gives what is known of it."""
+        came = self.store.under(folder)
+        missing = [i for i in range(self.count) if str(i) not in came]
+        return self.store.put_first(f"{folder}all", json.dumps({"missing": missing or [0]}))
+
+    def _late(self, missing: Sequence[int], place: str, seconds: float) -> DeadlineExceededError:
+        if self.index in missing:
+            return DeadlineExceededError(
+                f"Process {self.index} of {self.count} came too late to {place}: the others had waited for "
+                "it, and have given up. Every process has to come here, in the same order. Where one only "
+                "needs longer, give it more time: dj.ClusterOptions(step_seconds=...)."
+            )
         lines = "\n".join(f"  {self.name_of(i)}{self.whereabouts(i)}" for i in missing)
         return DeadlineExceededError(
-            f"Process {self.index} of {self.count} has waited {seconds:g} s for {topic!r}, and not every "
+            f"Process {self.index} of {self.count} has waited {seconds:g} s for {place}, and not every "
             f"process has come. Missing:\n{lines}\nEvery process has to come here, in the same order. Look "
             "at the output of those that are missing; where they only need longer, give them more time: "
             "dj.ClusterOptions(step_seconds=...)."

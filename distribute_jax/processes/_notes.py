@@ -50,9 +50,13 @@ def note_left(found: Job, step: int) -> None:
     found.store.put(f"{_LEFT}{found.index}", str(step))
 
 
-def note_failed(found: Job, text: str) -> None:
-    """Tells the others that this process has failed, and how."""
-    found.store.put(f"{_FAILED}{found.index}", text)
+def note_failed(found: Job, text: str) -> str | None:
+    """Tells the others that this process has failed, and how; gives the failure that was first, if another's.
+
+    A process that fails takes the others with it, and they may fail in many ways: the first is the cause.
+    """
+    found.store.put_first(f"{_FAILED}first", json.dumps([found.index, text]))
+    return failure_of_another(found)
 
 
 def note_stuck(found: Job, verdict: str) -> None:
@@ -72,9 +76,10 @@ def all_left(found: Job) -> bool:
 
 def failure_of_another(found: Job) -> str | None:
     """Says which other process has failed, and how; None where none has."""
-    for process, text in found.store.under(_FAILED).items():
-        if int(process) != found.index:
-            return f"{found.name_of(int(process))} failed: {text}"
+    for told in found.store.under(_FAILED).values():
+        process, text = json.loads(told)
+        if process != found.index:
+            return f"{found.name_of(process)} failed: {text}"
     return None
 
 
@@ -86,8 +91,8 @@ def verdict(found: Job) -> str | None:
 def whereabouts(found: Job, process: int) -> str:
     """Says what a process was last seen doing."""
     if left := found.store.under(_LEFT).get(str(process)):
-        return f": is done, after step {left}"
-    place = _places(found).get(process)
+        return f": left at step {left}, while the others go on"
+    place = places(found).get(process)
     return f": {place}" if place else ": has not been seen since the start"
 
 
@@ -100,15 +105,16 @@ def roll_call() -> str:
     if found is None:
         return ""
     try:
-        before = _places(found)
+        before = places(found)
         time.sleep(3 * TICK)
-        lines = _lines(found, before, _places(found), found.store.under(_LEFT))
+        lines = _lines(found, before, places(found), found.store.under(_LEFT))
     except jax.errors.JaxRuntimeError:
         return ""  # process 0 is gone
     return "\nAll processes of a job compute a step together. Where each is:\n" + "\n".join(lines)
 
 
-def _places(found: Job) -> dict[int, Place]:
+def places(found: Job) -> dict[int, Place]:
+    """Gives where each process was last seen."""
     told = found.store.under(_PULSE)
     return {int(process): Place(*json.loads(text)) for process, text in told.items()}
 
@@ -122,10 +128,10 @@ def _lines(
     for i in range(found.count):
         is_awaited = True
         if str(i) in left:
-            text = f"is done, after step {left[str(i)]}"
+            text = f"left at step {left[str(i)]}, while the others go on"
         elif i not in before:
             text = "silent since the start"
-        elif before[i].turn == after[i].turn:
+        elif before[i].turn == after[i].turn and i != found.index:  # who asks may be who writes
             text = f"silent; last seen {before[i]}"
         else:
             text = str(before[i])

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 
 _PREFIX = "distribute_jax/"
-_DEADLINE = "DEADLINE_EXCEEDED"
+_DEADLINE, _EXISTS = "DEADLINE_EXCEEDED", "ALREADY_EXISTS"
+_AT_ONCE = 1000
+"""Milliseconds for a text that is there."""
 
 
 class Store:
@@ -23,6 +25,16 @@ class Store:
     def put(self, key: str, text: str) -> None:
         """Stores a text, over an older one."""
         self._client.key_value_set(_PREFIX + key, text, allow_overwrite=True)
+
+    def put_first(self, key: str, text: str) -> str:
+        """Stores a text where there is none yet; gives the one that stands."""
+        try:
+            self._client.key_value_set(_PREFIX + key, text)
+        except jax.errors.JaxRuntimeError as error:
+            if _EXISTS not in str(error):
+                raise
+            return str(self._client.blocking_key_value_get(_PREFIX + key, _AT_ONCE))
+        return text
 
     def get(self, key: str, seconds: float) -> str | None:
         """Waits for a text; None where it has not come in time."""

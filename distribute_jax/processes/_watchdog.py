@@ -15,6 +15,7 @@ from distribute_jax.processes import _notes as notes
 from distribute_jax.processes._job import Job
 from distribute_jax.processes._last_words import leave
 from distribute_jax.processes._pulse import COMPILING, RESTORING, Pulse
+from distribute_jax.processes._silence import Silence
 
 _COMPILING_FACTOR = 10
 _TOGETHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
@@ -38,6 +39,7 @@ class Watchdog:
             pulse: what this one does.
         """
         self._job, self._pulse = job, pulse
+        self._silence = Silence(job)
         self._turns = count(1)
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -46,6 +48,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begins to watch."""
+        self._tell()
         self._thread.start()
 
     def stop(self) -> None:
@@ -91,6 +94,7 @@ class Watchdog:
             self._end_stuck(verdict)
         if parted := self._job.course.look():
             leave(self._job, PARTED, parted)
+        self._silence.look(notes.places(self._job))
         waits = self._pulse.waits()
         if waits is not None and time.monotonic() - waits[1] > self._limit(waits[0]):
             self._end_stuck(self._verdict(*waits))
@@ -105,12 +109,14 @@ class Watchdog:
         return options.step_seconds
 
     def _verdict(self, phase: str, since: float) -> str:
-        seconds = time.monotonic() - since
+        seconds, options = time.monotonic() - since, self._job.options
+        limit = "step_seconds"
+        if self._limit(phase) < options.step_seconds:  # somebody has left
+            limit = "shutdown_seconds"
         return (
             f"process {self._job.index} is {phase} for {seconds:.0f} s, and nothing moves."
-            f"{notes.roll_call()}\nEvery process has to run the same steps in the same order. Where a step "
-            f"may take longer, say so: dj.ClusterOptions(step_seconds="
-            f"{2 * self._job.options.step_seconds:g})."
+            f"{notes.roll_call()}\nEvery process has to run the same steps in the same order. Where that "
+            f"may take longer, say so: dj.ClusterOptions({limit}={2 * getattr(options, limit):g})."
         )
 
     def _end_stuck(self, verdict: str) -> None:

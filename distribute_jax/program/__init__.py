@@ -1,5 +1,6 @@
 """A per-replica function becomes one program: bind, trace, prove, lower, call."""
 
+from distribute_jax.program._failed import is_runtime_failure as is_runtime_failure
 from distribute_jax.program._options import RunOptions as RunOptions
 from distribute_jax.program._run import Runner as Runner, one_at_a_time as one_at_a_time
 from distribute_jax.program._snapshot import snapshot as snapshot
@@ -28,6 +29,7 @@ __all__ = [
     "ReplicaContext",
     "RunOptions",
     "Runner",
+    "is_runtime_failure",
     "moments_combined",
     "one_at_a_time",
     "per_example",

@@ -246,7 +246,7 @@ class Runner:
         self._forget_dead()
         binding = Binding(fn, arguments)
         check_left_behind(binding)
-        placement = self._place(binding, options, warn=warn)
+        placement = self._place(step_name(fn), binding, options, warn=warn)
         key = (binding.key, placement, *head[1:])
         program = self._programs.get(key)
         if program is None:
@@ -278,7 +278,9 @@ class Runner:
         self._entries[head] = [entry, *kept][:_MOST_PROGRAMS]
         return entry
 
-    def _place(self, binding: Binding, options: RunOptions, *, warn: bool) -> tuple[Any, ...]:
+    def _place(
+        self, step: str, binding: Binding, options: RunOptions, *, warn: bool
+    ) -> tuple[Any, ...]:
         """Puts state where it lies between steps, and says of each leaf how it is divided."""
         if self.shares and not COMPILERS[options.lowering].shares:
             raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
@@ -290,7 +292,7 @@ class Runner:
             keeps=lambda variable: keeps_all or (self.shares and is_shared(variable)),
             warn=warn,
         )
-        agree_on_values(binding, self._mesh)
+        agree_on_values(step, binding, self._mesh)
         if self.shares:
             divide_state(binding, self._mesh)
         return kept_shardings(binding, self._mesh) if keeps_all or self.shares else ()

@@ -45,6 +45,7 @@ from distribute_jax.collectives._reduce_op import ReduceOp
 from distribute_jax.collectives._tree import checked_dim, stacked_over_replicas
 from distribute_jax.processes import job
 from distribute_jax.program import MergedValues
+from distribute_jax.strategies._waiting import with_all_processes
 from distribute_jax.variables import Variable, on_replicas, readable_raw, where_components_lie
 
 Axes = tuple[int, ...] | None
@@ -61,7 +62,7 @@ def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
             "strategy.experimental_local_results(keys), or join them with strategy.gather(keys, axis=0)."
         )
     check_summable((("the value", array) for array in _arrays(value)), "strategy.reduce")
-    with reading(value):
+    with with_all_processes("strategy.reduce", mesh), reading(value):
         return _reduce(op, value, axes, num_replicas(mesh), mirrored=mirrored)
 
 
@@ -89,7 +90,7 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
             "joined. Pass axis=0 for rows."
         )
     value = fitting(_of_variable(value, mesh), "strategy.gather")
-    with reading(value):
+    with with_all_processes("strategy.gather", mesh), reading(value):
         return _gather(value, axis, mesh)
 
 

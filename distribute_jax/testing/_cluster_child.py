@@ -56,7 +56,3 @@ def _call(meeting: Path, process: int) -> None:
     value = function(*call["arguments"])
     root = f"what {call['function'][-1]} returned in process {process}"
     _plain_data.write(result_file(meeting, process), value, root)
-
-
-if __name__ == "__main__":
-    main()

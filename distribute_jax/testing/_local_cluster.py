@@ -137,7 +137,9 @@ class LocalCluster:
             devices=self._devices,
             meeting=meeting,
         )
-        command = [sys.executable, "-m", _cluster_child.__name__]
+        name = _cluster_child.__name__
+        # Not with -m: importing the package imports the module before it would be run.
+        command = [sys.executable, "-c", f"from {name} import main; main()"]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         base = {**os.environ, "PYTHONPATH": path}
         programs = [

@@ -206,4 +206,4 @@ def test_one_death_ends_all_and_all_begin_the_next_attempt_together(port, launch
     said = [line for line in err.splitlines() if line.startswith("distribute-jax: ")]
     assert launched.said == said, "all supervisors say the same"
     assert "process 3 " in said[0]
-    assert "was ended by SIGKILL before its first step; " in said[0]
+    assert "was ended by SIGKILL before it reported a step; " in said[0]

@@ -65,15 +65,28 @@ def test_the_cause_is_who_did_not_end_because_of_another():
     assert "process 0 " in decide(outcomes[:1], Progress(), 0).text
 
 
+def test_who_had_to_be_killed_after_the_grace_is_named():
+    """Whoever did not end when it was told to may have lost something."""
+    text = decide([Outcome(told=15), Outcome(told=15, killed=[2, 3])], Progress(), 3).text
+    assert "killed, since they had not ended after the grace: process 2, 3" in text
+
+
 WORDS = {
-    "signal": (death(-11), "was ended by SIGSEGV before its first step"),
+    "signal": (death(-11), "was ended by SIGSEGV before it reported a step"),
     "unknown signal": (death(-63, step=2), "was ended by signal 63 at step 2"),
     "watchdog": (death(43, step=2, phase="compiling"), "(exit code 43) at step 2, compiling"),
     "exception": (
         death(1, error="ValueError: x", step=0),
         "failed with ValueError: x (exit code 1)",
     ),
-    "nothing known": (death(3), "failed (exit code 3) before its first step"),
+    "a long exception": (death(1, error="ValueError: " + "x" * 900 + " do y"), " … xxx"),
+    "its advice": (death(1, error="ValueError: " + "x" * 900 + " do y"), "xxx do y (exit code 1)"),
+    "no cause of its own": (death(44, error="process 0 failed"), "failed: process 0 failed (exit"),
+    "JAX ended it": (
+        death(-6, error="process 2 is silent"),
+        "SIGABRT (process 2 is silent) before",
+    ),
+    "nothing known": (death(3), "failed (exit code 3) before it reported a step"),
 }
 
 

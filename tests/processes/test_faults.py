@@ -103,10 +103,12 @@ def test_a_killed_process_ends_the_others():
 
 @pytest.mark.exhaustive
 def test_a_process_that_leaves_early_is_no_riddle():
-    """One process takes fewer steps: the other says that it is done, after the time for leaving."""
+    """One process takes fewer steps: the other says that it has left, after the time for leaving."""
     results = run(fault_functions.loop, 50, environment={"EARLY": "1"})
     ended_within(results, fault_functions.STEP_SECONDS)
-    assert re.search(r"process 1 .*is done, after step 5 +<- the others wait", results[0].stderr)
+    assert re.search(
+        r"process 1 .*left at step 5, while the others go on +<- the others wait", results[0].stderr
+    )
 
 
 @pytest.mark.slow

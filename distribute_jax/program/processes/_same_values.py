@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import warnings
 from typing import Any
 
 import jax
@@ -19,12 +18,13 @@ from distribute_jax._errors import ProcessesDifferError
 from distribute_jax._internals import read_raw, write_raw
 from distribute_jax._mesh import is_local, mirrored_sharding, put
 from distribute_jax._tree import is_key
+from distribute_jax._warn import warn_user
 from distribute_jax.processes import Job, is_chief, job
 from distribute_jax.program.binding._aggregation import keeps_own_values
 from distribute_jax.program.binding._bind import Binding
 
 
-def agree_on_values(binding: Binding, mesh: Mesh) -> None:
+def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
     """Gives mirrored variables the values that process 0 has where they differ, with one warning.
 
     Two processes that seed differently build arrays that JAX takes for equal. Components that the
@@ -45,11 +45,11 @@ def agree_on_values(binding: Binding, mesh: Mesh) -> None:
         f"{name} {_kind(of_variable)} {_digest(of_variable)}"
         for (_, name), of_variable in zip(new, leaves, strict=True)
     ]
-    differing = _differing(found, digests)
+    differing = _differing(found, digests, f"the first run of step {step}")
     if differing:
         _take_over([new[i][0] for i in differing], mesh)
         if is_chief():
-            warnings.warn(_DIFFER.format(n=len(differing), name=new[differing[0]][1]), stacklevel=7)
+            warn_user(_DIFFER.format(n=len(differing), name=new[differing[0]][1]))
 
 
 def _is_divided(variable: nnx.Variable[Any]) -> bool:
@@ -57,9 +57,9 @@ def _is_divided(variable: nnx.Variable[Any]) -> bool:
     return any(isinstance(x, jax.Array) and not x.sharding.is_fully_replicated for x in leaves)
 
 
-def _differing(found: Job, digests: list[str]) -> list[int]:
+def _differing(found: Job, digests: list[str], place: str) -> list[int]:
     total = hashlib.sha256("".join(digests).encode()).hexdigest()
-    if len(set(found.exchange("initial values", total))) == 1:
+    if len(set(found.exchange("initial values", total, place=place))) == 1:
         return []
     said = [json.loads(one) for one in found.exchange("each initial value", json.dumps(digests))]
     _check_same_variables(said)

@@ -41,6 +41,7 @@ class CSVLogger(Callback):
         if not is_chief():
             return
         path = Path(self.filename)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._headed = self.append and path.exists() and path.stat().st_size > 0
         self._keys = None
         self._file = path.open("a" if self.append else "w", newline="", encoding="utf-8")
