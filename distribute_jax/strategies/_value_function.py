@@ -42,7 +42,8 @@ def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh)
     count = num_replicas(mesh)
     nests = [value_fn(context(i, count)) for i in local_replicas(mesh)]
     for leaf in jax.tree.leaves(nests):
-        if not is_key(leaf) and np.asarray(leaf).dtype.kind in "OSU":
+        # An int that is too large for NumPy is told apart from objects below.
+        if not is_key(leaf) and not isinstance(leaf, int) and np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
                 f"strategy.{method}: the function gave {leaf_text(leaf)}, which is neither array nor number, "
                 "so no device can hold it. Give each replica an index, and look the object up outside."
