@@ -18,6 +18,9 @@ from distribute_jax.processes._pulse import COMPILING, RESTORING, Pulse
 from distribute_jax.processes._silence import Silence
 
 _COMPILING_FACTOR = 10
+_WAITED = 1.0
+"""Seconds after which a process that waits looks who gives no sign of life."""
+
 _TOGETHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
 """Errors of a process that waited for another."""
 
@@ -94,8 +97,10 @@ class Watchdog:
             self._end_stuck(verdict)
         if parted := self._job.course.look():
             leave(self._job, PARTED, parted)
-        self._silence.look(notes.places(self._job))
         waits = self._pulse.waits()
+        if waits is not None and time.monotonic() - waits[1] > _WAITED:
+            # Not before: a thousand processes would read a thousand notes each.
+            self._silence.look(notes.places(self._job))
         if waits is not None and time.monotonic() - waits[1] > self._limit(waits[0]):
             self._end_stuck(self._verdict(*waits))
 
