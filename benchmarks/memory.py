@@ -10,7 +10,6 @@ after a step.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,11 +72,7 @@ def measure(options: Options) -> Log:
     for work, replicas in there(options.cases, lambda case: case[1]):
         for name, count in COLUMNS.items():
             facts = {"workload": work.name, "replicas": replicas, "column": name}
-            counted_bytes = count(work, replicas)
-            if counted_bytes is None:
-                log.add("absent", **facts)
-            else:
-                log.add("memory", **facts, **counted_bytes)
+            log.add("memory", **facts, **count(work, replicas))
     return log
 
 
@@ -104,12 +99,9 @@ def mirrored(work: Workload, replicas: int) -> dict[str, Any]:
     return under(dj.MirroredStrategy(list(range(replicas))), work)
 
 
-def sharded(work: Workload, replicas: int) -> dict[str, Any] | None:
-    """Counts where each replica keeps its share of the optimizer state; None where there is no such way."""
-    if "shard_optimizer_state" not in inspect.signature(dj.MirroredStrategy).parameters:
-        return None
-    make: Callable[..., dj.Strategy] = dj.MirroredStrategy
-    return under(make(list(range(replicas)), shard_optimizer_state=True), work)
+def sharded(work: Workload, replicas: int) -> dict[str, Any]:
+    """Counts where each replica keeps its share of the optimizer state."""
+    return under(dj.MirroredStrategy(list(range(replicas)), shard_optimizer_state=True), work)
 
 
 def central(work: Workload, replicas: int) -> dict[str, Any]:
@@ -118,7 +110,7 @@ def central(work: Workload, replicas: int) -> dict[str, Any]:
     return under(dj.CentralStorageStrategy(list(range(replicas)), home), work)
 
 
-COLUMNS: dict[str, Callable[[Workload, int], dict[str, Any] | None]] = {
+COLUMNS: dict[str, Callable[[Workload, int], dict[str, Any]]] = {
     SHARD_MAP: by_hand,
     MIRRORED: mirrored,
     SHARDED: sharded,
@@ -163,9 +155,8 @@ def report(log: Log) -> str:
         "the replicas for each step, so that there is no one program to plan for.",
     ]
     cases: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for record in log.records:
-        if record["kind"] in ("memory", "absent"):
-            cases.setdefault((record["workload"], record["replicas"]), []).append(record)
+    for record in log.of("memory"):
+        cases.setdefault((record["workload"], record["replicas"]), []).append(record)
     for (workload, replicas), records in cases.items():
         parts += [f"## {workload}, {replicas_text(replicas)}", _table(records)]
     return "\n\n".join(parts) + "\n"
@@ -176,12 +167,7 @@ HELD = ("params", "optimizer", "elsewhere")
 
 def _table(records: list[dict[str, Any]]) -> str:
     names = (*PLANNED, *HELD)
-    rows = [
-        [r["column"], *(_mib(r[name]) for name in names)]
-        if r["kind"] == "memory"
-        else [r["column"], "not in this version", *([""] * (len(names) - 1))]
-        for r in records
-    ]
+    rows = [[r["column"], *(_mib(r[name]) for name in names)] for r in records]
     return table(["", *names], rows)
 
 

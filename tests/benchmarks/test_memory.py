@@ -7,6 +7,7 @@ from benchmark_shape import TINY, answers_of
 
 from benchmarks import memory
 from benchmarks._steps import SHARD_MAP
+from benchmarks._workloads import perceptron
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,15 @@ def test_a_measurement_counts_the_bytes_of_every_strategy(tmp_path) -> None:
     assert rows[0].met is True
     memory.draw(log, tmp_path / "memory.png")
     assert 2_000 < (tmp_path / "memory.png").stat().st_size < 100_000
+
+
+def test_a_sharded_update_keeps_a_quarter_of_the_moments() -> None:
+    """Arrays under 1,024 numbers stay whole; those of the one kernel that is larger are divided by four."""
+    work = perceptron("wide", (64, 64, 4), batch=4)
+    found = memory.sharded(work, 4)
+    small = 64 + 64 * 4 + 4
+    assert found["params"] == 4 * (64 * 64 + small)
+    assert found["optimizer"] == 2 * 4 * (64 * 64 // 4 + small) + 8
 
 
 def test_an_array_on_one_device_counts_there_only() -> None:
