@@ -205,7 +205,7 @@ def test_the_peers_on_jax_train_alike():
         assert others == pytest.approx(first, rel=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_on_jax_are_measured():
     """Ours and the hand-written step, in processes of their own."""
     log = measure(Options(works=(TINY,), replicas=(2,), peers=(OURS, "shard_map"), rounds=2))

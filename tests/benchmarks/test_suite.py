@@ -103,7 +103,7 @@ def test_every_question_has_a_benchmark_of_its_name(name: str) -> None:
     assert type(benchmark.quick) is type(benchmark.full)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_ctrl_c_ends_the_run_and_its_child(tmp_path: Path) -> None:
     """Without a traceback, without a page, and without a process left behind."""

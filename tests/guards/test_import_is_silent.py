@@ -111,8 +111,10 @@ def test_a_name_first_read_while_a_step_is_traced_loads_its_part_and_nothing_els
 
 
 def test_a_name_that_the_package_lacks_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'distribute_jax' has no attribute 'Modell'"):
-        _ = dj.Modell
+    with pytest.raises(
+        AttributeError, match="module 'distribute_jax' has no attribute 'Strategies'"
+    ):
+        _ = dj.Strategies
     assert set(dj.__all__) <= set(dir(dj))
 
 

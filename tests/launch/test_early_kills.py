@@ -73,7 +73,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return weights
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_in_a_restore_the_weights_are_the_same(
     undisturbed: list[str], tmp_path: Path
 ) -> None:

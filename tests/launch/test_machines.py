@@ -170,8 +170,10 @@ def test_one_death_ends_all_and_all_begin_the_next_attempt_together(port, launch
         "        os.rename(file + 'x', file)\n"
         "    while not os.path.exists(file): time.sleep(0.005)\n"
         "    return open(file).read()\n"
-        "print(attempt, os.environ['DISTRIBUTE_JAX_NUM_PROCESSES'],"
-        " os.environ['DISTRIBUTE_JAX_LOCAL_PROCESS_ID'], os.environ['DISTRIBUTE_JAX_JOB'], where())\n"
+        "said = [str(attempt), os.environ['DISTRIBUTE_JAX_NUM_PROCESSES'],"
+        " os.environ['DISTRIBUTE_JAX_LOCAL_PROCESS_ID'], os.environ['DISTRIBUTE_JAX_JOB'], where()]\n"
+        # In one piece, since a process of the first attempt may be ended at any moment.
+        "os.write(1, (' '.join(said) + '\\n').encode())\n"
         "if attempt == 0:\n"
         "    if process == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    time.sleep(60)\n"

@@ -347,7 +347,7 @@ def chained(forwards: list[Forward], net: Net, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     "group",
     [
-        pytest.param(i, marks=pytest.mark.slow if i < 2 else pytest.mark.exhaustive)
+        pytest.param(i, marks=pytest.mark.slow if i == 1 else pytest.mark.exhaustive)
         for i in range(len(GROUPS))
     ],
 )

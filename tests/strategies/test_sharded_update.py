@@ -142,8 +142,15 @@ SOME = ("clipped",)
 OTHERS = tuple(name for name in OPTIMIZERS if name not in SOME)
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("names", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("names", "replicas"),
+    [
+        *((SOME, replicas) for replicas in (1, 4)),
+        *(pytest.param(SOME, replicas, marks=pytest.mark.wide) for replicas in (2, 8)),
+        pytest.param(OTHERS, 4, marks=pytest.mark.slow),
+        *(pytest.param(OTHERS, replicas, marks=pytest.mark.exhaustive) for replicas in (1, 2, 8)),
+    ],
+)
 def test_every_optimizer_trains_as_on_one_device(names: tuple[str, ...], replicas: int) -> None:
     """Losses, weights and optimizer states, of transformations that are elementwise and that are not."""
     losses, state, programs = trained(sharing(replicas), names)

@@ -262,7 +262,7 @@ def outcomes_of(folder: Path, **files: str) -> dict[str, str]:
     return {name: outcome for outcome, name in found}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pytest_shows_one_test_for_each_combination(tmp_path: Path):
     """Of the decorator and of the fixture; a fixture of the user's by the same name is left alone."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
