@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -62,6 +63,8 @@ class Course:
         self._chain = b""
         self._number = 0
         self._notes: deque[Note] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
+        """Held while the notes change, or are copied by the watchdog's thread."""
         self._words: str | None = None
         self._found = 0.0
         self._has_told = False
@@ -79,11 +82,11 @@ class Course:
         """
         if self._words is not None:
             raise ProcessesDifferError(self._words)
-        self._chain = hashlib.blake2b(
-            self._chain + text.encode() + b"\0" + value, digest_size=8
-        ).digest()
-        self._number += 1
-        self._notes.append(Note(self._number, self._chain.hex(), text))
+        said = text.encode() + b"\0" + value
+        with self._lock:
+            self._chain = hashlib.blake2b(self._chain + said, digest_size=8).digest()
+            self._number += 1
+            self._notes.append(Note(self._number, self._chain.hex(), text))
 
     def look(self) -> str | None:
         """Compares with the others; called by the watchdog, now and then.
@@ -137,16 +140,20 @@ class Course:
         if self._index == 0:
             self._publish()
 
+    def _own(self) -> list[Note]:
+        with self._lock:
+            return list(self._notes)
+
     def _publish(self) -> None:
-        if self._notes:
-            last = self._notes[-1]
+        if notes := self._own():
+            last = notes[-1]
             self._store.put(f"{_FOLDER}latest", json.dumps([last.number, last.chain]))
 
     def _compare(self, said: dict[str, str], *, is_last: bool = False) -> None:
         if "latest" in said:
             number, chain = json.loads(said["latest"])
             self._heard.append((number, chain))
-        notes = list(self._notes)
+        notes = self._own()
         mine = {note.number: note.chain for note in notes}
         is_other = any(mine.get(number, chain) != chain for number, chain in self._heard)
         # At the end, one of them may have done more than the other.
@@ -163,7 +170,7 @@ class Course:
             return
         other = int(min(told, key=_process_of).removeprefix("notes/"))
         theirs = [Note(*note) for note in json.loads(said[f"notes/{other}"])]
-        words = _DIFFER.format(lines="\n".join(_parting(list(self._notes), theirs, other)))
+        words = _DIFFER.format(lines="\n".join(_parting(self._own(), theirs, other)))
         self._store.put(f"{_FOLDER}verdict", words)
         self._words, self._found = words, time.monotonic()
 
@@ -185,8 +192,6 @@ def _parting(mine: Sequence[Note], theirs: Sequence[Note], other: int) -> list[s
     first = min(max(notes[0].number for notes in (mine, theirs) if notes), max(by_number))
     for number in itertools.count(first):
         here, there = by_number.get(number, (None, None))
-        if here is None and there is None:
-            return []
         if here is None or there is None or here.chain != there.chain:
             break
     return [

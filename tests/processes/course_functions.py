@@ -71,10 +71,17 @@ def parts_at_the_end():
 
 
 def stays_together():
-    """Whatever may change and is the same on all: numbers, writes, snapshots, steps in turn, reductions."""
+    """Whatever may change and is the same on all: numbers, writes, snapshots, steps in turn, reductions.
+
+    Variables get Python's own numbers too, and one step draws random numbers.
+    """
     strategy, add, take, total, factor = prepared()
+    with strategy.scope():
+        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    ones = np.ones(4, np.float32)
     for number in range(40):
-        factor[...] = np.float32(number)
+        factor.set_value(float(number) if number % 2 else np.float32(number))
+        strategy.run(dropout, args=(ones,))
         kept = dj.snapshot(total)
         strategy.run(add, args=(number / 8,))
         strategy.run(take, args=(np.float32(1),))

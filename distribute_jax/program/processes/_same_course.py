@@ -43,7 +43,9 @@ class Made:
     def add(self, arrays: Sequence[Any]) -> None:
         """Adds what a step has left."""
         for array in arrays:
-            self._arrays[id(array)] = weakref.ref(array)
+            # A variable may hold a plain number of the user's, which is compared each time.
+            if isinstance(array, jax.Array):
+                self._arrays[id(array)] = weakref.ref(array)
         if len(self._arrays) > self._enough:
             self._arrays = {i: ref for i, ref in self._arrays.items() if ref() is not None}
             self._enough = max(1024, 2 * len(self._arrays))
@@ -100,7 +102,7 @@ class Calls:
     def _written(self, flat: Sequence[Any]) -> list[str]:
         """Gives the state that no step has left: the user has written it."""
         new = [i for i in self._compared if flat[i] not in _made and _is_whole(flat[i])]
-        small = [i for i in new if flat[i].nbytes <= _SMALL]
+        small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _SMALL]
         if len(small) < len(new):
             self._written_large += 1
             if self._written_large & (self._written_large - 1):
