@@ -43,6 +43,7 @@ def factors(number: int) -> list[int]:
     return [] if least is None else [least, *factors(number // least)]
 
 
+@functools.lru_cache
 def num_replicas(mesh: Mesh) -> int:
     """Gives the number of replicas on a mesh."""
     return int(mesh.shape[DATA])
@@ -66,6 +67,7 @@ def first_replica(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices[first : first + 1], mesh.axis_names, axis_types=mesh.axis_types)
 
 
+@functools.lru_cache
 def is_local(mesh: Mesh) -> bool:
     """Tells whether all devices of a mesh are this process's own."""
     return all(d.process_index == jax.process_index() for d in mesh.devices.flat)
@@ -78,11 +80,13 @@ def inside_replica(mesh: Mesh) -> AbstractMesh:
     return inside
 
 
+@functools.lru_cache
 def mirrored_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of a value that every replica holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
+@functools.lru_cache
 def split_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of an array whose dim 0 is divided among the replicas."""
     return NamedSharding(mesh, PartitionSpec(DATA))

@@ -63,10 +63,10 @@ def _from_host(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.
     def shard(index: Any) -> np.ndarray[Any, Any]:
         mine = leaf[index[0]] if rows is None else leaf[rows[index[0]]]
         # A copy, because JAX may keep the host memory as its own, and loaders reuse their buffers.
-        with np.errstate(over="ignore"):
-            return np.array(mine, dtype=dtype, order="C", subok=False)
+        return np.array(mine, dtype=dtype, order="C", subok=False)
 
-    return jax.make_array_from_callback(shape, split_sharding(mesh), shard)
+    with np.errstate(over="ignore"):
+        return jax.make_array_from_callback(shape, split_sharding(mesh), shard)
 
 
 def _from_this_process(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._warn import warn_user
@@ -55,6 +56,7 @@ class Divider:
         self._rule = rule
         self._worker = worker
         self.seen = seen or Seen()
+        self._cuts: tuple[Any, list[Cut]] = None, []
 
     @property
     def is_common(self) -> bool:
@@ -71,9 +73,13 @@ class Divider:
         if share is None:
             self._refuse(n, where, is_first=before.first == 0)
             return []
-        everyone = None
-        if self.is_common:
-            everyone = shares(n, self._replicas)
+        key = n, share, self.seen.largest
+        if self._cuts[0] != key:  # nearly all batches are alike
+            self._cuts = key, self._cut(n, share)
+        return self._cuts[1]
+
+    def _cut(self, n: int, share: int) -> list[Cut]:
+        everyone = shares(n, self._replicas) if self.is_common else None
         return [cut(rows, n, share or max(map(len, rows)), everyone) for rows in self._rows(n)]
 
     def _share(self, n: int) -> int | None:

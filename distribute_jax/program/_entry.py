@@ -55,6 +55,8 @@ class Entry:
         self._known: list[Any] = []
         self._kept: list[Any] = []
         self._donated: Donated | None = None
+        self.finished: Any = None
+        """An array of the last call to wait for, which no later step takes; None where there is none."""
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
 
     @property
@@ -112,11 +114,19 @@ class Entry:
             flat = unshared(flat, given, memory)
         try:
             if not _PULSE.watched:
-                return compiled(*flat)
+                return self._done(compiled(*flat))
             with doing(f"running {self.step}"):
-                return compiled(*flat)
+                return self._done(compiled(*flat))
         except Exception as error:
-            return self._retry(compiled, flat, error)
+            return self._done(self._retry(compiled, flat, error))
+
+    def _done(self, outs: list[Any]) -> list[Any]:
+        """Takes note of what there is to wait for, and gives state and results."""
+        if self.program.says_when_finished:
+            self.finished = outs[-1]
+            return outs[:-1]
+        self.finished = outs[-1] if len(outs) > self.state_size else None
+        return outs
 
     def check_readable(self, flat: Sequence[Any], first: int = 0) -> None:
         """Refuses arrays from ``first`` on that were given away."""

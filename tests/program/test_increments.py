@@ -141,3 +141,37 @@ def test_a_metric_is_updated_in_a_scan_with_dims_of_size_one(s4: dj.MirroredStra
     s4.run(step, args=(batch,))
     assert float(average.compute()) == 3.5
     assert kept[...].tolist() == [0 + 2 + 4 + 6, 1 + 3 + 5 + 7]
+
+
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+def test_what_every_replica_adds_alike_is_added_for_each_without_a_collective(
+    strategy: dj.Strategy,
+):
+    """A count of 3 on each of N replicas is 3 N, as on a whole batch, and costs no all-reduce."""
+    state, step = _step(lambda old, x: old + 3 + 0 * x)
+    count = nnx.metrics.MetricState(jnp.int32(2))
+
+    def counts(x: Any) -> None:
+        step(x)
+        count[...] += 5
+
+    n = strategy.num_replicas_in_sync
+    for _ in range(2):
+        strategy.run(counts, args=(jnp.float32(1.0),))
+    assert float(state[...]) == 8 + 2 * 3 * n
+    assert int(count[...]) == 2 + 2 * 5 * n
+    (program,) = strategy._runner._programs.values()
+    assert "all-reduce" not in program.compiled.as_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+def test_a_flag_that_every_replica_sets_alike_stays_a_flag(s2: dj.MirroredStrategy):
+    """A bool cannot be summed, and need not be where all replicas have the same."""
+    seen = nnx.metrics.MetricState(jnp.asarray(False))
+
+    def step() -> None:
+        seen[...] = seen[...] | True
+
+    s2.run(step)
+    assert seen[...].dtype == bool
+    assert bool(seen[...])

@@ -24,6 +24,8 @@ class Combine(enum.Enum):
     """The replicas' values are averaged."""
     INCREMENTS = "increments"
     """What each replica added is summed: ``new = old + Σ(new_r - old)``."""
+    EQUAL_INCREMENTS = "equal increments"
+    """The same, where every replica added the same: no all-reduce is needed."""
     FIRST = "first"
     """Every replica gets the value of replica 0."""
     OWN = "own"
@@ -118,7 +120,8 @@ def dtype_refused(rule: Combine, dtype: Any) -> str:
             "floating dtype, combine it in the step as with all_reduce, or register the type with "
             "dj.VariableAggregation.SUM or ONLY_FIRST_REPLICA"
         )
-    if rule is Combine.INCREMENTS and not jnp.issubdtype(dtype, jnp.number):
+    sums = rule in (Combine.INCREMENTS, Combine.EQUAL_INCREMENTS)
+    if sums and not jnp.issubdtype(dtype, jnp.number):
         return (
             f"such state is a sum, of what all replicas added, and {dtype} cannot be summed. Keep it in an "
             "integer or floating dtype, as a count, or in a dj.Variable with "
@@ -134,6 +137,9 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.asarray(jax.lax.pmean(as_dtype(new, wide(new.dtype)), DATA), new.dtype)
     if rule is Combine.INCREMENTS:
         return jnp.asarray(old + jax.lax.psum(new - old, DATA), new.dtype)
+    if rule is Combine.EQUAL_INCREMENTS:
+        replicas = jax.lax.psum(1, DATA)  # of a number JAX makes a number, and no all-reduce
+        return jnp.asarray(old + (new - old) * replicas, new.dtype)
     if rule is Combine.FIRST:
         return first_replica(new)
     # A constant that a step writes arrives as a plain number.

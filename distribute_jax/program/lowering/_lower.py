@@ -123,7 +123,7 @@ def replica_function(
         outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [
             combined(rule, out, inputs[old[i]])
-            if rule is Combine.INCREMENTS
+            if rule in (Combine.INCREMENTS, Combine.EQUAL_INCREMENTS)
             else combined(rule, out, out)
             for i, (rule, out) in enumerate(zip(plan.combine, outs[:state], strict=True))
         ]

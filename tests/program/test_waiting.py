@@ -1,0 +1,79 @@
+"""A loop waits for an older step, so that the devices always have the next one to begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def counting() -> tuple[nnx.Variable[Any], Any]:
+    """A step that gives nothing but state."""
+    total = nnx.Variable(jnp.zeros(()))
+
+    def step(x: jax.Array) -> None:
+        total[...] += dj.get_replica_context().all_reduce("sum", x.sum())
+
+    return total, step
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+@pytest.mark.parametrize(
+    "strategy",
+    [dj.MirroredStrategy([0, 1, 2, 3]), dj.OneDeviceStrategy(0), dj.CentralStorageStrategy([0, 1])],
+    ids=lambda s: type(s).__name__,
+)
+def test_a_step_without_results_can_be_waited_for(strategy: dj.Strategy, lowering: Any):
+    """What is waited for is there after later steps took the state: else only the newest could be."""
+    with strategy.scope():
+        total, step = counting()
+    for batch in strategy.distribute_dataset([np.ones(4, np.float32)] * 5):
+        assert strategy.run(step, args=(batch,), options=dj.RunOptions(lowering=lowering)) is None
+    tokens = [token for token, *_ in strategy._runner._in_flight]
+    assert len(tokens) == 2
+    for token in tokens:
+        assert not token.is_deleted()
+        assert token.block_until_ready().shape == ()
+    assert float(total[...]) == 20.0
+
+
+def test_several_steps_without_results_can_be_waited_for(s4: dj.MirroredStrategy):
+    """It is so for steps that are dispatched together too."""
+    with s4.scope():
+        total, step = counting()
+    iterator = iter(s4.distribute_dataset([np.ones(4, np.float32)] * 6))
+    for _ in range(3):
+        assert s4.run_steps(step, iterator, 2) is None
+    assert all(not token.is_deleted() for token, *_ in s4._runner._in_flight)
+    assert float(total[...]) == 24.0
+
+
+def test_sharded_optimizer_state_can_be_waited_for():
+    """It is so where the replicas share the state of the optimizer."""
+    strategy = dj.MirroredStrategy([0, 1, 2, 3], shard_optimizer_state=True)
+    with strategy.scope():
+        total, step = counting()
+    for _ in range(3):
+        strategy.run(step, args=(jnp.ones(4),))
+    assert all(not token.is_deleted() for token, *_ in strategy._runner._in_flight)
+    assert float(total[...]) == 3 * 4 * 4.0
+
+
+def test_a_step_with_results_computes_nothing_more(s4: dj.MirroredStrategy):
+    """Its results can be waited for, so the program has the outputs of a hand-written one."""
+    with s4.scope():
+        total, step = counting()
+
+    def returning(x: jax.Array) -> jax.Array:
+        step(x)
+        return total[...] / 2
+
+    assert float(s4.run(returning, args=(jnp.ones(4),))) == 8.0
+    (program,) = s4._runner._programs.values()
+    assert len(program.compiled.out_tree.children()) == 2
