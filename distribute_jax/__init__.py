@@ -26,7 +26,6 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 from typing import TYPE_CHECKING
 
 from distribute_jax import (
-    cluster_resolver as cluster_resolver,
     data as data,
     experimental as experimental,
     tpu as tpu,
@@ -128,6 +127,7 @@ from distribute_jax.variables import (
 if TYPE_CHECKING:
     from distribute_jax import (
         callbacks as callbacks,
+        cluster_resolver as cluster_resolver,
         losses as losses,
         metrics as metrics,
         summary as summary,
@@ -151,6 +151,7 @@ else:
         globals(),
         {
             "callbacks": (),
+            "cluster_resolver": (),
             "checkpoint": ("CheckpointManager",),
             "losses": ("compute_average_loss", "scale_regularization_loss"),
             "metrics": (),

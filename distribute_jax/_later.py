@@ -10,7 +10,7 @@ from distribute_jax._public import publish
 
 
 def load_later(
-    namespace: dict[str, Any], parts: Mapping[str, Sequence[str]]
+    namespace: dict[str, Any], parts: Mapping[str, Sequence[str]], public: str | None = None
 ) -> Callable[[str], Any]:
     """Gives the ``__getattr__`` of a package that loads some of its modules when they are first read.
 
@@ -18,6 +18,7 @@ def load_later(
         namespace: the globals of the package; a name that was read is kept there.
         parts: the modules directly below the package, with the names that it takes from each. The
             modules themselves can be read too.
+        public: where users import the names from, if not from the package.
     """
     package: str = namespace["__name__"]
     home = {name: part for part, names in parts.items() for name in names}
@@ -28,7 +29,7 @@ def load_later(
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         namespace[name] = getattr(load(home[name]), name)
-        publish(namespace, [name], package)
+        publish(namespace, [name], public or package)
         return namespace[name]
 
     return load

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from distribute_jax import cluster
 from distribute_jax._errors import ArgumentError, NoClusterError
-from distribute_jax.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver, detect
+from distribute_jax.cluster import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from distribute_jax.processes._options import ClusterOptions
 
 _LOG = logging.getLogger("distribute_jax")
@@ -22,7 +23,7 @@ def found_resolver(given: Any, caller: str) -> ClusterResolver:
             )
         return given
     try:
-        return detect()
+        return cluster.detect()  # loaded here, with all it looks for
     except NoClusterError:
         _LOG.info("%s: no cluster was found around this process, so it is the only worker.", caller)
         return SimpleClusterResolver(ClusterSpec({}), task_type="worker", task_id=0)
