@@ -62,8 +62,8 @@ class Options:
     """What is measured, and how often."""
 
     cases: tuple[Case, ...] = (
-        *(Case(work=work, replicas=n) for work in (MLP, DEEP) for n in (1, 4)),
-        *(Case(work=work, replicas=4) for work in (CNN, TRANSFORMER)),
+        Case(work=DEEP, replicas=1),
+        *(Case(work=work, replicas=4) for work in (MLP, DEEP, CNN, TRANSFORMER)),
         Case(work=RESNET50, replicas=4, rounds=3),
     )
     imports: int = 30
@@ -249,7 +249,7 @@ BENCHMARK = Benchmark(
     question="What the first step and the import cost.",
     quick=QUICK,
     full=FULL,
-    minutes=(0.8, 20),
+    minutes=(0.8, 16),
     measure=measure,
     report=report,
     headline=headline,

@@ -1,6 +1,6 @@
 """How often the proof of sync errs on random programs: never unsafely, and how often too carefully.
 
-    python -m benchmarks.proof             1,000 programs, and prints JSON lines
+    python -m benchmarks.proof             400 programs, and prints JSON lines
     python -m benchmarks.proof --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.proof --quick     a minute's look: few programs
 
@@ -105,7 +105,7 @@ def _cause(source: str) -> str:
 class Options:
     """What is counted."""
 
-    programs: int = 1000
+    programs: int = 400
     """Programs that run."""
     start: int = 0
     """The first seed."""
@@ -198,7 +198,7 @@ BENCHMARK = Benchmark(
     question="How often the proof of sync errs on random programs.",
     quick=QUICK,
     full=FULL,
-    minutes=(0.5, 12),
+    minutes=(0.5, 5),
     measure=measure,
     report=report,
     headline=headline,

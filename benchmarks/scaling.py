@@ -40,7 +40,7 @@ class Options:
     """Examples of each replica where that stays the same (weak scaling)."""
     kinds: tuple[str, ...] = ("strong", "weak")
     """Which of the two are measured."""
-    rounds: int = 40
+    rounds: int = 30
     """Paired rounds; at least 30 for an interval worth stating."""
     calls: int = 5
     """Steps in one turn."""
@@ -151,7 +151,7 @@ BENCHMARK = Benchmark(
     question="What a step costs over several processes.",
     quick=QUICK,
     full=FULL,
-    minutes=(0.8, 6),
+    minutes=(0.8, 5),
     measure=measure,
     report=report,
     headline=headline,
