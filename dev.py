@@ -727,7 +727,9 @@ def parser() -> argparse.ArgumentParser:
     demo_command = command("demo", demo, "train on handwritten digits over replicas", DEMO_HELP)
     bench_command = command("bench", bench, "measure", BENCH_HELP)
     bench_command.add_argument(
-        "--full", action="store_true", help="every case, at least 30 paired rounds: hours"
+        "--full",
+        action="store_true",
+        help="every case, at least 30 paired rounds: more than an hour",
     )
     bench_command.add_argument(
         "--peers", action="store_true", help="beside other frameworks, on simulated devices"

@@ -62,11 +62,16 @@ def _call(trained: Trained) -> Call:
 
 def host_seconds(trained: Trained, calls: int) -> list[float]:
     """Times ``run`` with a program that returns at once what the real one gave."""
-    entry, values = entry_of(trained)
-    arguments = take_apart(trained.batch, {}, trained.strategy.mesh)
-    outs = entry.execute(entry.flat_inputs(values, arguments))
-    entry.store(outs)
-    entry.program.compiled = lambda *_: outs
+    program = entry_of(trained)[0].program
+    compiled, given = program.compiled, []
+
+    def once(*flat: Any) -> list[Any]:
+        given.append(compiled(*flat))
+        return given[0]
+
+    program.compiled = once
+    trained.run()
+    program.compiled = lambda *_: given[0]
     times = []
     for _ in range(calls):
         start = time.perf_counter()

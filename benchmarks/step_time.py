@@ -94,7 +94,8 @@ def _step_times(
     steps = {name: make(work, replicas) for name, make in COLUMNS.items()}
     log.add("losses", **case, losses=equal_losses(steps, options.equal_steps))
     for kind, most, ahead in (("loop", options.loop_calls, 2), ("step", options.calls, 0)):
-        calls = calls_within(options.turn, steps[BASELINE], most, least=ahead)
+        least = ahead + 1 if ahead else 0
+        calls = calls_within(options.turn, steps[BASELINE], most, least)
         if not calls:
             continue
         timings = interleaved(steps, rounds=options.rounds, calls=calls, ahead=ahead)
@@ -138,7 +139,8 @@ def report(log: Log) -> str:
         "The median over the rounds of the time of a step divided by that of the donated "
         "`jit(shard_map)` over flat arrays, with its 95% interval. In the loop up to two steps are "
         "unfinished, as in training that does not read each loss; waited, each step is finished "
-        "before the next begins, so that all host time shows.",
+        "before the next begins, so that all host time shows; steps of more than 0.2 s are not timed so, "
+        "since none would.",
         *_step_tables(log),
         "## Host time of one call",
         "`beyond` is the call of `run` with a compiled program that returns at once: what the "

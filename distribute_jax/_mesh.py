@@ -67,10 +67,14 @@ def first_replica(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices[first : first + 1], mesh.axis_names, axis_types=mesh.axis_types)
 
 
-@functools.lru_cache
 def is_local(mesh: Mesh) -> bool:
     """Tells whether all devices of a mesh are this process's own."""
-    return all(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    return _processes(mesh) == {jax.process_index()}
+
+
+@functools.lru_cache
+def _processes(mesh: Mesh) -> frozenset[int]:
+    return frozenset(d.process_index for d in mesh.devices.flat)
 
 
 def inside_replica(mesh: Mesh) -> AbstractMesh:

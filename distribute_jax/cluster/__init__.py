@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distribute_jax._later import load_later
 from distribute_jax.cluster._status import report_step as report_step
 
-# One process alone asks for none of them, and does not wait for them either.
+# What looks for a cluster, and the requests of remote services with it, is loaded when it is asked for.
 if TYPE_CHECKING:
     from distribute_jax.cluster._detect import detect as detect
     from distribute_jax.cluster._gce import GCEClusterResolver as GCEClusterResolver

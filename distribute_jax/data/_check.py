@@ -89,7 +89,7 @@ def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _plain_rows(batch: PyTree) -> int | None:
     """Gives the number of examples of a batch that is easily seen to be sound, as nearly all are."""
     try:
-        leaves = jax.tree.leaves(batch)
+        leaves = jax.tree.leaves(batch, is_leaf=_is_distributed)
     except ValueError:
         return None
     sizes = {leaf.shape[0] if _is_plain(leaf) else None for leaf in leaves}
@@ -105,14 +105,16 @@ def _is_plain(leaf: Any) -> bool:
 
 def _leaves(batch: PyTree, where: str) -> list[tuple[KeyPath, Any]]:
     try:
-        return jax.tree_util.tree_leaves_with_path(
-            batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)
-        )
+        return jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_distributed)
     except ValueError as error:
         raise ArgumentError(
             f"{where} is no tree that JAX can take apart: {error_text(error)} Give the keys of every dict "
             "one type, which can be sorted, such as str."
         ) from None
+
+
+def _is_distributed(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues)
 
 
 def _line(path: KeyPath, leaf: Any) -> str:
@@ -145,7 +147,7 @@ def _is_too_large(leaf: Any) -> bool:
 
 
 _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda leaf: isinstance(leaf, DistributedValues), DISTRIBUTED),
+    (_is_distributed, DISTRIBUTED),
     (is_given_away, GIVEN_AWAY),
     (lambda leaf: isinstance(leaf, np.ma.MaskedArray), MASKED),
     (_is_not_numeric, NOT_NUMERIC),

@@ -55,8 +55,7 @@ class Entry:
         self._known: list[Any] = []
         self._kept: list[Any] = []
         self._donated: Donated | None = None
-        self.finished: Any = None
-        """An array of the last call to wait for, which no later step takes; None where there is none."""
+        self._finished: Any = None
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
 
     @property
@@ -92,7 +91,7 @@ class Entry:
     def release(self) -> None:
         """Lets go of the variables, once an object that the step reached is gone."""
         self.inputs, self.outputs, self.sources, self._known = [], [], [], []
-        self._kept = []
+        self._kept, self._finished = [], None
 
     def execute(
         self, flat: list[Any], compiled: Callable[..., list[Any]] | None = None
@@ -121,12 +120,17 @@ class Entry:
             return self._done(self._retry(compiled, flat, error))
 
     def _done(self, outs: list[Any]) -> list[Any]:
-        """Takes note of what there is to wait for, and gives state and results."""
-        if self.program.says_when_finished:
-            self.finished = outs[-1]
-            return outs[:-1]
-        self.finished = outs[-1] if len(outs) > self.state_size else None
-        return outs
+        """Keeps what there is to wait for, and gives state and results."""
+        self._finished = outs[-1]
+        return outs[:-1] if self.program.has_token else outs
+
+    def finished(self) -> Any:
+        """Gives an array of the last run to wait for, and keeps it no longer.
+
+        It is no state, so that no later step takes it; a result may be given away by the user.
+        """
+        token, self._finished = self._finished, None
+        return token
 
     def check_readable(self, flat: Sequence[Any], first: int = 0) -> None:
         """Refuses arrays from ``first`` on that were given away."""

@@ -15,7 +15,6 @@ from distribute_jax._errors import StepFailedError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._tree import listed
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program.lowering._finished import only_state, says_when_finished
 from distribute_jax.program.lowering._home import Home, at_home
 from distribute_jax.program.lowering._lower import (
     Layouts,
@@ -28,6 +27,7 @@ from distribute_jax.program.lowering._lowerings import COMPILERS, Compile
 from distribute_jax.program.lowering._on_shares import compile_whole, on_shares
 from distribute_jax.program.lowering._place_state import kept_shardings
 from distribute_jax.program.lowering._plan import Plan, plan
+from distribute_jax.program.lowering._token import only_state, with_token
 from distribute_jax.program.lowering._whole import by_equation
 from distribute_jax.program.tracing._results import Results
 from distribute_jax.program.tracing._trace import Call, Traced, trace
@@ -69,7 +69,7 @@ class Program:
     """How the inputs, in order, and the outputs lie on the mesh."""
     compile: Compile
     """What compiled it, and compiles several steps of it."""
-    says_when_finished: bool
+    has_token: bool
     """Whether it has one more output, the last, that is no state and no result."""
     home: Home | None
     """Where state lies between steps, if not on the mesh; the program sends all of its inputs itself."""
@@ -129,7 +129,7 @@ def build(
     if on_own_shares:
         ordered = on_shares(call.mesh, ordered, ordered_lies, [avals[i] for i in order])
         compile_ = compile_whole
-    compile_ = says_when_finished(compile_)
+    compile_ = with_token(compile_)
     with compiler.refusing(traced.jaxpr, num_replicas(call.mesh)):
         compiled = compile_(call, ordered, ordered_lies, [avals[i] for i in order], given)
     sizes = [b - a for a, b in zip(traced.input_starts, traced.input_starts[1:], strict=False)]
@@ -137,7 +137,7 @@ def build(
         traced, decided, compiled, order, donated, tuple(given), written, kept, arrays,
         simple=all(size == 1 for size in sizes) and set(traced.written_sizes) <= {1},
         mesh=call.mesh, one_replica=ordered, ordered_lies=ordered_lies,
-        compile=compile_, home=home, says_when_finished=only_state(ordered_lies),
+        compile=compile_, home=home, has_token=only_state(ordered_lies),
     )  # fmt: skip
 
 

@@ -338,7 +338,7 @@ class Runner:
                 raise failed(step, program, error, lost=True) from error
 
     def _dispatched(self, entry: Entry, arrays: list[Any], steps: int = 1) -> None:
-        token = entry.finished
+        token = entry.finished()
         stepped(steps, token)
         note_made(entry, arrays, self._mesh)
         if self.steps_in_flight is not None:

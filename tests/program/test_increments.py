@@ -175,3 +175,35 @@ def test_a_flag_that_every_replica_sets_alike_stays_a_flag(s2: dj.MirroredStrate
     s2.run(step)
     assert seen[...].dtype == bool
     assert bool(seen[...])
+
+
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+def test_without_the_proof_increments_are_summed_as_they_are(s4: dj.MirroredStrategy):
+    """check_sync=False lets replicas drift apart; 0 + 1 + 2 + 3 is then still 6 on each of them."""
+    drifted = nnx.Variable(jnp.float32(0.0))
+    total = nnx.metrics.MetricState(jnp.float32(0.0))
+    unchecked = dj.RunOptions(check_sync=False)
+
+    def drift() -> None:
+        drifted[...] = dj.get_replica_context().replica_id_in_sync_group.astype(float)
+
+    def adds() -> None:
+        total[...] += drifted[...]
+
+    s4.run(drift, options=unchecked)
+    s4.run(adds, options=unchecked)
+    assert [float(shard.data) for shard in total[...].addressable_shards] == [6.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.float16, jnp.bfloat16, jnp.complex64])
+def test_equal_increments_keep_their_dtype(s4: dj.MirroredStrategy, dtype: Any):
+    """From 3, every one of four replicas adds 5: 23 in each dtype."""
+    count = nnx.metrics.MetricState(jnp.asarray(3, dtype))
+
+    def step() -> None:
+        count[...] += jnp.asarray(5, dtype)
+
+    s4.run(step)
+    assert count[...].dtype == dtype
+    assert complex(count[...]) == 23

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -77,3 +79,13 @@ def test_a_step_with_results_computes_nothing_more(s4: dj.MirroredStrategy):
     assert float(s4.run(returning, args=(jnp.ones(4),))) == 8.0
     (program,) = s4._runner._programs.values()
     assert len(program.compiled.out_tree.children()) == 2
+
+
+def test_what_is_waited_for_is_not_kept_alive(s4: dj.MirroredStrategy):
+    """A result that the user lets go of takes no memory until the step runs again."""
+    result = s4.run(lambda x: x * 2, args=(jnp.ones(4),))
+    s4._runner._in_flight.clear()
+    gone = weakref.ref(result)
+    del result
+    gc.collect()
+    assert gone() is None

@@ -138,8 +138,10 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
     if rule is Combine.INCREMENTS:
         return jnp.asarray(old + jax.lax.psum(new - old, DATA), new.dtype)
     if rule is Combine.EQUAL_INCREMENTS:
-        replicas = jax.lax.psum(1, DATA)  # of a number JAX makes a number, and no all-reduce
-        return jnp.asarray(old + (new - old) * replicas, new.dtype)
+        added = new - old
+        # Of a number JAX makes a number, and no all-reduce. Cast, it wraps around as the sum would.
+        replicas = jnp.asarray(jax.lax.psum(1, DATA)).astype(added.real.dtype)
+        return jnp.asarray(old + added * replicas, new.dtype)
     if rule is Combine.FIRST:
         return first_replica(new)
     # A constant that a step writes arrives as a plain number.

@@ -29,13 +29,6 @@ from distribute_jax.program.tracing._trace import Call, Traced
 
 _MIRRORED: Mark = frozenset()
 
-_IF_ALIKE = {
-    Combine.MEAN: Combine.MIRRORED,
-    Combine.FIRST: Combine.MIRRORED,
-    Combine.INCREMENTS: Combine.EQUAL_INCREMENTS,
-}
-"""The rules of values that every replica has alike."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -118,8 +111,10 @@ def _combine(
             found = reset if to_old is Relation.NONE else drifting
             found = streams if isinstance(variable, nnx.RngState) else found
             found.append(_drift(name, variable, marks[output], to_old))
-        if not marks[output]:
-            rule = _IF_ALIKE.get(rule, rule)
+        if rule in (Combine.MEAN, Combine.FIRST) and not marks[output]:
+            rule = Combine.MIRRORED
+        if rule is Combine.INCREMENTS and not marks[output] and options.check_sync:
+            rule = Combine.EQUAL_INCREMENTS
         yield rule
     for text, lines in ((_DRIFT, drifting), (_STREAMS, streams), (_RESET, reset)):
         if lines and options.check_sync:

@@ -18,27 +18,27 @@ def only_state(lies: Layouts) -> bool:
     return len(lies.mirrored) == lies.state
 
 
-def says_when_finished(compile_step: Compile) -> Compile:
+def with_token(compile_step: Compile) -> Compile:
     """Gives a lowering whose programs have one more output, the last, where all others are state.
 
     All outputs of a program are there at once, so a number that costs nothing tells when the state is,
     also when a later step has taken that. Without it the loop would wait for the newest step.
     """
 
-    def compile_finished(
+    def compile_with_token(
         call: Call, step: Compiled, lies: Layouts, avals: Sequence[Any], donated: Sequence[int]
     ) -> Compiled:
         if not only_state(lies):
             return compile_step(call, step, lies, avals, donated)
         more = replace(lies, mirrored=(*lies.mirrored, True))
-        return compile_step(call, _counted(step), more, avals, donated)
+        return compile_step(call, _and_token(step), more, avals, donated)
 
-    return compile_finished
+    return compile_with_token
 
 
-def _counted(step: Compiled) -> Callable[..., list[Any]]:
-    def counted(*flat: Any) -> list[Any]:
+def _and_token(step: Compiled) -> Callable[..., list[Any]]:
+    def and_token(*flat: Any) -> list[Any]:
         return [*step(*flat), jnp.ones((), jnp.uint32)]
 
-    counted.__name__ = counted.__qualname__ = getattr(step, "__name__", "step")
-    return counted
+    and_token.__name__ = and_token.__qualname__ = getattr(step, "__name__", "step")
+    return and_token
