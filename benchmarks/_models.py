@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,7 @@ class Bottleneck(nnx.Module):
             nnx.Conv(width, 4 * width, (1, 1), use_bias=False, rngs=rngs),
         ])  # fmt: skip
         self.norms = nnx.List([_norm(n, rngs) for n in (width, width, 4 * width)])
-        around = nnx.List([])
+        around: Any = nnx.List([])
         if stride > 1 or features != 4 * width:
             around.append(
                 nnx.Conv(features, 4 * width, (1, 1), strides=steps, use_bias=False, rngs=rngs)

@@ -52,13 +52,13 @@ def _grain(x: Array, y: Array, size: int) -> Any:
 
 
 def _tf_data(x: Array, y: Array, size: int) -> Any:
-    import tensorflow as tf  # type: ignore[import-not-found]
+    import tensorflow as tf
 
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
 
 
 def _torch(x: Array, y: Array, size: int) -> Any:
-    import torch  # type: ignore[import-not-found]
+    import torch
 
     data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     return torch.utils.data.DataLoader(data, batch_size=size)

@@ -33,7 +33,7 @@ class Trained:
 
     strategy: dj.Strategy
     model: nnx.Module
-    optimizer: nnx.Optimizer
+    optimizer: nnx.Optimizer[Any]
     step: Callable[..., Any]
     batch: Any
 

@@ -71,7 +71,8 @@ def forward_of(work: Workload) -> Callable[[Params, Any], Any]:
     """Gives the model as a pure function of its weights and a batch."""
     if work.by_hand is not None:
         return work.by_hand
-    graph, state, rest = nnx.split(work.model(nnx.Rngs(0)), nnx.Param, ...)
+    graph, *parts = nnx.split(work.model(nnx.Rngs(0)), nnx.Param, ...)
+    state, rest = parts
     names = [_name(path) for path, _ in nnx.to_flat_state(state)]
     structure = jax.tree.structure(state)
 

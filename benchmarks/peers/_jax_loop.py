@@ -79,7 +79,8 @@ def flat_step(start: Start, *, summed: bool) -> tuple[Callable[..., Any], list[A
         The step, from the state's arrays, x and y to the new state's arrays and its share's loss;
         and the state.
     """
-    graph, params, rest = nnx.split(model_of(start), nnx.Param, ...)
+    graph, *parts = nnx.split(model_of(start), nnx.Param, ...)
+    params, rest = parts
     leaves, structure = jax.tree.flatten((params, optimizer().init(params)))
     examples = start.x.shape[1]
 

@@ -10,7 +10,7 @@ from keras import layers
 from benchmarks.peers._protocol import EPSILON, LEARNING_RATE, Start
 
 
-class Places(layers.Layer):  # type: ignore[misc]
+class Places(layers.Layer):
     """Adds to each token what belongs to its place."""
 
     def build(self, shape: Any) -> None:

@@ -95,7 +95,8 @@ def _say(answers: Any, answer: dict[str, Any]) -> None:
 
 def write_start(path: str, weights: dict[str, Array], x: Array, y: Array) -> None:
     """Writes weights and batches where peers read them."""
-    np.savez(path, x=x, y=y, **{f"weights/{name}": value for name, value in weights.items()})
+    arrays: dict[str, Any] = {f"weights/{name}": value for name, value in weights.items()}
+    np.savez(path, x=x, y=y, **arrays)
 
 
 def read_start(model: str, replicas: int, path: str) -> Start:

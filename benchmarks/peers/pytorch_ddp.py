@@ -109,7 +109,7 @@ MODELS = {"mlp": Perceptron, "cnn": CNN, "transformer": Transformer}
 
 def model_of(start: Start) -> nn.Module:
     """Builds the model with its initial weights, turned to where PyTorch keeps inputs."""
-    model = MODELS[start.model](start)
+    model: Any = MODELS[start.model](start)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(_value(start, name)))
