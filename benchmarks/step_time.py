@@ -127,7 +127,7 @@ def _host_times(work: Workload, replicas: int, calls: int) -> dict[str, Any]:
         "beyond_us": 1e6 * statistics.median(beyond),
         "beyond_least_us": 1e6 * min(beyond),
         "target_us": 1e6 * target,
-        "ratio": ratio(beyond, [target] * calls),
+        "ratio": ratio(beyond, [target] * len(beyond)),
     }
 
 

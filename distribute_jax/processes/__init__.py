@@ -6,6 +6,9 @@
 nobody waits for ever, and ``_end`` ends the process in order.
 """
 
+from typing import TYPE_CHECKING
+
+from distribute_jax._later import load_later
 from distribute_jax.processes._found import (
     checked_cluster_options as checked_cluster_options,
     found_resolver as found_resolver,
@@ -18,7 +21,6 @@ from distribute_jax.processes._job import (
 )
 from distribute_jax.processes._notes import roll_call as roll_call
 from distribute_jax.processes._options import ClusterOptions as ClusterOptions
-from distribute_jax.processes._preemption import Preemption as Preemption
 from distribute_jax.processes._pulse import (
     COMPILING as COMPILING,
     RESTORING as RESTORING,
@@ -26,4 +28,10 @@ from distribute_jax.processes._pulse import (
     pulse as pulse,
     stepped as stepped,
 )
-from distribute_jax.processes._start import start as start
+
+# What only a job of several processes needs.
+if TYPE_CHECKING:
+    from distribute_jax.processes._preemption import Preemption as Preemption
+    from distribute_jax.processes._start import start as start
+else:
+    __getattr__ = load_later(globals(), {"_preemption": ("Preemption",), "_start": ("start",)})

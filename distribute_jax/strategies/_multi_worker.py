@@ -7,13 +7,14 @@ from typing import Any, final
 
 import jax
 
+from distribute_jax import processes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.cluster import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device import checked_ops
 from distribute_jax.collectives._options import checked_options
-from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver, start
+from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._sharded_update import checked_sharding
 
@@ -76,7 +77,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._resolver = found_resolver(cluster_resolver, name)
         timeouts = checked_cluster_options(cluster_options, name)
         seconds = self._communication_options.timeout_seconds or timeouts.step_seconds
-        start(self._resolver, timeouts, seconds, name)
+        processes.start(self._resolver, timeouts, seconds, name)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         super().__init__(replica_mesh(devices), steps_in_flight=steps_in_flight, shares=shares)
 

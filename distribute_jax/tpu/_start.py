@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
+from distribute_jax import processes
 from distribute_jax.cluster import ClusterResolver
-from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver, start
+from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver
 from distribute_jax.tpu._topology import Topology
 
 
@@ -80,5 +81,5 @@ def connected(resolver: Any, options: Any, caller: str) -> ClusterResolver:
     """Connects the processes that a resolver tells of, and gives the resolver."""
     found = found_resolver(resolver, caller)
     timeouts = checked_cluster_options(options, caller)
-    start(found, timeouts, timeouts.step_seconds, caller)
+    processes.start(found, timeouts, timeouts.step_seconds, caller)
     return found
