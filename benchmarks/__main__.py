@@ -41,7 +41,9 @@ def main() -> int:
             print(f"[{number}/{len(benchmarks)}] {benchmark.name}", flush=True)
             answers.append(ask(benchmark, full=chosen.full, devices=chosen.devices))
     except KeyboardInterrupt:
-        print("\nstopped; nothing was written", flush=True)
+        print("\nstopped" if answers else "\nstopped; nothing was written", flush=True)
+        chosen.only = tuple(answer.benchmark.name for answer in answers)
+        _finish(answers, chosen, (time.monotonic() - started) / 60)
         return 130
     return _finish(answers, chosen, (time.monotonic() - started) / 60)
 

@@ -77,7 +77,8 @@ def host_seconds(trained: Trained, calls: int) -> list[float]:
     program.compiled = once
     trained.run()
     program.compiled = lambda *_: given[0]
-    return [_burst(trained, -(-calls // BURSTS)) for _ in range(BURSTS)]
+    bursts = min(BURSTS, calls)
+    return [_burst(trained, calls // bursts) for _ in range(bursts)]
 
 
 def _burst(trained: Trained, calls: int) -> float:

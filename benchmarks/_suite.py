@@ -20,6 +20,7 @@ from benchmarks._benchmark import ROW_HEAD, Benchmark, Row, rows_of
 from benchmarks._harness import Log, stem, surroundings, table
 
 INDENT = " " * 6
+NOTHING = "Nothing was measured: every case needs more devices than there are here."
 PATIENCE = 20
 """Seconds that a benchmark has to end what it started, once it is told to."""
 
@@ -134,6 +135,8 @@ def write_page(answers: Sequence[Answer], folder: Path, command: str, *, full: b
 def _section(answer: Answer, pictures: Path) -> str:
     """Gives a benchmark's page one heading lower, with its picture below its title."""
     benchmark, log = answer.benchmark, answer.log
+    if len(log.records) == 1:
+        return f"## {benchmark.question}\n\n{NOTHING}\n"
     text = re.sub(r"^#", "##", benchmark.report(log), flags=re.MULTILINE)
     if benchmark.draw is None:
         return text

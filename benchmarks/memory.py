@@ -44,7 +44,10 @@ PLANNED = {
 class Options:
     """What is measured."""
 
-    cases: tuple[tuple[Workload, int], ...] = ((MLP, 4), (TRANSFORMER, 4), (RESNET50, 4))
+    cases: tuple[tuple[Workload, int], ...] = (
+        *((MLP, 4), (TRANSFORMER, 4), (RESNET50, 4)),
+        *((TRANSFORMER, 1), (RESNET50, 1)),
+    )
     """Workload and number of replicas; those that need more devices than there are stay out."""
 
     def __post_init__(self) -> None:

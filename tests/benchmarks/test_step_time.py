@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_a_measurement_is_complete_and_its_columns_train_alike(tmp_path) -> None:
     """All five ways to write a step, at four replicas; the picture is small."""
     options = step_time.Options(
-        cases=((TINY, 4),), rounds=2, calls=1, loop_calls=3, host_calls=2, equal_steps=3
+        cases=((TINY, 4),), rounds=2, calls=1, loop_calls=3, turn=60, host_calls=2, equal_steps=3
     )
     log, page, rows = answers_of(step_time.BENCHMARK, options)
     (record,) = log.of("losses")

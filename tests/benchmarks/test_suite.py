@@ -67,6 +67,43 @@ def test_the_page_has_all_tables_pictures_and_records(tmp_path: Path) -> None:
     assert kinds == [(name, kind) for name in ("small", "drawn") for kind in each]
 
 
+def test_where_no_case_fits_the_devices_the_page_says_so(tmp_path: Path) -> None:
+    """On a machine with one device some questions have no answer, and no picture either."""
+
+    def draw(*_: Any) -> None:
+        raise AssertionError("there is nothing to draw")
+
+    few = small_answer("few", draw=draw)
+    empty = Answer(few.benchmark, Log(few.log.records[:1]), 0)
+    page = write_page([small_answer(), empty], tmp_path, "command", full=True).read_text()
+    assert page.count("## How small?\n\nNothing was measured: every case needs more devices") == 1
+    assert page.count("### Part") == 1
+
+
+def test_what_was_answered_before_ctrl_c_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour's figures are not lost with the last question; the page says which ones it has."""
+    suite = importlib.import_module("benchmarks.__main__")
+    asked = []
+
+    def ask_twice(benchmark: Benchmark[Any], **_: Any) -> Answer:
+        asked.append(benchmark.name)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return small_answer("memory")
+
+    monkeypatch.setattr(suite, "ask", ask_twice)
+    monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
+    command = ["benchmarks", "--only", "memory", "fit", "--report-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert suite.main() == 130
+    assert asked == ["memory", "fit"]
+    (page,) = tmp_path.glob("*.md")
+    assert "    python3 dev.py bench --only memory\n" in page.read_text(encoding="utf-8")
+    assert "nothing was written" not in capsys.readouterr().out
+
+
 def test_the_ratios_are_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_rows([small_answer()])
     out = capsys.readouterr().out

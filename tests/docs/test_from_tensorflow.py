@@ -55,7 +55,9 @@ def named(path: str) -> Any:
     """Gives what a dotted name of the library stands for; a property or field as it is."""
     value: Any = dj
     for part in path.split("."):
-        value = inspect.getattr_static(value, part)
+        # Modules load some of their names when they are read; a class's properties are not called.
+        read = getattr if inspect.ismodule(value) else inspect.getattr_static
+        value = read(value, part)
     return value
 
 
