@@ -124,10 +124,14 @@ def report(log: Log) -> str:
 def _cases(log: Log) -> dict[str, list[dict[str, Any]]]:
     cases: dict[str, list[dict[str, Any]]] = {}
     for r in log.of("epoch"):
-        together = "1 batch" if r["together"] == 1 else f"{r['together']} batches"
-        case = f"{r['workload']}, {replicas_text(r['replicas'])}, {together} in a dispatch"
-        cases.setdefault(case, []).append(r)
+        cases.setdefault(case_text(r), []).append(r)
     return cases
+
+
+def case_text(record: Mapping[str, Any]) -> str:
+    """Names the case of a record."""
+    together = "1 batch" if record["together"] == 1 else f"{record['together']} batches"
+    return f"{record['workload']}, {replicas_text(record['replicas'])}, {together} in a dispatch"
 
 
 def headline(log: Log) -> list[Row]:

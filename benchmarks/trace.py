@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks._benchmark import Benchmark, Row, main, replicas_text, there
+from benchmarks._benchmark import Benchmark, Row, main, there
 from benchmarks._harness import Log, Ratio, interval_text, ratio, table
 from benchmarks._traced import Activity, activity
-from benchmarks.fit import BY_HAND, COLUMNS, EPOCH, FIT, Case, equal_losses
+from benchmarks.fit import BY_HAND, COLUMNS, EPOCH, FIT, Case, case_text, equal_losses
 
 FIGURES = ("whole", "running", "still", "operations")
 
@@ -82,10 +82,10 @@ def report(log: Log) -> str:
     ]
     cases: dict[str, list[list[str]]] = {}
     for r in log.of("trace"):
-        together = "1 batch" if r["together"] == 1 else f"{r['together']} batches"
-        case = f"{r['workload']}, {replicas_text(r['replicas'])}, {together} in a dispatch"
         figures = [f"{r[name]:.2f}" for name in FIGURES]
-        cases.setdefault(case, []).append([r["column"], *figures, interval_text(r["ratio"])])
+        cases.setdefault(case_text(r), []).append(
+            [r["column"], *figures, interval_text(r["ratio"])]
+        )
     for case, rows in cases.items():
         parts += [f"## {case}", table(["", *FIGURES, "operations, to by hand"], rows)]
     return "\n\n".join(parts) + "\n"
@@ -95,8 +95,7 @@ def headline(log: Log) -> list[Row]:
     """Gives the operations' time under ``fit`` by that of the loop written by hand."""
     return [
         Row(
-            f"operations of an epoch, {r['workload']}, {replicas_text(r['replicas'])}, "
-            f"{r['together']} in a dispatch",
+            f"operations of an epoch, {case_text(r)}",
             f"{FIT} / {BY_HAND}",
             Ratio(**r["ratio"]),
         )

@@ -53,5 +53,5 @@ def test_a_small_run_has_a_row_for_every_column():
         assert 0 < record["running"] < record["whole"]
         assert f"| {record['column']} | {record['whole']:.2f} |" in page
     assert [row.question for row in rows] == [
-        "operations of an epoch, tiny, 2 replicas, 2 in a dispatch"
+        "operations of an epoch, tiny, 2 replicas, 2 batches in a dispatch"
     ]
