@@ -12,34 +12,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._benchmark import Benchmark, Row, main, there
 from benchmarks._harness import Log, Ratio, interval_text, ratio, table
 from benchmarks._traced import Activity, activity
-from benchmarks.fit import BY_HAND, COLUMNS, EPOCH, FIT, Case, case_text, equal_losses
+from benchmarks.fit import BY_HAND, COLUMNS, EPOCH, FIT, Case, Options, case_text, equal_losses
 
 FIGURES = ("whole", "running", "still", "operations")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is traced, and how often."""
-
-    cases: tuple[Case, ...] = tuple(
-        Case(work=EPOCH, replicas=n, together=k) for n, k in ((1, 1), (4, 1), (4, 8))
-    )
-    rounds: int = 30
-    """Traced epochs of each column."""
-
-    def __post_init__(self) -> None:
-        """Refuses counts with which nothing would be measured."""
-        if self.rounds < 1 or not self.cases:
-            raise ValueError(f"{self}: at least one round and one case.")
-
-
-FULL = Options()
+FULL = Options(
+    cases=tuple(Case(work=EPOCH, replicas=n, together=k) for n, k in ((1, 1), (4, 1), (4, 8)))
+)
 QUICK = Options(cases=FULL.cases[1:2], rounds=3)
 
 
