@@ -25,7 +25,6 @@ ADDS: dict[str, Change] = {
     "adds in a loop": lambda old, x: jax.lax.fori_loop(0, 4, lambda _, o: o + x / 4, old),
     "adds to an item": lambda old, x: old.at[...].add(x),
     "adds under remat": lambda old, x: jax.checkpoint(lambda o: o + x)(old),
-    "adds through another dtype": lambda old, x: (old.astype(jnp.bfloat16) + x).astype(old.dtype),
 }
 OTHERS: dict[str, Change] = {
     "halves": lambda old, x: 0.5 * old + 0 * x,
@@ -77,6 +76,60 @@ def test_anything_else_is_refused_unless_it_is_mirrored(s4: dj.MirroredStrategy,
     wanted = float(OTHERS[name](jnp.float32(8.0), jnp.float32(3.0)))
     s4.run(step, args=(jnp.float32(3.0),))
     assert float(state[...]) == pytest.approx(wanted, rel=1e-6)
+
+
+CASTS: dict[str, tuple[Any, Change, float | None]] = {
+    "bfloat16 kept in bfloat16 and added in float32": (
+        jnp.bfloat16(8), lambda old, x: (old.astype(jnp.float32) + x).astype(old.dtype), 18.0),
+    "int16 added in float32 that is kept": (
+        jnp.int16(8), lambda old, x: old.astype(jnp.float32) + x / 2, 13.0),
+    "int32 that becomes the float32 it is added in": (
+        jnp.int32(8), lambda old, x: old.astype(jnp.float32) + x, 18.0),
+    "float32 that becomes the bfloat16 it is added in": (
+        jnp.float32(1 / 3), lambda old, x: old.astype(jnp.bfloat16) + x.astype(jnp.bfloat16),
+        float(jnp.bfloat16(1 / 3) + jnp.bfloat16(10))),
+    "uint8 added in int32, modulo 256": (
+        jnp.uint8(250), lambda old, x: (old.astype(jnp.int32) + x.astype(jnp.int32)).astype(
+            jnp.uint8), 4.0),
+    "float32 through bool": (
+        jnp.float32(5), lambda old, x: old.astype(bool).astype(jnp.float32) + x, None),
+    "float32 through uint8": (
+        jnp.float32(300),
+        lambda old, x: old.astype(jnp.int32).astype(jnp.uint8).astype(jnp.float32) + x, None),
+    "float32 through bfloat16": (
+        jnp.float32(1 / 3), lambda old, x: (old.astype(jnp.bfloat16) + x).astype(old.dtype), None),
+    "int32 as the integer part of a float32": (
+        jnp.int32(0), lambda old, x: (old.astype(jnp.float32) + 0.4 * x).astype(jnp.int32), None),
+    "int8 as the integer part of a float32": (
+        jnp.int8(0), lambda old, x: (old.astype(jnp.float32) + 0.4 * x).astype(jnp.int8), None),
+}  # fmt: skip
+"""The old value, what one replica does, and the sum of 1 to 4 added to it; None: refused."""
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.filterwarnings("ignore:.*outside of strategy")
+def test_only_casts_that_keep_the_old_value_are_part_of_an_addition(
+    s4: dj.MirroredStrategy, name: str
+):
+    """A cast that loses some of the old value would lose it once for each replica."""
+    old, change, wanted = CASTS[name]
+    state = nnx.metrics.MetricState(old)
+
+    def step(x: Any) -> None:
+        state.set_value(change(state.get_value(), x))
+
+    own = s4.experimental_distribute_values_from_function(
+        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
+    )
+    if wanted is None:
+        with pytest.raises(
+            dj.OutOfSyncError, match=r"state \(MetricState\).*not its old value plus"
+        ):
+            s4.run(step, args=(own,))
+        assert float(state[...]) == float(old)
+    else:
+        s4.run(step, args=(own,))
+        assert float(state[...]) == wanted
 
 
 MOVES: dict[str, Change] = {

@@ -139,6 +139,34 @@ def test_unreduced_gradients_with_skip_are_refused(s2: dj.MirroredStrategy):
         s2.run(_step_with(optimizer, model, reduce=False, skip=True), args=batch)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_gradients_of_frozen_weights_are_zeros_and_are_summed(strategy: dj.Strategy, wrap: Any):
+    """Zeros are equal on every replica, and so is their sum; another constant is counted N times."""
+    with strategy.scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+    batch = next(iter(strategy.distribute_dataset(batches())))
+
+    def step(x: jax.Array, y: jax.Array, penalty: bool = False) -> None:
+        graphdef, state = nnx.split(model)
+
+        def loss(state: Any) -> jax.Array:
+            net = nnx.merge(graphdef, state, copy=True)
+            errors = ((jax.lax.stop_gradient(net(x)) - y) ** 2).sum(-1)
+            return dj.compute_average_loss(errors) + penalty * sum(
+                jnp.sum(leaf) for leaf in jax.tree.leaves(state)
+            )
+
+        optimizer.update(model, wrap(jax.grad(loss))(state))
+
+    before = model.layer.kernel[...].tolist()
+    strategy.run(step, args=batch)
+    assert model.layer.kernel[...].tolist() == before
+    if strategy.num_replicas_in_sync > 1:
+        with pytest.raises(dj.OutOfSyncError, match="equal on every replica already"):
+            strategy.run(step, args=(*batch, True))
+
+
 def test_outside_of_run_it_is_plain(s2: dj.MirroredStrategy):
     """Without replicas an update is that of nnx.Optimizer."""
     model, twin = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))

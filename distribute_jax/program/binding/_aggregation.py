@@ -136,12 +136,14 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
         # The sum of float16 values leaves their range long before their mean does.
         return jnp.asarray(jax.lax.pmean(as_dtype(new, wide(new.dtype)), DATA), new.dtype)
     if rule is Combine.INCREMENTS:
-        return jnp.asarray(old + jax.lax.psum(new - old, DATA), new.dtype)
+        old = jnp.asarray(old, new.dtype)
+        return jnp.add(old, jax.lax.psum(new - old, DATA))
     if rule is Combine.EQUAL_INCREMENTS:
+        old = jnp.asarray(old, new.dtype)
         added = new - old
         # Of a number JAX makes a number, and no all-reduce. Cast, it wraps around as the sum would.
         replicas = jnp.asarray(jax.lax.psum(1, DATA)).astype(added.real.dtype)
-        return jnp.asarray(old + added * replicas, new.dtype)
+        return old + added * replicas
     if rule is Combine.FIRST:
         return first_replica(new)
     # A constant that a step writes arrives as a plain number.

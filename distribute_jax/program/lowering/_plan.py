@@ -157,13 +157,19 @@ def _written(call: Call, traced: Traced) -> Iterator[tuple[nnx.Variable[Any], st
             yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
 
 
-_DRIFT = """\
-The step would leave these variables different on each of the {replicas} replicas:
-{lines}
+_PAIRS = """\
+  grads = dj.get_replica_context().all_reduce("sum", grads)   # the loss is dj.compute_average_loss(losses)
+  grads = dj.get_replica_context().all_reduce("mean", grads)  # the loss is a mean over this replica's \
+examples
+The wrong one of the two trains with gradients {replicas} times too large or too small."""
+
+_DRIFT = f"""\
+The step would leave these variables different on each of the {{replicas}} replicas:
+{{lines}}
 A variable must end mirrored, or the replicas train different models. Usually the gradients were not \
-combined: write grads = dj.get_replica_context().all_reduce("sum", grads) before the update. A value \
-that you know to be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns \
-the proof off."""
+combined. Before the update write one of
+{_PAIRS} dj.Optimizer does the first by itself: update(model, grads) sums them. A value that you know to \
+be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns the proof off."""
 
 _STREAMS = """\
 The step would leave these random streams different on each of the {replicas} replicas:
@@ -184,13 +190,13 @@ before update(), so the replicas' updates cannot be added to it:
 A metric's state is what all replicas added to it, so reset a metric outside of run, metric.reset(), or in \
 a step of its own, strategy.run(metric.reset), and only call metric.update(...) in this one."""
 
-_MODEL_SHAPED = """\
-The step returns {what}, which has the structure and shapes of {argument}, an argument that came in \
-equal on every replica, but it would come back as {replicas} different ones:
-{lines}
-Combine the gradients first: grads = dj.get_replica_context().all_reduce("sum", grads), and statistics, \
-such as Linen's batch_stats, with all_reduce("mean", batch_stats). If different values are what you want, \
-use RunOptions(check_sync=False)."""
+_MODEL_SHAPED = f"""\
+The step returns {{what}}, which has the structure and shapes of {{argument}}, an argument that came in \
+equal on every replica, but it would come back as {{replicas}} different ones:
+{{lines}}
+Combine the gradients first, with one of
+{_PAIRS} Statistics, such as Linen's batch_stats, take all_reduce("mean", batch_stats). If different \
+values are what you want, use RunOptions(check_sync=False)."""
 
 
 def _sources(mark: Mark) -> str:

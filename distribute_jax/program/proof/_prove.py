@@ -29,6 +29,7 @@ from distribute_jax.program.proof._marks import (
     union,
 )
 from distribute_jax.program.proof._rules import RULES, Outcome
+from distribute_jax.program.proof._zeros import are_zeros
 
 DEADLOCK = """\
 {collective} over "{axis}" may hang: not every replica is sure to reach it.
@@ -70,7 +71,7 @@ def prove(
     """
     walk = Walk(axis, axis_size)
     outs, _ = walk.run(jaxpr, in_marks, Control())
-    walk.check_unreduced()
+    walk.check_unreduced(jaxpr)
     return outs
 
 
@@ -143,10 +144,10 @@ class Walk:
         refs = {i: mark for i, var in enumerate(eqn.invars) if _is_ref(var)}
         return Outcome([mark] * len(eqn.outvars), refs)
 
-    def check_unreduced(self) -> None:
-        """Raises where all of the values that are about to be summed are mirrored already."""
+    def check_unreduced(self, jaxpr: Any) -> None:
+        """Raises where values about to be summed are mirrored already, unless all are zeros."""
         for eqn, mark in self._unreduced.values():
-            if not mark:
+            if not mark and not are_zeros(jaxpr, eqn):
                 raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
 
     def meet(self, eqn: Any, control: Control) -> None:
