@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  what it registers has to run after before_exit's
+import functools
 import importlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,3 +144,41 @@ def is_ready(array: jax.Array) -> bool:
     """Tells, without waiting, whether an array is computed; ``jax.Array`` does not list the method."""
     done: bool = array.is_ready()  # type: ignore[attr-defined]
     return done
+
+
+_OUTSIDE_OF_THE_KEY = frozenset({
+    "mesh_context_manager", "abstract_mesh_context_manager", "axis_env_state",
+})  # fmt: skip
+"""Where a step is called: ``scope()`` sets the mesh, and run sets its own for the trace."""
+
+_known_settings: tuple[Any, int] = ((), 0)
+
+
+def trace_settings() -> tuple[Any, ...]:
+    """Returns a key of all settings of JAX that a trace depends on, as ``jax.jit`` forms its own.
+
+    JAX has no public list of them, and to read some fifty flags at each call would take longer than all
+    else that ``run`` does. The default kind of random keys, which JAX leaves out, is added.
+    """
+    global _known_settings
+    now = _trace_context()
+    known, number = _known_settings
+    if now != known:
+        names = _jax_config.trace_context_names()
+        number = _number_of(tuple(
+            pair for pair in zip(names, now, strict=True) if pair[0] not in _OUTSIDE_OF_THE_KEY
+        ))  # fmt: skip
+        _known_settings = now, number
+    return number, _config.jax_default_prng_impl
+
+
+@functools.lru_cache(maxsize=256)
+def _number_of(settings: tuple[Any, ...]) -> int:
+    del settings
+    return next(_numbers)
+
+
+_numbers = itertools.count()
+_jax_config: Any = importlib.import_module("jax._src.config")
+_trace_context: Callable[[], tuple[Any, ...]] = _jax_config.trace_context
+_config: Any = jax.config

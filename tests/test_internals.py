@@ -271,3 +271,26 @@ def test_is_ready_tells_whether_an_array_is_computed() -> None:
     array.block_until_ready()
     with promised("is_ready", "JAX"):
         assert _internals.is_ready(array) is True
+
+
+def test_trace_settings_differ_where_jit_traces_again() -> None:
+    with promised("trace_settings", "JAX"):
+        usual = _internals.trace_settings()
+        for context in (
+            jax.enable_x64(True),
+            jax.numpy_rank_promotion("raise"),
+            jax.default_matmul_precision("bfloat16"),
+            jax.numpy_dtype_promotion("strict"),
+            jax.threefry_partitionable(False),
+        ):
+            with context:
+                assert _internals.trace_settings() != usual
+        assert _internals.trace_settings() == usual
+
+
+def test_trace_settings_do_not_mind_a_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with promised("trace_settings", "JAX"):
+        usual = _internals.trace_settings()
+        with jax.set_mesh(mesh):
+            assert _internals.trace_settings() == usual

@@ -84,12 +84,18 @@ class Program:
     per_example: tuple[Any, ...] | None = None
     """For each array result: True, False, or why it could not be found out."""
 
-    owners: list[tuple[weakref.ref[Any], ...]] = field(default_factory=list)
-    """The modules of each binding; a binding that has none (plain arrays) is never gone."""
+    owners: dict[tuple[int, ...], tuple[weakref.ref[Any], ...]] = field(default_factory=dict)
+    """The modules of each binding, by their ids; a binding that has none (plain arrays) is never gone."""
+
+    def add_owners(self, owners: tuple[weakref.ref[Any], ...]) -> None:
+        """Adds the modules of a binding; those of another binding of the same modules are one entry."""
+        self.owners[tuple(id(ref()) for ref in owners)] = owners
 
     def is_wanted(self) -> bool:
         """Tells whether a model that it was compiled for is still there."""
-        self.owners = [o for o in self.owners if all(ref() is not None for ref in o)]
+        gone = [key for key, refs in self.owners.items() if any(ref() is None for ref in refs)]
+        for key in gone:
+            del self.owners[key]
         return bool(self.owners)
 
     def failure(self, error: Exception) -> StepFailedError:

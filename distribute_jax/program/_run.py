@@ -270,7 +270,7 @@ class Runner:
                 self._drop(self._programs.popitem(last=False)[1])
         fingerprint = check_same_program(step_name(fn), program, arguments, self._mesh)
         self._programs.move_to_end(key)
-        program.owners.append(binding.owners())
+        program.add_owners(binding.owners())
         entry = Entry(program, binding, step_name(fn))
         entry.calls = Calls(entry, fingerprint) if fingerprint else None
         binding.on_release.append(entry.release)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._internals import trace_settings
 from distribute_jax._padding import uneven_to_joined
 from distribute_jax._tree import leaf_text, listed, path_text
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
@@ -73,13 +74,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
         leaves, treedef = list(args), _flat_treedef(len(args))
     else:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
-    config: Any = jax.config
-    signature: list[Any] = [
-        treedef,
-        config.jax_enable_x64,
-        config.jax_default_matmul_precision,
-        config.jax_numpy_dtype_promotion,
-    ]
+    signature: list[Any] = [treedef, trace_settings()]
     data: list[Any] = []
     kinds: list[str] = []
     bound: list[Any] = []
@@ -95,7 +90,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
         elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             if not isinstance(leaf, jax.Array):
                 _check_array(leaf)
-            signature.append((leaf.shape, leaf.dtype) if leaf.shape else _scalar_signature(leaf))
+            signature.append(_array_signature(leaf) if leaf.shape else _scalar_signature(leaf))
             data.append(leaf)
             kinds.append("data")
         elif isinstance(leaf, _STATIC):
@@ -107,11 +102,16 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
             data.append(leaf)
             kinds.append("data")
         else:
+            signature.append("bound")
             kinds.append("bound")
             bound.append(leaf)
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     return Arguments(treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined))
+
+
+def _array_signature(array: Any) -> Any:
+    return array.shape, array.dtype, getattr(array, "weak_type", False)
 
 
 def _scalar_signature(array: Any) -> Any:
@@ -174,7 +174,7 @@ def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:
             "that runs the step: strategy.distribute_dataset(dataset)."
         )
     array = value.global_array
-    return (value.layout, array.shape, array.dtype, value.counts is None)
+    return (value.layout, *_array_signature(array), value.counts is None)
 
 
 def _common_counts(joined: list[PerReplica], leaves: list[Any], treedef: Any) -> Any:

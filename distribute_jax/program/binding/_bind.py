@@ -44,6 +44,7 @@ class Binding:
         self._hold(values)
 
     def _hold(self, values: list[Any]) -> None:
+        self._count = len(values)
         steady = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
         self._pick = operator.itemgetter(*steady) if len(steady) > 1 else None
         self._steady = steady
@@ -60,6 +61,8 @@ class Binding:
 
     def holds(self, values: list[Any]) -> bool:
         """Tells by identity whether these roots, and all below, are what was bound."""
+        if len(values) != self._count:
+            return False
         pick = self._pick
         steady = pick(values) if pick is not None else [values[i] for i in self._steady]
         if list(map(id, steady)) != self._root_ids or not self.alive:

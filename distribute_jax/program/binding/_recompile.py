@@ -57,4 +57,6 @@ def _argument_facts(arguments: Arguments) -> dict[str, Any]:
         elif kind == "data":
             value = getattr(leaf, "global_array", leaf)
             described[name] = getattr(value, "shape", type(value).__name__)
+        else:
+            described[name] = type(leaf).__name__
     return described
