@@ -42,7 +42,7 @@ def _arrays(x: Array, y: Array, size: int) -> Any:
 
 
 def _shuffled(x: Array, y: Array, size: int) -> Any:
-    return dj.data.from_arrays((x, y)).shuffle(0).batch(size)
+    return dj.data.from_arrays((x, y)).shuffle(seed=0).batch(size)
 
 
 def _grain(x: Array, y: Array, size: int) -> Any:

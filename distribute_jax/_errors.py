@@ -29,6 +29,7 @@ Each is also the builtin that a TensorFlow user would catch::
     ├── NotEqualError(ValueError)           the distributed step is not the step on one device
     ├── StaleCaptureError(ValueError)       an array was captured in a way that would go stale
     ├── PerReplicaError(ValueError)         a per-replica value was used as if it were one array
+    │   └── PerReplicaAttributeError(…, AttributeError)  it was asked for what only one array has
     ├── PerReplicaTypeError(TypeError)      arithmetic on a per-replica value outside run
     ├── TracedValueError(TypeError)         Python needed the value of a traced number
     ├── LoweringError(NotImplementedError)  the chosen lowering cannot run an operation of the step
@@ -160,6 +161,10 @@ class StaleCaptureError(DistributeError, ValueError):
 
 class PerReplicaError(DistributeError, ValueError):
     """A per-replica value was used where one array is needed."""
+
+
+class PerReplicaAttributeError(PerReplicaError, AttributeError):
+    """A per-replica value was asked for what only one array has, such as ``shape`` or ``numpy``."""
 
 
 class PerReplicaTypeError(DistributeError, TypeError):

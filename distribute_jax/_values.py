@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import (
     DonatedError,
+    PerReplicaAttributeError,
     PerReplicaError,
     PerReplicaTypeError,
     StepFailedError,
 )
-from distribute_jax._internals import uncommitted
+from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh
 from distribute_jax._tree import error_text, is_given_away, is_key, leaf_text
 
@@ -49,6 +50,12 @@ def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
     )
 
 
+_ARRAY_ATTRIBUTES = frozenset(
+    {"numpy", "item", "tolist", "shape", "ndim", "size", "astype", "mean", "sum", "min", "max", "T"}
+)
+"""What one array has, and a value for each replica has not."""
+
+
 class DistributedValues:
     """The base of values that hold one part for each replica.
 
@@ -66,7 +73,9 @@ class DistributedValues:
         raise NotImplementedError(f"{type(self).__name__}.values is not defined")
 
     def __repr__(self) -> str:
-        """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``."""
+        """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``; while a trace is made, its type alone."""
+        if not at_top_level():
+            return self._described()
         try:
             shown = [v if is_key(v) else np.asarray(v) for v in self.values]
             parts = ", ".join(f"{i}: {v!r}" for i, v in enumerate(shown))
@@ -75,6 +84,27 @@ class DistributedValues:
         except Exception as error:
             parts = f"unreadable, {type(error).__name__}: {error_text(error)}"
         return f"PerReplica:{{{parts}}}"
+
+    def __format__(self, spec: str) -> str:
+        """Formats as ``str`` does.
+
+        Raises:
+            TypeError: a format of numbers, such as ``.3f``.
+        """
+        return format(str(self), spec) if not spec or spec[-1] == "s" else _no_arithmetic(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name not in _ARRAY_ATTRIBUTES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise PerReplicaAttributeError(
+            f"{self._described()} has no {name!r}: it holds one value for each replica.\n"
+            "For one array: strategy.reduce('mean', value, axis=None) or strategy.gather(value, axis=0); "
+            "for a tuple of them: strategy.experimental_local_results(value). Inside the step: "
+            "dj.get_replica_context().all_reduce('sum', x), whose result is one array outside of it too."
+        )
+
+    def _described(self) -> str:
+        return type(self).__name__
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _no_arithmetic
@@ -142,6 +172,10 @@ class PerReplica(DistributedValues):
             return shape[1:]
         return (shape[0] // num_replicas(self.mesh), *shape[1:])
 
+    def _described(self) -> str:
+        shape = ",".join(map(str, self.part_shape))
+        return f"PerReplica of {num_replicas(self.mesh)} × {self.dtype}[{shape}]"
+
     def check_rows_known(self) -> None:
         """Raises where it could not be found out which rows of a result are real examples."""
         if self.ambiguous is not None:
@@ -174,6 +208,9 @@ class UnevenPerReplica(PerReplica):
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the first part."""
         return self.parts[0].dtype
+
+    def _described(self) -> str:
+        return f"PerReplica of {', '.join(map(leaf_text, self.parts))}"
 
 
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:

@@ -19,7 +19,9 @@ def simulate(n: int) -> None:
     """Gives this process n virtual CPU devices, also on a machine with a GPU.
 
     Call it before JAX starts: right after the imports. The devices compute in turns on the cores
-    there are, so they show that a program is right, not how fast it is on n real devices. Setting
+    there are, so they show that a program is right, not how fast it is on n real devices. JAX is not
+    started by it: in a job of several processes each gets n devices, and meets the others when its
+    ``MultiWorkerMirroredStrategy`` is made. Setting
     ``XLA_FLAGS=--xla_force_host_platform_device_count=n`` before Python starts works as well.
 
     Args:
@@ -40,9 +42,9 @@ def simulate(n: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", n)
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError:
-        _check_as_wanted(n)
-    else:
+    except (
+        RuntimeError
+    ):  # JAX has started; elsewhere it is left to start later, as processes must meet before
         _check_as_wanted(n)
 
 

@@ -109,7 +109,7 @@ def dataset_of(
     """
     if isinstance(data, Arrays):
         rows = from_arrays(data.tree)
-        shuffled = rows if seed is None else rows.shuffle(seed)
+        shuffled = rows if seed is None else rows.shuffle(seed=seed)
         size = DEFAULT_BATCH if batch_size is None else batch_size
         return strategy.distribute_dataset(shuffled.batch(size))
     if batch_size is not None:

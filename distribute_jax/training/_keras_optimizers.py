@@ -10,6 +10,7 @@ import optax
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax.training import _keras_adam
+from distribute_jax.training._adjustable import with_adjustable_rate
 
 _Options = Mapping[str, Any]
 
@@ -32,22 +33,22 @@ KERAS: Mapping[str, tuple[Callable[..., optax.GradientTransformation], float, _O
 def optimizer(identifier: Any) -> optax.GradientTransformation:
     """Gives the optax transformation that an identifier stands for.
 
-    Of a name, the learning rate is part of the state, ``state.hyperparams["learning_rate"]``, where it
-    can be read and set between steps.
+    Of a name, and of a transformation where that can be done, the learning rate is part of the state,
+    ``state.hyperparams["learning_rate"]``, where it can be read and set between steps.
 
     Updates equal Keras's to rounding but for two: adamax, where optax adds epsilon to each gradient
     rather than to their maximum, which shows below 1e-5; and adafactor, which factors the two longest
     dims of a weight rather than the last two, and whose rate does not fall after a million steps.
 
     Args:
-        identifier: an ``optax.GradientTransformation``, given back as it is, or ``optax.MultiSteps``;
-            or a name of Keras, in lower or upper case, with Keras's defaults.
+        identifier: an ``optax.GradientTransformation`` or ``optax.MultiSteps``; or a name of Keras, in
+            lower or upper case, with Keras's defaults.
 
     Raises:
         ValueError: neither.
     """
     if isinstance(identifier, optax.GradientTransformation):
-        return identifier
+        return with_adjustable_rate(identifier)
     if isinstance(identifier, optax.MultiSteps):
         several: optax.GradientTransformation = identifier.gradient_transformation()
         return several

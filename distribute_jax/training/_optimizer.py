@@ -18,6 +18,7 @@ from distribute_jax.training._accumulation import (
     checked_accumulation,
 )
 from distribute_jax.training._extra_arguments import explained
+from distribute_jax.training._learning_rate import learning_rate, set_learning_rate
 from distribute_jax.training._loss_scale import LossScale, all_finite
 from distribute_jax.training._when import when
 
@@ -89,6 +90,15 @@ class Optimizer(nnx.Optimizer[Any]):
         params = jax.tree.leaves(nnx.state(model, wrt), is_leaf=_is_variable)
         self.accumulation = nnx.data(Accumulation(params, steps) if steps > 1 else None)
         self.loss_scale = nnx.data(LossScale(loss_scale) if loss_scale is not None else None)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate, where it is part of the state, as in what ``Model.compile`` made."""
+        return learning_rate(self)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        set_learning_rate(self, rate)
 
     def scale_loss(self, loss: jax.Array) -> jax.Array:
         """Gives the loss whose gradients ``update`` takes: scaled where there is a ``loss_scale``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._internals import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh, put
 from distribute_jax._tree import is_given_away
@@ -31,6 +32,7 @@ from distribute_jax.variables._where import inside_replica, inside_run, readable
 _NONE = VariableAggregation.NONE
 _SUM = VariableAggregation.SUM
 _ON_READ = VariableSynchronization.ON_READ
+_MISSING = object()
 
 
 class Variable(nnx.Variable[Any], Scatters):
@@ -47,12 +49,14 @@ class Variable(nnx.Variable[Any], Scatters):
       among the replicas. It starts as given: under SUM replica 0 holds the initial value.
 
     Args:
-        value: the initial value, a number or an array (global view).
+        value: the initial value, a number or an array (global view); also as ``initial_value=``, as in
+            TensorFlow.
         trainable: whether optimizers should train it; None means True for ON_WRITE, False for
             ON_READ. Kept as metadata, for filters.
         synchronization: when replicas are combined.
         aggregation: how they are combined.
         name: a name for messages; the components of the other replicas are ``name/replica_1``, ….
+        dtype: of the value; None for that of ``value``.
         **metadata: further metadata of the ``nnx.Variable``.
 
     Raises:
@@ -73,17 +77,27 @@ class Variable(nnx.Variable[Any], Scatters):
 
     def __init__(
         self,
-        value: Any,
+        value: Any = _MISSING,
         trainable: bool | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         name: str = "Variable",
+        *,
+        dtype: Any = None,
+        initial_value: Any = _MISSING,
         **metadata: Any,
     ) -> None:
         """Makes the variable for the strategy that is current; see the class for the arguments."""
+        if (value is _MISSING) is (initial_value is _MISSING):
+            raise ArgumentTypeError(
+                "dj.Variable takes one initial value: dj.Variable(0.0) or dj.Variable(initial_value=0.0)."
+            )
+        value = initial_value if value is _MISSING else value
         if isinstance(value, DistributedValues):
             raise different_values(name)
         array = first_value(value, name)
+        if dtype is not None:
+            array = cast(array, jnp.dtype(dtype), name)
         synchronization, aggregation = checked_kinds(synchronization, aggregation, array.dtype)
         if trainable is None:
             trainable = synchronization is not _ON_READ
@@ -132,8 +146,19 @@ class Variable(nnx.Variable[Any], Scatters):
         return raw if index is Ellipsis or not hasattr(raw, "shape") else raw[index]
 
     def read_value(self) -> Any:
-        """Gives the value, as ``v[...]`` does."""
+        """Returns the value, as ``v[...]`` does."""
         return self.get_value()
+
+    @property
+    def value(self) -> Any:
+        """The value, as ``nnx.Variable`` has it: deprecated there, and no method as TensorFlow's."""
+        warnings.warn(_VALUE, DeprecationWarning, stacklevel=2)
+        return self.get_value()
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        warnings.warn(_VALUE, DeprecationWarning, stacklevel=2)
+        self.set_value(value)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Gives the value as a NumPy array; outside of ``run`` only."""
@@ -362,6 +387,12 @@ class Variable(nnx.Variable[Any], Scatters):
         if not name.startswith("_") and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
+
+
+_VALUE = (
+    "v.value is deprecated. Read a dj.Variable as v[...] or v.read_value() (TensorFlow's v.value()), and set "
+    "it with v.assign(x) or v[...] = x."
+)
 
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:

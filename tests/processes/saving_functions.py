@@ -39,7 +39,7 @@ def tree_of(strategy, seed=0):
     rows = jax.NamedSharding(strategy.mesh, jax.P("data"))
     table = np.arange(8, dtype=np.float32).reshape(4, 2) + seed
     x = np.arange(36, dtype=np.float32).reshape(12, 3)
-    batches = dj.data.from_arrays((x, x[:, :2])).shuffle(7).batch(4)
+    batches = dj.data.from_arrays((x, x[:, :2])).shuffle(seed=7).batch(4)
     return {
         "model": model,
         "optimizer": optimizer,

@@ -247,6 +247,24 @@ def test_a_per_replica_value_takes_part_in_no_arithmetic(s2: dj.MirroredStrategy
             conversion(value)
 
 
+def test_what_one_array_has_is_refused_in_words_that_say_how_to_get_one(s2: dj.MirroredStrategy):
+    """Formats and attributes too, as TensorFlow's and NumPy's; ``hasattr`` sees none of them."""
+    value = s2.run(replica_id)
+    with pytest.raises(TypeError, match=r"(?s)holds one value for each replica.*strategy\.reduce"):
+        f"{value:.3f}"
+    assert f"{value}" == str(value)
+    for name in ("numpy", "item", "mean", "shape"):
+        with pytest.raises(
+            dj.PerReplicaError, match=rf"2 × float32\[\] has no '{name}'.*\n.*all_reduce"
+        ):
+            getattr(value, name)
+        assert not hasattr(value, name)
+    with pytest.raises(AttributeError, match="'PerReplica' object has no attribute 'nothing'"):
+        getattr(value, "nothing")  # noqa: B009
+    with s2.scope(), pytest.raises(ValueError, match=r"^PerReplica of 2 × float32\[\] holds"):
+        jnp.mean(value)
+
+
 def test_combined_values_mix_with_arrays_on_any_device(s4: dj.MirroredStrategy):
     value = s4.run(replica_id)
     mean = s4.reduce("mean", value)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -49,6 +52,39 @@ def test_simulate_after_jax_started_says_what_to_do():
     assert "JAX has already started with 1 CPU device(s)" in out
     assert "restart the kernel" in out
     assert "--xla_force_host_platform_device_count=4" in out
+
+
+def test_simulate_leaves_jax_unstarted():
+    """Processes of a job have to meet before JAX starts."""
+    code = (
+        "import distribute_jax as dj; dj.simulate(3); import jax;"
+        "from distribute_jax._internals import backend_is_started as started;"
+        "print(started(), len(jax.devices()))"
+    )
+    assert python(code).split() == ["False", "3"]
+
+
+@pytest.mark.exhaustive
+def test_simulated_processes_of_a_tf_config_job_meet():
+    """Two processes of three devices each are one strategy of six replicas."""
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        workers = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in (first, second)]
+    code = (
+        "import distribute_jax as dj; dj.simulate(3); s = dj.MultiWorkerMirroredStrategy();"
+        "print(float(s.reduce('sum', s.run(lambda: "
+        "dj.get_replica_context().replica_id_in_sync_group * 1.0))), s.num_replicas_in_sync)"
+    )
+    config = [
+        json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+        for index in range(2)
+    ]
+    with ThreadPoolExecutor() as pool:
+        outs = list(
+            pool.map(lambda text: python(code, TF_CONFIG=text, JAX_PLATFORMS="cpu"), config)
+        )
+    assert all("15.0 6" in out for out in outs), outs
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from distribute_jax.training._adjustable import RateState, with_adjustable_rate
 
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=(22, 3)).astype(np.float32)
@@ -182,9 +183,30 @@ def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy)
     for a, b in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
     assert s4._runner.programs() == 1
-    fixed = made(s4, optimizer=optax.adam(0.1))
-    with pytest.raises(ValueError, match="inject_hyperparams"):
-        _ = fixed.learning_rate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [optax.adamw, optax.adafactor, lambda rate: optax.rmsprop(rate, momentum=0.9), optax.fromage],
+)
+@pytest.mark.parametrize("rate", [0.1, optax.cosine_decay_schedule(0.1, 5)])
+def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):
+    """But for rounding: XLA folds no constant now. Fromage, which uses the rate twice, stays as it is."""
+    plain = make(rate)
+    adjustable = with_adjustable_rate(optax.chain(optax.clip_by_global_norm(1.0), plain))
+    params = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
+    finals = []
+    for tx in (optax.chain(optax.clip_by_global_norm(1.0), plain), adjustable):
+        now, state = params, tx.init(params)
+        for _ in range(3):
+            updates, state = jax.jit(tx.update)(jax.tree.map(jnp.sin, now), state, now)
+            now = optax.apply_updates(now, updates)
+        finals.append(now)
+    for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-7)
+    rates = [part.hyperparams["learning_rate"] for part in state if isinstance(part, RateState)]
+    last = rate if isinstance(rate, float) else float(rate(2))
+    assert [float(r) for r in rates] == pytest.approx([] if make is optax.fromage else [last])
 
 
 def test_an_optimizer_of_ones_own(s4: dj.MirroredStrategy):

@@ -49,8 +49,8 @@ def test_every_name_is_in_the_table():
     assert set(MOVED) == set(KERAS)
 
 
-def test_a_transformation_is_given_back_and_a_name_is_looked_up_in_any_case():
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+def test_a_transformation_without_a_rate_is_returned_and_a_name_is_looked_up_in_any_case():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.fromage(0.1))
     assert optimizer(tx) is tx
     for name in ("Adam", "SGD", "RMSprop"):
         state = optimizer(name).init(jnp.zeros(2))

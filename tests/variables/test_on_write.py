@@ -416,3 +416,16 @@ def test_after_each_step_all_replicas_have_the_same_bits_and_counted_one_step(
 def weights(model: nnx.Linear) -> list[jax.Array]:
     """The arrays of the parameters."""
     return jax.tree.leaves(nnx.state(model, nnx.Param))
+
+
+def test_a_variable_takes_the_arguments_of_tensorflow():
+    """``initial_value`` and ``dtype``; ``value`` is Flax's property, whose warning names read_value()."""
+    v = dj.Variable(initial_value=0, name="n", dtype=jnp.float32)
+    assert (v.read_value().dtype, float(v.numpy())) == (jnp.float32, 0.0)
+    for wrong in (dj.Variable, lambda: dj.Variable(1, initial_value=2)):
+        with pytest.raises(TypeError, match=r"takes one initial value: .*initial_value=0\.0"):
+            wrong()
+    with pytest.raises(ValueError, match="would be changed"):
+        dj.Variable(0.5, dtype=jnp.int32)
+    with pytest.warns(DeprecationWarning, match=r"v\.read_value\(\) \(TensorFlow's v\.value\(\)\)"):
+        assert float(v.value) == 0.0

@@ -12,7 +12,12 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._typing import PyTree
-from distribute_jax.data.sources._checked import checked_function, checked_integer, checked_seed
+from distribute_jax.data.sources._checked import (
+    checked_buffer,
+    checked_function,
+    checked_integer,
+    checked_seed,
+)
 from distribute_jax.data.sources._order import ENDLESS, Order, passes_without_end
 from distribute_jax.data.sources._rows import check_rows, stacked, taken
 from distribute_jax.data.sources._seekable import Seekable, unbatched
@@ -44,15 +49,18 @@ class ArrayDataset:
     """Passes over the batches in one epoch."""
     _seed: int | None = None
 
-    def shuffle(self, seed: int) -> ArrayDataset:
-        """Shuffles all examples, anew in each epoch; after ``batch``, the batches.
+    def shuffle(self, buffer_size: int | None = None, *, seed: int = 0) -> ArrayDataset:
+        """Shuffles all examples, in another order each epoch; after ``batch``, the batches.
 
         Args:
+            buffer_size: may be passed, as to ``tf.data``, and changes nothing: everything is in memory, so
+                everything is shuffled.
             seed: an integer from 0 to 2**32 - 1. The same seed gives the same epochs.
 
         Raises:
-            ArgumentError: the seed is no such integer.
+            ArgumentError: an argument is out of range.
         """
+        checked_buffer(buffer_size)
         seed = checked_seed(seed)
         if self._batches is None:
             return replace(self, _order=self._order.shuffled(seed), _seed=seed)

@@ -30,6 +30,16 @@ def checked_seed(value: Any) -> int:
     return checked_integer("shuffle(seed=…)", value, 0, 2**32)
 
 
+def checked_buffer(size: Any) -> int | None:
+    """Returns the size of a ``shuffle``'s buffer; None stays None."""
+    if size is None:
+        return None
+    try:
+        return checked_integer("shuffle(buffer_size=…)", size, 1)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error} The seed is passed by name: shuffle(seed=0).") from None
+
+
 def checked_function(fn: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
     """Wraps the function of a ``map``, so that a forgotten ``return`` is an error."""
     if not callable(fn):

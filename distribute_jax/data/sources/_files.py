@@ -14,7 +14,7 @@ import numpy as np
 from distribute_jax._errors import ArgumentError
 from distribute_jax._tree import is_array, leaf_text
 from distribute_jax._typing import PyTree
-from distribute_jax.data.sources._checked import checked_integer, checked_seed
+from distribute_jax.data.sources._checked import checked_buffer, checked_integer, checked_seed
 from distribute_jax.data.sources._leaves import on_host
 from distribute_jax.data.sources._rows import check_rows, stacked
 from distribute_jax.data.sources._seekable import Seekable, unbatched
@@ -37,19 +37,19 @@ class FileDataset:
     _seed: int | None = None
     _buffer_size: int = 1
 
-    def shuffle(self, seed: int, buffer_size: int = 1024) -> FileDataset:
-        """Shuffles the files, and the examples within a buffer, anew in each epoch.
+    def shuffle(self, buffer_size: int | None = None, *, seed: int = 0) -> FileDataset:
+        """Shuffles the files, and the examples within a buffer, in another order each epoch.
 
         Args:
-            seed: an integer from 0 to 2**32 - 1. The same seed gives the same epochs.
             buffer_size: examples in memory from which the next one is drawn; 1 shuffles only the files.
+                None means 1024.
+            seed: an integer from 0 to 2**32 - 1. The same seed gives the same epochs.
 
         Raises:
-            ArgumentError: the seed is no such integer, the size no positive one, or the dataset is batched
-                already.
+            ArgumentError: an argument is out of range, or the dataset is batched already.
         """
         self._check_unbatched("shuffle")
-        size = checked_integer("shuffle(buffer_size=…)", buffer_size, 1)
+        size = checked_buffer(buffer_size) or 1024
         return replace(self, _seed=checked_seed(seed), _buffer_size=size)
 
     def batch(self, size: int, drop_remainder: bool = False) -> FileDataset:

@@ -31,7 +31,9 @@ def test_any_nest_of_arrays_keeps_its_structure_dtypes_and_values(strategy):
 
 def test_the_order_is_the_same_on_any_number_of_devices_and_new_in_each_epoch(strategy):
     """Each epoch is all rows once; the numbers are those of seed 3, which no version may change."""
-    dataset = strategy.distribute_dataset(dj.data.from_arrays(np.arange(10)).shuffle(3).batch(4))
+    dataset = strategy.distribute_dataset(
+        dj.data.from_arrays(np.arange(10)).shuffle(seed=3).batch(4)
+    )
     epochs = [np.concatenate(epoch_of(dataset)).tolist() for _ in range(3)]
     assert epochs[0] == [6, 1, 8, 5, 2, 7, 9, 4, 3, 0]
     assert epochs[1] == [9, 7, 8, 3, 5, 6, 4, 0, 2, 1]
@@ -67,13 +69,13 @@ def test_batch_repeat_and_map_in_either_order(dataset, wanted):
 
 PIPELINES = {
     "plain": numbers(7).batch(3),
-    "shuffled": numbers(7).shuffle(1).batch(3),
-    "repeated rows": numbers(7).shuffle(1).repeat(2).batch(3),
-    "repeated batches": numbers(7).shuffle(1).batch(3).repeat(2),
-    "shuffled batches": numbers(7).batch(3).shuffle(1),
-    "mapped rows": numbers(7).shuffle(1).map(lambda row: row + 1).batch(3),
-    "mapped batches": numbers(7).shuffle(1).batch(3).map(lambda batch: batch + 1),
-    "dropped": numbers(7).shuffle(1).batch(3, drop_remainder=True),
+    "shuffled": numbers(7).shuffle(seed=1).batch(3),
+    "repeated rows": numbers(7).shuffle(seed=1).repeat(2).batch(3),
+    "repeated batches": numbers(7).shuffle(seed=1).batch(3).repeat(2),
+    "shuffled batches": numbers(7).batch(3).shuffle(seed=1),
+    "mapped rows": numbers(7).shuffle(seed=1).map(lambda row: row + 1).batch(3),
+    "mapped batches": numbers(7).shuffle(seed=1).batch(3).map(lambda batch: batch + 1),
+    "dropped": numbers(7).shuffle(seed=1).batch(3, drop_remainder=True),
 }
 
 
@@ -94,7 +96,7 @@ def test_any_place_of_any_epoch_can_be_reached(name):
 @pytest.mark.parametrize("when", ["before batch", "after batch"])
 def test_a_dataset_without_end_reshuffles_at_every_pass_and_seeks(when):
     """It has no length and says that it is infinite; every pass holds every row."""
-    dataset = numbers().shuffle(0)
+    dataset = numbers().shuffle(seed=0)
     dataset = dataset.repeat().batch(5) if when == "before batch" else dataset.batch(5).repeat()
     source = find_source(dataset)
     assert source.is_infinite
@@ -112,7 +114,7 @@ def test_a_dataset_without_end_reshuffles_at_every_pass_and_seeks(when):
 def test_reading_the_spec_changes_nothing():
     """element_spec looks at the first batch; the first epoch is still the first."""
     strategy = dj.MirroredStrategy([0, 1])
-    make = lambda: strategy.distribute_dataset(numbers(8).shuffle(1).batch(4))  # noqa: E731
+    make = lambda: strategy.distribute_dataset(numbers(8).shuffle(seed=1).batch(4))  # noqa: E731
     looked, plain = make(), make()
     assert looked.element_spec == jax.ShapeDtypeStruct((2,), jnp.int32)
     assert looked.cardinality == 2
@@ -153,8 +155,9 @@ def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
         (lambda d: d.batch(8, drop_remainder=True), "would leave nothing of 5"),
         (lambda d: d.batch(2).batch(2), "batched already"),
         (lambda d: d.repeat(0), r"repeat\(n=0\)"),
-        (lambda d: d.shuffle(-1), r"shuffle\(seed=-1\)"),
-        (lambda d: d.shuffle(2**32), "below 4294967296"),
+        (lambda d: d.shuffle(seed=-1), r"shuffle\(seed=-1\)"),
+        (lambda d: d.shuffle(0), r"buffer_size=0\): .*shuffle\(seed=0\)"),
+        (lambda d: d.shuffle(seed=2**32), "below 4294967296"),
         (lambda d: d.map(3), r"map\(fn\) got int 3"),
         (lambda d: list(d.map(lambda row: None).batch(2)), "returned None"),
         (lambda d: list(d.batch(2).map(lambda batch: None)), "returned None"),
@@ -185,7 +188,7 @@ def test_arrays_that_no_device_holds_are_named(s2, kind):
         "text": np.array(["a", "b"]),
         "masked": np.ma.masked_array([1, 2], [True, False]),
     }[kind]
-    dataset = s2.distribute_dataset(dj.data.from_arrays({"x": leaf}).shuffle(0).batch(2))
+    dataset = s2.distribute_dataset(dj.data.from_arrays({"x": leaf}).shuffle(seed=0).batch(2))
     with pytest.raises(dj.ArgumentError, match=r"batch\['x'\]"):
         next(iter(dataset))
 
@@ -210,6 +213,15 @@ def test_an_error_in_map_passes_through_and_the_next_epoch_works(s2, when):
     assert_same(epoch_of(distributed), cut(np.arange(4), 2))
 
 
+def test_a_number_without_a_name_is_the_size_of_a_buffer_as_in_tf_data():
+    """All examples are in memory, so that any size shuffles all of them; the seed has a name."""
+    orders = [[int(row) for row in numbers(99).shuffle(*size)] for size in ((), (1,), (1000,))]
+    assert orders[0] == orders[1] == orders[2] != list(range(99))
+    assert orders[0] != [int(row) for row in numbers(99).shuffle(1000, seed=1)]
+    with pytest.raises(TypeError):
+        numbers(99).shuffle(1000, 1)  # type: ignore[misc]
+
+
 def test_a_shuffled_pass_holds_every_row_once():
     """For any number of rows; a row is at most one place of a pass."""
     for n in (1, 2, 3, 10, 257):
@@ -230,7 +242,7 @@ def test_a_shuffled_pass_holds_every_row_once():
 )
 def test_every_row_comes_once_in_a_pass_wherever_it_is_begun(n, size, passes, seed, before, data):
     """For any lengths, sizes, seeds and repetitions: exact epochs, and the tail from any position."""
-    dataset = numbers(n) if seed is None else numbers(n).shuffle(seed)
+    dataset = numbers(n) if seed is None else numbers(n).shuffle(seed=seed)
     dataset = dataset.repeat(passes).batch(size) if before else dataset.batch(size).repeat(passes)
     source = find_source(dataset)
     first, second = rows(source.open()), rows(source.open())

@@ -117,7 +117,9 @@ def test_what_was_trained_on_before_the_backup_is_not_read_again(
         return row
 
     rows = dj.data.from_arrays((example.x, example.y)).map(noted)
-    data = rows.shuffle(3).batch(2) if steps is None else rows.shuffle(3).batch(2).repeat()
+    data = (
+        rows.shuffle(seed=3).batch(2) if steps is None else rows.shuffle(seed=3).batch(2).repeat()
+    )
     options = {"epochs": 2, "steps_per_epoch": steps, "verbose": 0}
     whole = example.model.fit(data, **options).history["loss"]
     weight, order = example.w, read[:16]

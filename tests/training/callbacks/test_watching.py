@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.training.callbacks._monitor import Monitor
@@ -89,23 +92,57 @@ def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_anew(
 def test_a_schedule_that_gives_no_number_is_refused(example: Any):
     """None is what a schedule without a return statement gives."""
     with pytest.raises(
-        ValueError, match=r"gave None for epoch 0\. It takes \(epoch, learning_rate\)"
+        ValueError, match=r"returned None for epoch 0\. It must return the new rate"
     ):
         example.fit(dj.callbacks.LearningRateScheduler(lambda epoch, lr: None))
 
 
-def test_a_rate_that_is_no_state_is_refused_before_the_first_step(s2: Any):
-    """The message says how to compile instead."""
-    import optax
-    from flax import nnx
+def test_a_schedule_may_take_the_epoch_alone(example: Any):
+    """Keras's tutorials write ``def decay(epoch)``; any other number of arguments is an error at once."""
+    history = example.fit(
+        dj.callbacks.LearningRateScheduler(lambda epoch: 0.1 / 2**epoch), epochs=2
+    )
+    assert history.history["learning_rate"] == pytest.approx([0.1, 0.05])
+    for wrong in (lambda: 0.1, lambda a, b, c: 0.1, 0.1):
+        with pytest.raises(ValueError, match=r"of \(epoch\) or of \(epoch, learning_rate\)"):
+            dj.callbacks.LearningRateScheduler(wrong)  # type: ignore[arg-type]
 
-    with s2.scope():
+
+def fitted(strategy: Any, tx: Any, *callbacks: Any) -> dj.Model:
+    """A model of one weight after three epochs."""
+    with strategy.scope():
         model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
-        model.compile(optax.sgd(0.1), "mse")
+        model.compile(tx, "mse")
+    x = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
+    model.fit(x, 3 * x, epochs=3, verbose=0, callbacks=callbacks)
+    return model
+
+
+def test_the_rate_of_an_optax_optimizer_can_be_read_and_set(s4: Any):
+    """The same weights as with the name of Keras, whose rate is state, under the same schedule."""
+    halve = dj.callbacks.LearningRateScheduler(lambda epoch, lr: lr / 2)
+    models = [fitted(s4, tx, halve) for tx in (optax.sgd(0.01), "sgd")]
+    assert models[0].history.history == models[1].history.history
+    assert models[0].learning_rate == pytest.approx(0.00125)
+    models[0].optimizer.learning_rate = 0.5
+    assert models[0].learning_rate == 0.5
+
+
+def test_the_rate_of_a_schedule_can_be_read_and_not_set(s2: Any):
+    """What the last update used; a schedule would overwrite what is set, so that is an error."""
+    model = fitted(s2, optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
+    assert model.learning_rate == pytest.approx(0.08)
+    with pytest.raises(ValueError, match="follows a schedule, which sets it at each update"):
+        model.learning_rate = 0.1
+
+
+def test_a_rate_that_is_not_state_is_refused_before_the_first_step(s2: Any):
+    """The message says how to compile instead."""
+    several = optax.partition(
+        {"all": optax.sgd(0.1)}, lambda tree: jax.tree.map(lambda _: "all", tree)
+    )
     with pytest.raises(ValueError, match="inject_hyperparams"):
-        model.fit(
-            np.ones((2, 1)), np.ones((2, 1)), callbacks=[ReduceLROnPlateau("loss")], verbose=0
-        )
+        fitted(s2, several, ReduceLROnPlateau("loss"))
 
 
 @pytest.mark.parametrize("callback", [EarlyStopping, ReduceLROnPlateau])
