@@ -5,13 +5,25 @@ from __future__ import annotations
 import inspect
 import warnings
 from pathlib import Path
+from types import FrameType
 
 _PACKAGE = str(Path(__file__).parent)
 
 
 def warn_user(text: str) -> None:
     """Warns at the innermost line that is none of this library's."""
-    level, frame = 1, inspect.currentframe()
+    warnings.warn(text, stacklevel=_users_frame()[0])
+
+
+def users_line() -> str:
+    """Returns that line, as ``file:line``."""
+    frame = _users_frame()[1]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+
+
+def _users_frame() -> tuple[int, FrameType | None]:
+    """Returns the innermost frame outside of this library, and how far it is from the caller."""
+    level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+    return level, frame

@@ -27,6 +27,7 @@ from distribute_jax.strategies._cross_replica import (
     reduce_value,
 )
 from distribute_jax.strategies._extended import StrategyExtended
+from distribute_jax.strategies._idle import note_flags_too_late
 from distribute_jax.strategies._input import InputMethods
 from distribute_jax.strategies._older_names import OlderNames
 from distribute_jax.strategies._scope import Scope
@@ -76,6 +77,7 @@ class Strategy(InputMethods, OlderNames):
             home: where state lies between steps; None for mirrored over the mesh.
             shares: whether the replicas share the state of optimizers.
         """
+        note_flags_too_late()
         self._mesh, self._home = mesh, home
         self._runner = Runner(self, mesh, steps_in_flight, home, shares=shares)
 

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax.strategies._idle import note_other_processes
 
 _LOG = logging.getLogger("distribute_jax")
 _NAME = re.compile(
@@ -62,7 +64,12 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     """Finds the devices of a strategy; None or an empty list means all local ones."""
     if names is None or (isinstance(names, Sequence) and not isinstance(names, str) and not names):
         return local_devices()
-    if isinstance(names, (str, int, jax.Device)):
+    if isinstance(names, (int, np.integer)) and not isinstance(names, bool):
+        raise ArgumentError(
+            f"The devices of a strategy cannot be the number {names}. Pass [{names}] for device {names}, "
+            f"or range({names}) for the first {names}."
+        )
+    if isinstance(names, (str, jax.Device)):
         names = [names]
     if not isinstance(names, Iterable) or isinstance(names, Mapping):
         raise ArgumentError(
@@ -86,7 +93,8 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
 
 
 def note_cluster_ignored(caller: str) -> None:
-    """Logs that a strategy of one process does not look at TF_CONFIG, where it is set."""
+    """Logs that a strategy of one process does not look at TF_CONFIG, or at other processes."""
+    note_other_processes(caller)
     if os.environ.get("TF_CONFIG"):
         _LOG.info(
             "%s ignores TF_CONFIG: it uses the devices of this process alone. To train on those of all "

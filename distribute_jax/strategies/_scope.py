@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from distribute_jax import _context
+from distribute_jax._warn import users_line
 from distribute_jax.program import Home
+from distribute_jax.strategies._idle import note_not_entered
 
 
 class Scope:
@@ -19,9 +22,17 @@ class Scope:
         """Remembers the strategy and where its state lies; nothing is entered yet."""
         self._strategy, self._mesh, self._home = strategy, mesh, home
         self._entered: list[tuple[_context.Frame, Any]] = []
+        self._unused: str | None = users_line()
+
+    def __del__(self) -> None:
+        """Logs that the scope was thrown away unentered."""
+        line = getattr(self, "_unused", None)
+        if line and not sys.is_finalizing():
+            note_not_entered(line)
 
     def __enter__(self) -> Any:
         """Makes the strategy current and gives it."""
+        self._unused = None
         _context.require_cross_replica("strategy.scope()")
         _context.require_unmixed(self._strategy)
         _context.require_untraced("strategy.scope()")

@@ -14,6 +14,7 @@ from distribute_jax.cluster import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies import _logical_devices
 from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._idle import note_no_tpu
 from distribute_jax.tpu._device_assignment import DeviceAssignment
 from distribute_jax.tpu._order import checked_assignment, in_topology_order
 from distribute_jax.tpu._start import connected
@@ -78,6 +79,8 @@ class TPUStrategy(Strategy):
                 "always partitions one program for all cores of a replica. Leave it out."
             )
         self._resolver = connected(tpu_cluster_resolver, cluster_options, name)
+        if experimental_device_assignment is None:
+            note_no_tpu(name)
         replicas: list[Any] = (
             in_topology_order(jax.devices())
             if experimental_device_assignment is None

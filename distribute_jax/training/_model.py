@@ -12,7 +12,8 @@ from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._tree import leaf_text
 from distribute_jax._typing import PyTree
 from distribute_jax.data import DistributedDataset
-from distribute_jax.strategies import Strategy, get_strategy
+from distribute_jax.strategies import Strategy, get_strategy, has_strategy
+from distribute_jax.strategies._idle import note_default_strategy
 from distribute_jax.training import _steps
 from distribute_jax.training._batches import Batches
 from distribute_jax.training._compile import made_setup
@@ -194,6 +195,8 @@ class Model(Stored):
             validation_freq=validation_freq, class_weight=class_weight,
         )  # fmt: skip
         with self.strategy.scope(), inputs_explained("fit", x, y):
+            if not has_strategy():
+                note_default_strategy()
             fit.take_data(
                 x, y, sample_weight, batch_size=batch_size, shuffle=shuffle,
                 validation_split=validation_split, validation_data=validation_data,

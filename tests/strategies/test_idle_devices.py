@@ -1,0 +1,176 @@
+"""Devices and processes that stand idle because of how a program starts are named once each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.strategies import _idle
+
+
+@pytest.fixture
+def notices(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged in a process that has logged nothing yet."""
+    monkeypatch.setattr(_idle, "_logged", set())
+    with caplog.at_level(logging.WARNING, logger="distribute_jax"):
+        yield caplog
+
+
+def texts(notices: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in notices.records]
+
+
+def test_fit_without_a_strategy_on_a_machine_of_several_devices_is_named_once(
+    notices: pytest.LogCaptureFixture,
+):
+    """One device of eight, where nobody said that one is wanted."""
+    x = np.ones((4, 1), np.float32)
+    for strategy in (None, None, dj.OneDeviceStrategy(0)):
+        dj.experimental_set_strategy(strategy)
+        model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        model.compile(optax.sgd(0.1), loss="mse")
+        model.fit(x, x, verbose=0)
+        dj.experimental_set_strategy(None)
+    [text] = texts(notices)
+    assert "fit runs on 1 of the 8 local devices: no strategy was in scope" in text
+    assert "with dj.MirroredStrategy().scope(): model = dj.Model(...)" in text
+
+
+def test_a_scope_that_is_never_entered_is_named_with_its_line(
+    notices: pytest.LogCaptureFixture, s2: dj.Strategy
+):
+    """However it is entered, and left, nothing is said."""
+    for _ in range(2):
+        s2.scope()
+    with s2.scope():
+        pass
+    scope = s2.scope()
+    scope.__enter__()
+    scope.__exit__(None, None, None)
+    del scope
+    [text] = texts(notices)
+    assert "test_idle_devices.py:" in text
+    assert "with strategy.scope():" in text
+
+
+@pytest.mark.parametrize("number", [4, np.int64(4)])
+@pytest.mark.parametrize("make", [dj.MirroredStrategy, dj.CentralStorageStrategy])
+def test_a_bare_number_of_devices_is_refused(make: type, number: int):
+    """It would be one device, no. 4, where other libraries mean four."""
+    with pytest.raises(
+        dj.ArgumentError, match=r"\[4\] for device 4, or range\(4\) for the first 4"
+    ):
+        make(number)
+    assert dj.MirroredStrategy(range(4)).num_replicas_in_sync == 4
+    assert dj.OneDeviceStrategy(4).num_replicas_in_sync == 1
+
+
+def test_a_tpu_strategy_without_a_tpu_is_named_unless_devices_are_simulated(
+    notices: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """XLA_FLAGS of the test suite, and dj.simulate, say that CPU devices are wanted."""
+    local = dj.cluster_resolver.TPUClusterResolver("local")
+    dj.TPUStrategy(local)
+    assert not texts(notices)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    topology = dj.initialize_tpu_system(local)
+    assignment = dj.tpu.experimental.DeviceAssignment.build(
+        topology, computation_shape=[1, 1, 1, 2], num_replicas=4
+    )
+    dj.TPUStrategy(local, experimental_device_assignment=assignment)
+    assert not texts(notices)
+    dj.TPUStrategy(local)
+    [text] = texts(notices)
+    assert "TPUStrategy found no TPU and uses 8 cpu device(s)" in text
+    assert "dj.simulate(8)" in text
+
+
+def test_xla_flags_that_come_too_late_are_named_once(
+    notices: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """The flag is read when JAX starts, and says nothing to a JAX that has."""
+    for count in (8, 16, 16):
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={count}")
+        dj.MirroredStrategy()
+    [text] = texts(notices)
+    assert "XLA_FLAGS asks for 16 host devices, and JAX has 8" in text
+    assert "Set it before Python starts, or call dj.simulate(16)" in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "processes"),
+    [
+        ({"DISTRIBUTE_JAX_NUM_PROCESSES": "2", "DISTRIBUTE_JAX_PROCESS_ID": "1"}, 2),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "h", "RANK": "0"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "0"}, 5),
+        ({"NUM_PROCESSES": "6", "JOB_COMPLETION_INDEX": "0"}, 6),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, 2),
+        ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "a"}, 2),
+        (
+            {
+                "TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, '
+                '"task": {"type": "worker", "index": 0}}'
+            },
+            2,
+        ),
+        (
+            {
+                "TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", '
+                '"index": 0}}'
+            },
+            1,
+        ),
+        ({"TF_CONFIG": "{"}, 1),
+        ({"TF_CONFIG": "[]"}, 1),
+        ({"WORLD_SIZE": "4"}, 1),
+        ({"DISTRIBUTE_JAX_NUM_PROCESSES": "1", "DISTRIBUTE_JAX_PROCESS_ID": "0"}, 1),
+        ({}, 1),
+    ],
+)
+def test_a_mirrored_strategy_in_one_of_several_processes_is_named(
+    notices: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    processes: int,
+):
+    """Each of them would train alone, be chief, and write the same checkpoints."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        dj.MirroredStrategy()
+    wanted = [f"MirroredStrategy: this process is one of {processes}"] if processes > 1 else []
+    assert [text.partition(",")[0] for text in texts(notices)] == wanted
+
+
+@pytest.mark.slow
+def test_flags_set_in_python_after_jax_started_are_named_in_a_real_process():
+    """As in a notebook, where the variable is set in a cell after the first array."""
+    code = (
+        "import os, jax; jax.devices()\n"
+        "os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'\n"
+        "import distribute_jax as dj\n"
+        "print(dj.MirroredStrategy().num_replicas_in_sync)\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    ran = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True)
+    assert ran.stdout == "1\n", ran.stderr
+    assert "XLA_FLAGS asks for 8 host devices, and JAX has 1" in ran.stderr
+
+
+def test_all_devices_are_used_where_nothing_is_named(notices: pytest.LogCaptureFixture):
+    """The ordinary start of a program logs nothing."""
+    assert dj.MirroredStrategy().num_replicas_in_sync == len(jax.local_devices())
+    assert not texts(notices)
