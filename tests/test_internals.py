@@ -57,6 +57,16 @@ def test_every_entry_has_a_test_here() -> None:
     assert [e for e in entries if not any(t.startswith(f"test_{e}_") for t in tested)] == []
 
 
+def test_read_metadata_returns_the_dict_that_set_metadata_changes() -> None:
+    with promised("read_metadata", "Flax"):
+        variable = nnx.Param(jnp.ones(2), rate=1)
+        [table] = _internals.read_metadata([variable])
+        variable.set_metadata(rate=2)
+        assert table["rate"] == 2
+        variable.set_metadata({"rate": 3})
+        assert _internals.read_metadata([variable])[0]["rate"] == 3
+
+
 class Doubling(nnx.Variable[jax.Array]):
     """A variable whose own reading and writing change the value."""
 

@@ -123,7 +123,7 @@ def build(
     lies = layouts(call, traced, decided, sharded)
     order, written, kept, arrays = _input_order(traced)
     avals = input_avals(call, traced)
-    captured = [place.get() for _, place, _ in call.binding.arrays]
+    captured, traced = traced.arrays, traced.without_arrays()
     on_own_shares = bool(lies.sharded_in) and not compiler.keeps_sharding
     evaluate = by_equation if on_own_shares else compiler.evaluate(call.mesh)
     one_replica = replica_function(traced, decided, lies, captured, evaluate)

@@ -34,25 +34,24 @@ def bound_through_traces(
     found = roots(fn)
     values = found.values + arguments.bound
     held = [
-        (head, entry)
+        (head, entry, entry.binding.captured())
         for head, some in entries.items()
         if head[0] == tuple(found.key)
         for entry in some
         if entry.binding.holds(values)
     ]
     yield
-    for head, entry in held:
+    for head, entry, arrays in held:
         if entry in entries.get(head, ()) and not entry.binding.holds(values):
-            _bind_again(entries[head], programs, entry, Binding(fn, arguments))
+            binding = Binding(fn, arguments)
+            if binding.reaches_same(entry.binding.variables, arrays):
+                _bind_again(entries[head], programs, entry, binding)
 
 
 def _bind_again(
     some: list[Entry], programs: MutableMapping[Any, Program], old: Entry, binding: Binding
 ) -> None:
-    """Replaces an entry by one for the objects as they are now; not where other state is reached."""
-    same = list(map(id, binding.variables)) == list(map(id, old.binding.variables))
-    if not same or len(binding.arrays) != len(old.binding.arrays):
-        return
+    """Replaces an entry by one for the objects as they are now."""
     new = Entry(old.program, binding, old.step)
     new.calls = old.calls
     binding.on_release.append(new.release)

@@ -249,11 +249,13 @@ class Runner:
         placement = self._place(step_name(fn), binding, options, warn=warn)
         key = (binding.key, placement, *head[1:])
         program = self._programs.get(key)
+        once = None
         if program is None:
             self._recompilations.note(fn, binding, arguments)
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             compiling = doing(f"{COMPILING} {step_name(fn)}")
             with contents_restored_on_error(binding), compilable(step_name(fn)), compiling:
+                before, captured = binding, binding.captured()
                 with self._tracing(fn, arguments):
                     program = build(call, options, self._home, shares=self.shares)
                 if program.traced.created:
@@ -264,11 +266,16 @@ class Runner:
                 check_left_behind(binding)
             if num_replicas(self._mesh) > 1:
                 self._notices.give(binding, program)
-            key = (binding.key, placement, *head[1:])
-            self._programs[key] = program
-            if len(self._programs) > _MOST_PROGRAMS:
-                self._drop(self._programs.popitem(last=False)[1])
+            if binding.reaches_same(before.variables, captured):
+                key = (binding.key, placement, *head[1:])
+                self._programs[key] = program
+                if len(self._programs) > _MOST_PROGRAMS:
+                    self._drop(self._programs.popitem(last=False)[1])
+            else:  # The step moved, removed or added some: the program serves this call alone.
+                once = before.with_arrays(captured)
         fingerprint = check_same_program(step_name(fn), program, arguments, self._mesh)
+        if once is not None:
+            return Entry(program, once, step_name(fn))
         self._programs.move_to_end(key)
         program.add_owners(binding.owners())
         entry = Entry(program, binding, step_name(fn))

@@ -68,6 +68,9 @@ class Model(Stored):
 
     __module__ = "distribute_jax"
 
+    _followed_in_steps = ("module",)
+    """What a step that captures a model may use of it."""
+
     def __init__(self, module: Any, sample_input: PyTree = None, *, rngs: Any = None) -> None:
         self.strategy: Strategy = get_strategy()
         self.stop_training = False

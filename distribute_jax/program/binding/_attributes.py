@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import threading
 import types
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import jax
 from distribute_jax.program.binding._capture import is_library
 
 _HOLDERS = (
-    types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, threading.local,
+    types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap,
 )  # fmt: skip
 """Classes of the standard library that hold the user's values in attributes."""
 
@@ -53,9 +52,7 @@ class Attributes:
         return (len(self.names), self.any)
 
     def table_of(self, value: Any) -> dict[str, Any]:
-        """Gives the dict of an object; an object with slots only, or local to threads, has none."""
-        if isinstance(value, threading.local):
-            return {}
+        """Returns the dict of an object; an object with slots only has none."""
         table = getattr(value, "__dict__", None)
         return table if isinstance(table, dict) else {}
 
@@ -65,16 +62,13 @@ class Attributes:
 
     def without_table(self, value: Any) -> list[str]:
         """Gives the attributes that may be read and are in no dict."""
-        if isinstance(value, threading.local):
-            found = set(vars(value))
-        else:
-            found = {
-                key
-                for owner in type(value).__mro__
-                if not is_library(owner.__module__)
-                for key, member in vars(owner).items()
-                if isinstance(member, types.MemberDescriptorType)
-            }
+        found = {
+            key
+            for owner in type(value).__mro__
+            if not is_library(owner.__module__)
+            for key, member in vars(owner).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
         return sorted(key for key in found if self.any or key in self.names)
 
     def of_class(self, cls: type, *, every: bool, makes: bool) -> Iterator[tuple[type, str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from distribute_jax.program.binding._arguments import Arguments
 from distribute_jax.program.binding._attributes import Attributes
 from distribute_jax.program.binding._capture import codes, roots
 from distribute_jax.program.binding._graph import Graph, Walker
-from distribute_jax.program.binding._place import Place
+from distribute_jax.program.binding._place import Fixed, Place
 
 
 class Binding:
@@ -38,10 +39,21 @@ class Binding:
         self.node_names = graph.node_names
         self.statics = graph.statics
         self.arrays = _array_sources(graph, values)
+        self.copies = graph.copies
         self.watch = graph.watch
         self.watch.seal()
         self._below = self.watch.look()
+        self._weak = self._weak_types(values)
         self._hold(values)
+
+    def with_arrays(self, arrays: list[Any]) -> Binding:
+        """Returns this binding for one call, with these arrays wherever its own are kept by now."""
+        fixed = copy.copy(self)
+        fixed.arrays = [
+            (name, Fixed(array), root)
+            for (name, _, root), array in zip(self.arrays, arrays, strict=True)
+        ]
+        return fixed
 
     def _hold(self, values: list[Any]) -> None:
         self._count = len(values)
@@ -67,7 +79,9 @@ class Binding:
         steady = pick(values) if pick is not None else [values[i] for i in self._steady]
         if list(map(id, steady)) != self._root_ids or not self.alive:
             return False
-        if not self.watch.same_bytes():
+        if not self.watch.same_numbers():
+            return False
+        if self.arrays and self._weak_types(values) != self._weak:
             return False
         below = self.watch.look()
         if len(below) != len(self._below):
@@ -77,6 +91,22 @@ class Binding:
                 return False
             below[i] = None
         return all(map(operator.is_, below, self._below))
+
+    def _weak_types(self, values: list[Any]) -> list[bool]:
+        """Says of each captured array whether it takes on the dtype of what it meets."""
+        return [
+            getattr(place.get() if root is None else values[root], "weak_type", False)
+            for _, place, root in self.arrays
+        ]
+
+    def captured(self) -> list[Any]:
+        """Returns the captured arrays as they are now."""
+        return [place.get() for _, place, _ in self.arrays]
+
+    def reaches_same(self, variables: list[Any], arrays: list[Any]) -> bool:
+        """Whether these variables and captured arrays are this binding's, in the same order."""
+        now = [*self.variables, *self.captured()]
+        return list(map(id, now)) == list(map(id, [*variables, *arrays]))
 
     def shares_roots(self, other: Binding) -> bool:
         """Tells whether a module or variable that both reach directly is the same."""
@@ -88,7 +118,7 @@ class Binding:
 
     def release(self) -> None:
         """Lets go of everything bound, once an object that the step reached is gone."""
-        self.variables, self.arrays, self.statics = [], [], {}
+        self.variables, self.arrays, self.copies, self.statics = [], [], [], {}
         self.watch.release()
         self._below, self._shared = [], {}
         for clear in self.on_release:

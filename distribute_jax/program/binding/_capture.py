@@ -40,6 +40,11 @@ def is_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in _LIBRARY_NAMES
 
 
+def is_optax(module: str | None) -> bool:
+    """Whether code of this module keeps what the user gave it, such as schedules, in closures."""
+    return module is not None and module.partition(".")[0] == "optax"
+
+
 _MOST_KNOWN = 4096
 _known_names: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import enum
 import functools
 import types
@@ -14,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax._internals import HIDDEN_ATTRIBUTES
+from distribute_jax._errors import StaleCaptureError
+from distribute_jax._internals import HIDDEN_ATTRIBUTES, read_metadata
 from distribute_jax._values import DistributedValues
 from distribute_jax.program.binding._attributes import Attributes, function_of, is_whole
 from distribute_jax.program.binding._capture import (
@@ -26,19 +27,33 @@ from distribute_jax.program.binding._capture import (
     function_behind,
     global_names,
     is_library,
+    is_optax,
     reads_any_attribute,
     roots,
 )
-from distribute_jax.program.binding._keys import mapping_key, opaque_key, plain_key
-from distribute_jax.program.binding._place import Attribute, Context, Fixed, Item, Member, Place
+from distribute_jax.program.binding._keys import Identity, mapping_key, opaque_key, plain_key
+from distribute_jax.program.binding._place import (
+    Attribute,
+    Cell,
+    Fixed,
+    Item,
+    Member,
+    Place,
+    cell_value,
+)
 from distribute_jax.program.binding._watch import Watch
 
 _LARGE = 65536
 """Bytes."""
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
-_SEQUENCES = (list, set, deque, bytearray, array.array)
-_CONTAINERS = (dict, types.MappingProxyType, tuple, frozenset, *_SEQUENCES)
+_CONTAINERS = (dict, list, set, tuple, frozenset)
+
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+_NOT_FOLLOWED = """\
+The step captures {name}, a {kind} that holds a NumPy array. What a {kind} holds is not followed, so a \
+change of the array would not be noticed. Pass the array in args, or keep it in a list, a dict or an attribute."""
 
 
 @dataclass(eq=False)
@@ -54,7 +69,9 @@ class Graph:
     node_names: list[str] = field(default_factory=list)
     """The path of each node."""
     arrays: list[tuple[str, Place]] = field(default_factory=list)
-    """Path and place of every captured ``jax.Array`` that is in no variable."""
+    """Path and place of every captured array that is an input: not in a variable, not a small NumPy one."""
+    copies: list[Place] = field(default_factory=list)
+    """Places of captured NumPy arrays whose numbers are built into the program."""
     statics: dict[str, Any] = field(default_factory=dict)
     """Path and value of every static number or text, for the message about recompilation."""
     watch: Watch = field(default_factory=Watch)
@@ -81,9 +98,13 @@ class Walker:
         if isinstance(value, _PLAIN):
             self.graph.statics[name] = value
             return plain_key(value)
-        if isinstance(value, jax.Array) or (place.can_set and _is_large_data(value)):
+        if isinstance(value, jax.Array):
             self.graph.arrays.append((name, place))
-            return "array"
+            return ("array", value.shape, value.dtype, getattr(value, "weak_type", False))
+        if isinstance(value, np.ndarray):
+            return self._numpy(value, name, place)
+        if type(value) in _PROXIES:
+            return Identity(value)
         number = self._seen.get(id(value))
         if number is not None:
             return ("again", number)
@@ -96,27 +117,44 @@ class Walker:
             return self._variable(value, name)
         if isinstance(value, nnx.Pytree):
             return self._node(value, name)
-        if isinstance(value, np.ndarray):
-            self.graph.watch.bytes_of(value)
         if isinstance(value, nnx.State):
             return (nnx.State, self._table(value.raw_mapping, name))
         if isinstance(value, _CONTAINERS):
             return self._container(value, name, place)
-        if isinstance(value, (ContextVar, weakref.ref)):
-            return self._reference(value, name)
+        if isinstance(value, (deque, ContextVar, weakref.ref, types.MappingProxyType)):
+            _check_holds_no_numpy(value, name)
+            return Identity(value)
         if callable(value) and not isinstance(value, type):
             return self._callable(value, name)
         return self._object(value, name)
+
+    def _numpy(self, array: np.ndarray[Any, Any], name: str, place: Place) -> Any:
+        """A small array is watched, and traced through a copy; a large one is an input."""
+        if place.can_set and array.nbytes > _LARGE and _is_numeric(array.dtype):
+            self.graph.arrays.append((name, place))
+            return ("array", array.shape, array.dtype, False)
+        self.graph.watch.bytes_of(array)
+        if place.can_set:
+            self.graph.copies.append(place)
+        return opaque_key(array)
 
     def _variable(self, variable: nnx.Variable[Any], name: str) -> Any:
         self.graph.variables.append(variable)
         self.graph.names.append(name)
         raw = variable.get_raw_value()
+        [table] = read_metadata([variable])
+        self.graph.watch.metadata_of(variable)
         metadata = tuple(
-            (key, mapping_key(value)) for key, value in sorted(variable.get_metadata().items())
+            (key, self.visit(value, f"{name}.{key}", Item(table, key)))
+            if key not in variable.required_metadata
+            else (key, value)
+            for key, value in sorted(table.items())
         )
         if isinstance(raw, (jax.Array, np.ndarray, np.generic)):
-            return (type(variable), metadata, raw.shape, raw.dtype)
+            weak = getattr(raw, "weak_type", False)
+            if weak:
+                self.graph.watch.weak.append(variable)
+            return (type(variable), metadata, raw.shape, raw.dtype, weak)
         return (type(variable), metadata, jax.tree.structure(raw))
 
     def _node(self, node: Any, name: str) -> Any:
@@ -132,22 +170,20 @@ class Walker:
         return (type(node), children, self._class(type(node), name, every=True))
 
     def _container(self, value: Any, name: str, place: Place) -> Any:
-        if isinstance(value, (dict, types.MappingProxyType)):
-            return (type(value), self._table(value, name))
-        if isinstance(value, _SEQUENCES):
-            return self._sequence(value, name)
-        items = tuple(value)
-        members = [
-            Member(place, i) if items is value else Fixed(items[i]) for i in range(len(items))
-        ]
-        return (type(value), *map(self.visit, items, _indexed(name, items), members))
-
-    def _reference(self, value: Any, name: str) -> Any:
-        if isinstance(value, weakref.ref):
-            return (weakref.ref, self.visit(value(), f"{name}()", Fixed(value())))
-        self.graph.watch.context_variable(value)
-        held = Context(value)
-        return (opaque_key(value), self.visit(held.get(), f"{name}.get()", held))
+        if isinstance(value, dict):
+            items: Any = self._table(value, name)
+        elif isinstance(value, (tuple, frozenset)):
+            parts = tuple(value)
+            places = [
+                Member(place, i) if isinstance(value, tuple) else Fixed(part)
+                for i, part in enumerate(parts)
+            ]
+            items = tuple(map(self.visit, parts, _indexed(name, parts), places))
+        else:
+            items = self._sequence(value, name)
+        if is_library(type(value).__module__):
+            return (type(value), items)
+        return (type(value), items, self._attributes(value, name))
 
     def _table(self, table: Any, name: str) -> Any:
         self.graph.watch.table(table)
@@ -165,13 +201,14 @@ class Walker:
     def _sequence(self, value: Any, name: str) -> Any:
         self.graph.watch.contents(value)
         items = list(value)
-        settable = isinstance(value, (list, deque))
+        settable = isinstance(value, list)
         places = [Item(value, i) if settable else Fixed(item) for i, item in enumerate(items)]
-        return (type(value), *map(self.visit, items, _indexed(name, items), places))
+        return tuple(map(self.visit, items, _indexed(name, items), places))
 
     def _callable(self, value: Any, name: str) -> Any:
-        if is_library(getattr(value, "__module__", None)) and not _wraps_user_code(value):
-            return opaque_key(value)
+        module = getattr(value, "__module__", None)
+        if is_library(module) and not _wraps_user_code(value):
+            return self._closure(value, name) if is_optax(module) else opaque_key(value)
         if isinstance(value, functools.partial):
             self.graph.watch.attribute(value, "args")
             self.graph.watch.table(value.keywords)
@@ -185,7 +222,21 @@ class Walker:
             )
             if child is not value
         )
-        return (tuple(found.key), own, reached, self._function(function_behind(value), name))
+        rules = tuple(self.visit(rule, f"{name}.{key}", Fixed(rule)) for key, rule in _rules(value))
+        return (tuple(found.key), own, reached, rules, self._function(function_behind(value), name))
+
+    def _closure(self, value: Any, name: str) -> Any:
+        """Walks what an optax transformation was made from: rates, schedules, inner transformations."""
+        cells = getattr(value, "__closure__", None)
+        if not cells:
+            return opaque_key(value)
+        self.graph.watch.cells(cells)
+        names = value.__code__.co_freevars
+        parts = [
+            self.visit(cell_value(cell), f"{name}.{free}", Cell(cell))
+            for free, cell in zip(names, cells, strict=True)
+        ]
+        return (value.__code__, *parts)
 
     def _function(self, function: types.FunctionType | None, name: str) -> Any:
         """Watches the globals and cells of a function, and walks attributes set on it."""
@@ -207,19 +258,27 @@ class Walker:
         if isinstance(value, type):
             return (value, self._class(value, name, every=False, makes=True))
         home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-        whole = is_whole(value)
-        if is_library(home) and not whole:
+        if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
+            return (type(value), self._items(vars(value), followed, name))
+        if is_library(home) and not is_whole(value):
             return opaque_key(value)
+        return (type(value), self._attributes(value, name))
+
+    def _attributes(self, value: Any, name: str) -> Any:
+        """Walks the attributes of an object of the user's that the code mentions, and its class."""
+        whole = is_whole(value)
         table = self._used.table_of(value)
         if not isinstance(value, types.ModuleType):
             self.graph.watch.containers.append(table)
-        children = self._items(table, self._used.of_table(table, whole=whole), name)
+            if whole or self._used.any:
+                self.graph.watch.contents(table.keys())
+        children = self._items(table, sorted(self._used.of_table(table, whole=whole)), name)
         slots = []
         for key in self._used.without_table(value):
             self.graph.watch.attribute(value, key)
             held = Attribute(value, key)
             slots.append((key, self.visit(held.get(), f"{name}.{key}", held)))
-        return (type(value), children, tuple(slots), self._class(type(value), name, every=False))
+        return (children, tuple(slots), self._class(type(value), name, every=False))
 
     def _items(self, table: dict[str, Any], keys: Iterable[str], name: str) -> Any:
         found = []
@@ -248,9 +307,20 @@ class Walker:
             self._used.any = self._used.any or reads_any_attribute(code)
 
 
-def _is_large_data(value: Any) -> bool:
-    """Tells whether a NumPy array is too large to be compared at each call, so it is an input."""
-    return isinstance(value, np.ndarray) and value.nbytes > _LARGE and value.dtype.kind in "fiub"
+def _is_numeric(dtype: np.dtype[Any]) -> bool:
+    return bool(jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_))
+
+
+def _check_holds_no_numpy(holder: Any, name: str) -> None:
+    """Refuses NumPy arrays that nothing but a holder that is not followed has; JAX's are seen later."""
+    if isinstance(holder, ContextVar):
+        items = [holder.get(None)]
+    elif isinstance(holder, weakref.ref):
+        items = [holder()]
+    else:
+        items = list(holder.values() if isinstance(holder, types.MappingProxyType) else holder)
+    if any(isinstance(item, np.ndarray) for item in items):
+        raise StaleCaptureError(_NOT_FOLLOWED.format(name=name, kind=type(holder).__name__))
 
 
 def _wraps_user_code(value: Any) -> bool:
@@ -258,6 +328,18 @@ def _wraps_user_code(value: Any) -> bool:
         return True
     inner = getattr(value, "__wrapped__", None)
     return inner is not None and not is_library(getattr(inner, "__module__", None))
+
+
+def _rules(value: Any) -> list[tuple[str, types.FunctionType]]:
+    """Returns the functions that a wrapper of a library has beside the wrapped one: derivative rules."""
+    if isinstance(value, types.FunctionType) or not is_library(type(value).__module__):
+        return []
+    inner, table = getattr(value, "__wrapped__", None), getattr(value, "__dict__", None) or {}
+    return [
+        (key, rule)
+        for key, rule in sorted(table.items())
+        if isinstance(rule, types.FunctionType) and rule is not inner
+    ]
 
 
 def _indexed(name: str, items: Any) -> list[str]:

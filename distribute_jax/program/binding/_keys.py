@@ -43,7 +43,7 @@ def opaque_key(value: Any) -> Any:
         return Identity(value)
     try:
         hash(value)
-    except TypeError:
+    except Exception:  # a class may refuse in its own words, as memoryview does
         return Identity(value)
     return (type(value), value)
 
@@ -52,6 +52,6 @@ def mapping_key(key: Any) -> Any:
     """Keys a key of a mapping, which a class of the user's may have made unhashable."""
     try:
         hash(key)
-    except TypeError:
+    except Exception:
         return id(key)
     return key

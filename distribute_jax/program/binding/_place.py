@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
-import threading
 import types
 from typing import Any
 
@@ -81,7 +79,7 @@ class Member:
 
 
 class Attribute:
-    """An attribute that is in no dict of its object: of a class, in a slot, or local to a thread."""
+    """An attribute that is in no dict of its object: of a class, or in a slot."""
 
     __slots__ = ("name", "owner")
     can_set = True
@@ -98,8 +96,6 @@ class Attribute:
         """Assigns the attribute, of a frozen object too."""
         if isinstance(self.owner, type):
             type.__setattr__(self.owner, self.name, value)
-        elif isinstance(self.owner, threading.local):
-            setattr(self.owner, self.name, value)
         else:
             object.__setattr__(self.owner, self.name, value)
 
@@ -153,24 +149,6 @@ class Default:
         self.function.__defaults__ = (*old[: self.index], value, *old[self.index + 1 :])
 
 
-class Context:
-    """The value of a ``ContextVar``."""
-
-    __slots__ = ("variable",)
-    can_set = True
-
-    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
-        self.variable = variable
-
-    def get(self) -> Any:
-        """Reads the variable; one without a value gives the unassigned marker."""
-        return self.variable.get(UNASSIGNED)
-
-    def set(self, value: Any) -> None:
-        """Gives the variable a value in this context."""
-        self.variable.set(value)
-
-
 class Fixed:
     """A value that sits where nothing can be assigned: in a frozenset, or behind a read-only view."""
 
@@ -189,7 +167,7 @@ class Fixed:
         raise TypeError(f"a fixed place cannot be assigned {value!r}")
 
 
-Place = Cell | Item | Member | Attribute | Argument | Default | Context | Fixed
+Place = Cell | Item | Member | Attribute | Argument | Default | Fixed
 
 
 def anchor(place: Place) -> Place:

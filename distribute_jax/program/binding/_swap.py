@@ -1,4 +1,7 @@
-"""While a step is traced, the user's own objects hold the tracers; afterwards they are as before."""
+"""While a step is traced, the user's objects hold the tracers; afterwards they hold their arrays again.
+
+Everything is put back by identity, never by position: a step may reorder, shorten or sort what it reads.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from flax import nnx
 from distribute_jax._errors import StaleCaptureError
 from distribute_jax._internals import HIDDEN_ATTRIBUTES, owned_by_current_trace, read_raw, write_raw
 from distribute_jax.program.binding._bind import Binding
-from distribute_jax.program.binding._place import anchor
+from distribute_jax.program.binding._place import Item, Place, anchor
 from distribute_jax.variables import readable_elsewhere
 
 _ASSIGNED = """\
@@ -26,6 +29,12 @@ The step put {names} on {node}, made while it was traced. Layers and variables a
 __init__ under strategy.scope(), and change in the step by variable[...] = value; only a dj.Variable \
 may be made in the first run. To see an intermediate value, return it from the step instead of \
 self.sow."""
+
+_REPLACED = (
+    "The step assigned {names}, a plain array that it captured; the new value exists only while the step "
+    "is traced and would be lost. Keep state that a step changes in a variable, "
+    "state = nnx.Variable(value) and state[...] = value, or pass the array in args and return the new one."
+)
 
 
 @contextmanager
@@ -51,13 +60,19 @@ def swapped_state(
 
 
 def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
-    """Undoes Flax's reordering of attributes; refuses tracers that the step left on a module.
+    """Undoes Flax's reordering of attributes and containers; refuses tracers that the step put there.
 
-    A plain value that the step assigned stays, as any side effect of Python at trace time.
+    A plain value that the step assigned stays, as any side effect of Python at trace time, and so does
+    the removal of an attribute.
     """
-    changed = {key: v for key, v in table.items() if key not in old or old[key] is not v}
+    changed = {
+        key: value
+        for key, value in table.items()
+        if key not in old or not _same_contents(old[key], value)
+    }
+    kept = {key: old[key] for key in old if key in table or key in HIDDEN_ATTRIBUTES}
     table.clear()
-    table.update(old)
+    table.update(kept)
     traced = {key: value for key, value in changed.items() if _holds_tracers(value)}
     if traced:
         made = any(isinstance(value, (nnx.Variable, nnx.Pytree)) for value in traced.values())
@@ -69,34 +84,99 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
     table.update({key: value for key, value in changed.items() if key != owner})
 
 
+def _same_contents(old: Any, new: Any) -> bool:
+    """Whether Flax has merely rebuilt a container: it sorts dicts when it takes a module apart."""
+    if old is new:
+        return True
+    if type(old) is not type(new) or not isinstance(old, (dict, list, tuple)):
+        return False
+    if len(old) != len(new):
+        return False
+    if isinstance(old, dict):
+        return all(key in new and _same_contents(value, new[key]) for key, value in old.items())
+    return all(map(_same_contents, old, new))
+
+
 def _holds_tracers(value: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
 
 
 @contextmanager
 def swapped_arrays(binding: Binding, tracers: list[Any]) -> Iterator[None]:
-    """Lets captured arrays be read as inputs, wherever their place can be assigned."""
-    pairs = [(p, t) for (_, p, _), t in zip(binding.arrays, tracers, strict=True) if p.can_set]
-    # A tuple is replaced as a whole, so the place that holds it gets its own object back.
-    before = [(place, place.get()) for place in (anchor(p) for p, _ in pairs)]
+    """Lets captured arrays be read as inputs, and small NumPy arrays through copies.
+
+    JAX remembers what a 64-bit NumPy array becomes on a device by the identity of the array, and would
+    take the old numbers of one that was changed in place.
+    """
+    swap = _Swap()
     try:
-        for place, tracer in pairs:
-            place.set(tracer)
+        for (name, place, _), tracer in zip(binding.arrays, tracers, strict=True):
+            if place.can_set:
+                swap.put(place, tracer, name)
+        for place in binding.copies:
+            swap.put_copy(place)
         yield
-        _check_unassigned(binding, pairs)
+        swap.check_unassigned()
     finally:
-        for place, value in before:
-            place.set(value)
+        swap.undo()
 
 
-def _check_unassigned(binding: Binding, pairs: list[tuple[Any, Any]]) -> None:
-    """Refuses a step that assigned a captured array, since the new value would be lost."""
-    names = {id(place): name for name, place, _ in binding.arrays}
-    assigned = [names[id(place)] for place, tracer in pairs if place.get() is not tracer]
-    if assigned:
-        raise StaleCaptureError(
-            f"The step assigned {', '.join(assigned)}, a plain array that it captured; the new value "
-            "exists only while the step is traced and would be lost. Keep state that a step changes in "
-            "a variable, state = nnx.Variable(value) and state[...] = value, or pass the array in args "
-            "and return the new one."
-        )
+class _Swap:
+    """What stands for what while a step is traced."""
+
+    def __init__(self) -> None:
+        self._names: list[tuple[Place, str]] = []
+        self._anchors: list[tuple[Place, Any]] = []
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        # By the identity of what is in place: that object, kept so that no other gets its identity, and
+        # the original.
+        self._originals: dict[int, tuple[Any, Any]] = {}
+
+    def put(self, place: Place, new: Any, name: str = "") -> None:
+        """Replaces an array by what stands for it."""
+        outer = anchor(place)
+        before, old = outer.get(), place.get()
+        self._anchors.append((outer, before))
+        self._names.append((place, name))
+        place.set(new)
+        self._originals[id(new)] = new, old
+        if outer is not place:  # a tuple is replaced as a whole
+            _, original = self._originals.get(id(before), (None, before))
+            self._originals[id(outer.get())] = outer.get(), original
+
+    def put_copy(self, place: Place) -> None:
+        """Replaces a NumPy array by a copy, the same one wherever it occurs."""
+        array = place.get()
+        _, copied = self._copies.setdefault(id(array), (array, array.copy()))
+        self.put(place, copied)
+
+    def check_unassigned(self) -> None:
+        """Refuses a step that assigned a captured array, since the new value would be lost."""
+        assigned = [name for place, name in self._names if self._is_new(place.get())]
+        if assigned:
+            raise StaleCaptureError(_REPLACED.format(names=", ".join(assigned)))
+
+    def _is_new(self, value: Any) -> bool:
+        return id(value) not in self._originals and isinstance(value, jax.core.Tracer)
+
+    def undo(self) -> None:
+        """Puts every array back, wherever in its container it is by now."""
+        for array, copied in self._copies.values():
+            if array.tobytes() != copied.tobytes():
+                array[...] = copied  # what Python did to it while the step was traced
+        done: set[int] = set()
+        for place, before in self._anchors:
+            if isinstance(place, Item):
+                if id(place.container) not in done:
+                    done.add(id(place.container))
+                    self._undo_in(place.container)
+            elif id(place.get()) in self._originals:
+                place.set(self._originals[id(place.get())][1])
+            if self._is_new(place.get()):
+                place.set(self._originals.get(id(before), (None, before))[1])
+
+    def _undo_in(self, container: Any) -> None:
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in list(items):
+            if id(value) in self._originals:
+                container[key] = self._originals[id(value)][1]

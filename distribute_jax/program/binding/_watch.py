@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from distribute_jax._internals import read_metadata
 from distribute_jax.program.binding._place import UNASSIGNED, cell_value
 
 
@@ -19,6 +20,7 @@ class Watch:
 
     Attributes:
         containers: the dicts and lists whose contents a step may change while it is traced.
+        weak: the variables whose array takes on the dtype of what it meets, as a Python number does.
     """
 
     def __init__(self) -> None:
@@ -28,9 +30,11 @@ class Watch:
         self._class_items: dict[tuple[int, str], types.MappingProxyType[str, Any]] = {}
         self._attributes: list[tuple[Any, str]] = []
         self._variables: list[Any] = []
+        self._with_metadata: list[Any] = []
         self._cells: list[types.CellType] = []
         self._bytes: list[tuple[Any, bytes]] = []
         self.containers: list[dict[Any, Any] | list[Any]] = []
+        self.weak: list[Any] = []
 
     def contents(self, items: Iterable[Any]) -> None:
         """Watches every item of a list, set, deque or bytearray."""
@@ -54,12 +58,15 @@ class Watch:
         self._class_items[id(owner), key] = vars(owner)
 
     def attribute(self, owner: Any, name: str) -> None:
-        """Watches an attribute that is in no dict: a slot, or one of a ``threading.local``."""
+        """Watches an attribute that is in no dict: one in a slot."""
         self._attributes.append((owner, name))
 
-    def context_variable(self, variable: Any) -> None:
-        """Watches the value of a ``ContextVar``."""
+    def metadata_of(self, variable: Any) -> None:
+        """Watches the metadata of a variable: the user's entries, and whether any are added."""
         self._variables.append(variable)
+        [table] = read_metadata([variable])
+        if len(table) > len(variable.required_metadata):
+            self._with_metadata.append(variable)
 
     def cells(self, cells: Iterable[types.CellType]) -> None:
         """Watches closure cells."""
@@ -84,13 +91,16 @@ class Watch:
             *map(dict.get, self._tables, self._keys),
             *map(types.MappingProxyType.get, self._class_tables, self._class_keys),
             *map(getattr, self._owners, self._names, repeat(UNASSIGNED)),
-            *(variable.get(UNASSIGNED) for variable in self._variables),
+            *map(len, read_metadata(self._variables)),
+            *chain.from_iterable(map(dict.values, read_metadata(self._with_metadata))),
             *map(cell_value, self._cells),
         ]
 
-    def same_bytes(self) -> bool:
-        """Tells whether no small NumPy array was changed in place."""
-        return not self._bytes or all(array.tobytes() == old for array, old in self._bytes)
+    def same_numbers(self) -> bool:
+        """Whether no small NumPy array was changed in place, and no weak type got a dtype."""
+        return (not self._bytes or all(array.tobytes() == old for array, old in self._bytes)) and (
+            not self.weak or all(getattr(v.get_raw_value(), "weak_type", False) for v in self.weak)
+        )
 
     def release(self) -> None:
         """Lets go of everything."""

@@ -153,7 +153,7 @@ def _old_inputs(traced: Traced) -> list[int]:
 def input_avals(call: Call, traced: Traced) -> list[Any]:
     """Gives the abstract value of each flat global input."""
     values: list[Any] = [v.get_raw_value() for v in call.binding.variables]
-    values += [place.get() for _, place, _ in call.binding.arrays]
+    values += traced.arrays
     avals = jax.tree.leaves([abstract(value) for value in values])
     for value in call.arguments.data:
         avals.append(abstract(value.global_array if isinstance(value, PerReplica) else value))

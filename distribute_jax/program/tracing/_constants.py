@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-from flax import nnx
 
 from distribute_jax._errors import StaleCaptureError
-from distribute_jax._internals import read_raw
-from distribute_jax._tree import leaf_text, listed
+from distribute_jax._tree import is_key, leaf_text, listed
+from distribute_jax.program.binding._capture import is_library
 from distribute_jax.program.proof._marks import ClosedJaxpr
-
-_LARGEST = 1024
-"""Bytes: smaller constants, such as a scale factor, are common and harmless."""
 
 
 def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
@@ -40,17 +37,29 @@ def _in_parameter(value: Any) -> Iterator[Any]:
             yield from _in_parameter(item)
 
 
-def check_constants(jaxpr: ClosedJaxpr, seen: Sequence[Any]) -> None:
-    """Raises where a captured array would be frozen into the program unnoticed."""
-    replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in seen}
-    found = [
-        constant
+def arrays_now() -> set[int]:
+    """Identifies every array there is."""
+    return set(map(id, jax.live_arrays()))
+
+
+def check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:
+    """Raises where an array from before the trace would be built into the program.
+
+    Args:
+        jaxpr: the step.
+        inputs: the captured arrays that are inputs.
+        older: what ``arrays_now`` returned before the trace; what was made since is a constant by its nature.
+    """
+    replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in inputs}
+    stale = [
+        leaf_text(constant)
         for constant in constants(jaxpr)
-        if isinstance(constant, jax.Array) and id(constant) not in replaced
+        if isinstance(constant, jax.Array)
+        and id(constant) not in replaced
+        # A key is no plain array, and one made in the step would be traced.
+        and (id(constant) in older or is_key(constant))
+        and not _belongs_to_library(constant)
     ]
-    small = [constant for constant in found if not _is_suspect(constant)]
-    weights = _values_of_variables() if small else set()
-    stale = [leaf_text(c) for c in found if _is_suspect(c) or id(c) in weights]
     if stale:
         raise StaleCaptureError(
             "The step uses arrays that it neither got as arguments nor captured in a way that run "
@@ -60,13 +69,13 @@ def check_constants(jaxpr: ClosedJaxpr, seen: Sequence[Any]) -> None:
         )
 
 
-def _is_suspect(constant: jax.Array) -> bool:
-    """Tells whether an array is large, or was placed by a strategy: then it is state."""
-    large = constant.size * constant.dtype.itemsize > _LARGEST
-    return large or len(constant.sharding.device_set) > 1
-
-
-def _values_of_variables() -> set[int]:
-    """Identifies the arrays of every variable that is alive, however small and wherever made."""
-    variables = [x for x in gc.get_objects() if issubclass(type(x), nnx.Variable)]
-    return {id(leaf) for raw in read_raw(variables) for leaf in jax.tree.leaves(raw)}
+def _belongs_to_library(constant: jax.Array) -> bool:
+    """Whether nothing but globals and closures of libraries hold an array: those do not change."""
+    holders = [h for h in gc.get_referrers(constant) if not isinstance(h, types.FrameType)]
+    return bool(holders) and all(
+        isinstance(holder, types.CellType)
+        or (
+            isinstance(holder, dict) and is_library(holder.get("__name__")) and "__spec__" in holder
+        )
+        for holder in holders
+    )

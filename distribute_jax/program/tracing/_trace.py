@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from distribute_jax.program.binding._arguments import Arguments
 from distribute_jax.program.binding._bind import Binding
 from distribute_jax.program.binding._swap import swapped_arrays, swapped_state
 from distribute_jax.program.proof._marks import ClosedJaxpr
-from distribute_jax.program.tracing._constants import check_constants
+from distribute_jax.program.tracing._constants import arrays_now, check_constants
 from distribute_jax.program.tracing._created import kept_variables
 from distribute_jax.program.tracing._random import per_replica_keys
 from distribute_jax.program.tracing._replica import ReplicaContext
@@ -53,8 +53,14 @@ class Traced:
     """Captured arrays that ended as constants of the jaxpr, since their place cannot be assigned."""
     input_starts: tuple[int, ...]
     """Index of the first flat input of each variable, and one past the last."""
+    arrays: tuple[Any, ...] = ()
+    """The captured arrays that were traced; ``without_arrays`` lets go of them."""
     created: tuple[nnx.Variable[Any], ...] = ()
     """Variables that the step made and kept. Then the results are their first values, no more."""
+
+    def without_arrays(self) -> Traced:
+        """Returns the same without the arrays, which a program must not keep alive."""
+        return replace(self, arrays=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +106,12 @@ def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
+# What JAX remembers of a function that a step calls, such as a jit, it remembers by what is current. The
+# replica context is Python state, so each trace has a number that is current: nothing is reused from another.
+_number_of_trace = jax.make_user_context()
+_numbers = count()
+
+
 def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
     """Traces a step once for one replica of the mesh.
 
@@ -109,15 +121,17 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
     """
     binding, masked = call.binding, call.arguments.counts is not None
     raws = [own_value(variable) for variable in binding.variables]
-    arrays = [place.get() for _, place, _ in binding.arrays]
+    arrays = binding.captured()
     shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
     counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []
     recorder = _Recorder(call)
-    with jax.sharding.use_abstract_mesh(inside_replica(call.mesh)), explained(call):
+    older = arrays_now()
+    inside = jax.sharding.use_abstract_mesh(inside_replica(call.mesh))
+    with inside, explained(call), _number_of_trace(next(_numbers)):
         jaxpr = jax.make_jaxpr(recorder.step, axis_env=[(DATA, num_replicas(call.mesh))])(
             raws, [abstract(array) for array in arrays], shares, counts
         )
-    check_constants(jaxpr, arrays)
+    check_constants(jaxpr, arrays, older)
     return recorder.traced(jaxpr, (raws, arrays, shares, counts))
 
 
@@ -144,18 +158,30 @@ class _Recorder:
             stack.enter_context(_context.frame(call.strategy, context))
             given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
             noted = stack.enter_context(noting_created())
+            attributes = [set(vars(node)) for node in nodes]
             result = call.fn(*self._positional(data), **self._keywords)
             if kept := kept_variables(call, noted):
                 return self._first_values(kept)
             now = read_raw(binding.variables)
+            gone = self._removed(nodes, attributes)
             self.written = tuple(
-                i for i, (new, old) in enumerate(zip(now, given, strict=True)) if new is not old
+                i
+                for i, (new, old) in enumerate(zip(now, given, strict=True))
+                if new is not old and i not in gone
             )
             new_values = [jax.tree.leaves(now[i]) for i in self.written]
             self.results, arrays_out = sort_results(result, binding, nodes)
             self.written_trees = tuple(jax.tree.structure(now[i]) for i in self.written)
         self.written_sizes = tuple(map(len, new_values))
         return [leaf for leaves in new_values for leaf in leaves] + arrays_out
+
+    def _removed(self, nodes: list[Any], attributes: list[set[str]]) -> set[int]:
+        """Finds variables that the step took off their module, as nnx.pop does: they end with it."""
+        if all(had <= set(vars(node)) for node, had in zip(nodes, attributes, strict=True)):
+            return set()
+        reached = set(map(id, Binding(self.call.fn, self.call.arguments).variables))
+        variables = self.call.binding.variables
+        return {i for i, variable in enumerate(variables) if id(variable) not in reached}
 
     def _first_values(self, kept: list[tuple[Any, Any]]) -> list[Any]:
         """Ends a trace in which variables were made: the step is traced anew once they exist."""
@@ -195,16 +221,16 @@ class _Recorder:
             sizes=(len(variable_names), len(arrays), len(shares), len(counts)),
             written_sizes=self.written_sizes,
             written_trees=self.written_trees,
-            constant_arrays=_constant_arrays(jaxpr, self.call.binding),
+            constant_arrays=_constant_arrays(jaxpr, arrays),
+            arrays=tuple(arrays),
             input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
             created=self.created,
         )
 
 
-def _constant_arrays(jaxpr: ClosedJaxpr, binding: Binding) -> frozenset[int]:
+def _constant_arrays(jaxpr: ClosedJaxpr, arrays: Sequence[Any]) -> frozenset[int]:
     constants = {id(constant) for constant in jaxpr.consts}
-    found = [i for i, (_, place, _) in enumerate(binding.arrays) if id(place.get()) in constants]
-    return frozenset(found)
+    return frozenset(i for i, array in enumerate(arrays) if id(array) in constants)
 
 
 def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:
