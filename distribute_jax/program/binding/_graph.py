@@ -53,7 +53,8 @@ _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 _NOT_FOLLOWED = """\
 The step captures {name}, a {kind} that holds a NumPy array. What a {kind} holds is not followed, so a \
-change of the array would not be noticed. Pass the array in args, or keep it in a list, a dict or an attribute."""
+change of the array would not be noticed. Pass the array in args, or keep it in a list, a dict or an \
+attribute."""
 
 
 @dataclass(eq=False)
