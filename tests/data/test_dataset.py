@@ -457,3 +457,14 @@ def test_one_array_is_no_dataset(one: Any):
     with pytest.raises(ArgumentError, match=r"one array.*single examples.*\[x\]"):
         distribute(one, 2)
     assert len(list(distribute([one], 2))) == 1
+
+
+def test_a_tuple_of_equally_long_arrays_is_no_dataset():
+    """``(x, y)`` would be two batches, x and then y; a list of arrays is a list of batches."""
+    x, y = np.ones((16, 8)), jnp.ones((16, 1))
+    with pytest.raises(ArgumentError, match=r"a tuple of 2 arrays with 16 rows each.*from_arrays"):
+        distribute((x, y), 2)
+    assert len(list(distribute([(x, y)], 2))) == 1
+    assert len(list(distribute([x, x], 2))) == 2
+    assert len(list(distribute((x, x[:8]), 2))) == 2
+    assert len(list(distribute(((x, y), (x, y)), 2))) == 2

@@ -34,6 +34,13 @@ def from_iterable(source: Any, called: str) -> Source:
             "apart into single examples. It takes an iterable of global batches: a list of one, "
             "[x], or several, dj.data.from_arrays(x).batch(256)."
         )
+    if _is_one_batch(source):
+        raise ArgumentError(
+            f"{called} got a tuple of {len(source)} arrays with {len(source[0])} rows each, which would be "
+            f"taken for {len(source)} batches. To batch what belongs together pass dj.data.from_arrays((x, "
+            "y)).batch(256); if the tuple is one global batch pass a list of it, [(x, y)]; if each array is "
+            "a batch of its own pass them in a list, [x, y]."
+        )
     if _is_iterable(source) and isinstance(source, Iterator):
         return _OneShot(source, called)
     return _Iterable(source, called)
@@ -135,6 +142,13 @@ def _anew(called: str) -> str:
         "Pass something that starts anew for every epoch: a list of batches, or a function that "
         f"makes the iterator, {called}(lambda: make_batches())."
     )
+
+
+def _is_one_batch(source: Any) -> bool:
+    """Whether this is ``(x, y)``: a tuple of equally long arrays."""
+    if not isinstance(source, tuple) or len(source) < 2:
+        return False
+    return all(is_array(x) and x.ndim > 0 for x in source) and len(set(map(len, source))) == 1
 
 
 def _is_iterable(source: Any) -> bool:
