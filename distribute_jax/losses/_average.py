@@ -8,13 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.losses._terms import examples, real_terms, replica_context
+from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
+from distribute_jax.losses._reduction import over_sum
+from distribute_jax.losses._terms import examples, real_rows, real_terms, replica_context
 
 
 def compute_average_loss(
     per_example_loss: jax.Array,
     sample_weight: jax.Array | None = None,
     global_batch_size: Any = None,
+    *,
+    divide_by: str = "examples",
 ) -> jax.Array:
     """Gives this replica's part of the mean loss over the global batch.
 
@@ -25,22 +29,28 @@ def compute_average_loss(
         per_example_loss: one loss for each example of the per-replica batch; further dims, as the
             tokens of a sequence, are summed.
         sample_weight: weights that scale the terms, broadcast from the left; the divisor stays the
-            number of examples, as in TensorFlow.
+            number of examples, as in TensorFlow, unless ``divide_by`` says otherwise.
         global_batch_size: what to divide by. By default the number of real examples of the global
             batch; a value that is passed is obeyed.
+        divide_by: ``"examples"``, or ``"weights"``: the sum of the weights of the global batch, over all
+            replicas and further dims, as for a loss per token. The weights need not be spread evenly; where
+            all of them are 0 the loss is 0.
 
     Returns:
         A scalar, per replica.
 
     Raises:
-        ValueError: the loss is a scalar already, its dim 0 is not the batch, the weights do not fit it, or
-            the batch size is not above 0.
+        ValueError: the loss is a scalar already, its dim 0 is not the batch, the weights do not fit it,
+            the batch size is not above 0, or it is divided by weights that are not passed.
         RuntimeError: called in cross-replica context.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
         >>> float(dj.compute_average_loss(jnp.array([1.0, 3.0])))
         2.0
+        >>> tokens, mask = jnp.array([[1.0, 3.0], [5.0, 7.0]]), jnp.array([[1, 1], [1, 0]])
+        >>> float(dj.compute_average_loss(tokens, sample_weight=mask, divide_by="weights"))
+        3.0
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
     """
@@ -51,10 +61,16 @@ def compute_average_loss(
             "compute_average_loss got a scalar. It needs one loss for each example, since only then "
             "can it divide by the examples of the global batch: leave the mean out of the loss."
         )
+    by_weights = _divides_by_weights(divide_by, sample_weight, global_batch_size)
     if sample_weight is not None:
-        weights = jnp.asarray(sample_weight, losses.dtype)
+        weights = jnp.asarray(
+            sample_weight, wide(mean_dtype(losses.dtype)) if by_weights else losses.dtype
+        )
         _check_weights(weights.shape, losses.shape)
-        losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+        weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+        if by_weights:
+            return _over_weights(losses, weights, context)
+        losses = losses * weights
     if context.is_padded:
         losses = real_terms("compute_average_loss", losses, context.batch_mask)
     if global_batch_size is None:
@@ -65,6 +81,32 @@ def compute_average_loss(
             "so it is a number above 0. Leave it out to divide by the real examples of the global batch."
         )
     return jnp.divide(jnp.sum(losses), global_batch_size)
+
+
+def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:
+    if divide_by not in ("examples", "weights"):
+        raise ArgumentError(
+            f'compute_average_loss(divide_by={divide_by!r}): divide_by must be "examples" or "weights".'
+        )
+    if divide_by == "examples":
+        return False
+    if sample_weight is None or global_batch_size is not None:
+        raise ArgumentError(
+            'compute_average_loss(divide_by="weights") divides by the sum of the weights: pass '
+            "sample_weight, and leave global_batch_size out."
+        )
+    return True
+
+
+def _over_weights(losses: jax.Array, weights: jax.Array, context: Any) -> jax.Array:
+    """Returns this replica's part of the weighted mean; added up in float32 at least."""
+    terms = as_dtype(losses, weights.dtype) * weights
+    real = None
+    if context.is_padded:
+        real = real_rows("compute_average_loss", losses, context.batch_mask)
+        terms = jnp.where(real, terms, 0)
+    part = over_sum(jnp.sum(terms), jnp.broadcast_to(weights, losses.shape), real, context)
+    return as_dtype(part, mean_dtype(losses.dtype))
 
 
 def _check_weights(weights: tuple[int, ...], losses: tuple[int, ...]) -> None:

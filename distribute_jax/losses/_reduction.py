@@ -89,15 +89,15 @@ def reduced(
     if reduction == "sum":
         return total
     if reduction == "mean_with_sample_weight" and weights is not None:
-        return _over_sum(total, jnp.broadcast_to(weights, losses.shape), keep, context)
+        return over_sum(total, jnp.broadcast_to(weights, losses.shape), keep, context)
     if counted is not None:
-        return _over_sum(total, jnp.ones(losses.shape, losses.dtype), keep, context)
+        return over_sum(total, jnp.ones(losses.shape, losses.dtype), keep, context)
     # In floating point: a large batch of images has more terms than an int32 counts.
     count = jnp.asarray(examples(context, losses.shape[0]), total.dtype)
     return total / (count * float(math.prod(losses.shape[1:])))
 
 
-def _over_sum(
+def over_sum(
     total: jax.Array, weights: jax.Array, keep: jax.Array | None, context: Any
 ) -> jax.Array:
     """Divides by the sum of the weights of all replicas; where that is 0 the part is 0."""

@@ -1,0 +1,107 @@
+"""A loss per token: the sum over the replicas is the ratio of two sums over the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+
+FEW = pytest.mark.filterwarnings("ignore:The global batch has")
+
+
+def sentences(n: int) -> dict[str, np.ndarray]:
+    """Tokens with weights: the first half of the sentences has many, the second few or none."""
+    rng = np.random.default_rng(n)
+    weights = (rng.random((n, 6)) < 0.8).astype(np.float32)
+    weights[n // 2 :, 1:] = 0
+    weights[-2:] = 0
+    return {"x": rng.normal(size=(n, 6, 3)).astype(np.float32), "w": weights}
+
+
+def one_device(slope: Any, data: dict[str, Any]) -> Any:
+    losses = ((data["x"] @ slope) - 1.0) ** 2
+    total = jnp.sum(data["w"])
+    return jnp.where(total > 0, jnp.sum(losses * data["w"]) / jnp.where(total > 0, total, 1), 0)
+
+
+def step(data: dict[str, jax.Array], slope: jax.Array) -> Any:
+    def part(slope: jax.Array) -> jax.Array:
+        losses = ((data["x"] @ slope) - 1.0) ** 2
+        return dj.compute_average_loss(losses, data["w"], divide_by="weights")
+
+    return dj.get_replica_context().all_reduce("sum", jax.value_and_grad(part)(slope))
+
+
+@FEW
+def test_loss_and_gradient_are_those_of_one_device_however_the_weights_are_spread(
+    strategy: dj.Strategy,
+):
+    """Full and partial batches, shares without any weight, and a batch of which nothing counts."""
+    slope = jnp.array([0.5, -1.0, 2.0])
+    nothing = sentences(8)
+    nothing["w"][:] = 0
+    data = [sentences(8), sentences(13), sentences(3), nothing]
+    for given, batch in zip(data, strategy.distribute_dataset(data), strict=True):
+        loss, gradient = strategy.run(step, args=(batch, slope))
+        wanted = jax.value_and_grad(one_device)(slope, given)
+        np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, wanted[1], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_go_through_weights_that_depend_on_the_model(strategy: dj.Strategy):
+    """The divisor is part of the loss: its gradient is summed over the replicas as well."""
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def part(scale: jax.Array, x: jax.Array) -> jax.Array:
+        return dj.compute_average_loss(x[:, 0] ** 2, jnp.exp(scale * x[:, 1]), divide_by="weights")
+
+    def both(x: jax.Array) -> Any:
+        return dj.get_replica_context().all_reduce("sum", jax.grad(part)(jnp.float32(0.5), x))
+
+    def whole(scale: Any) -> Any:
+        weights = jnp.exp(scale * x[:, 1])
+        return jnp.sum(x[:, 0] ** 2 * weights) / jnp.sum(weights)
+
+    (batch,) = strategy.distribute_dataset([x])
+    found = float(strategy.run(both, args=(batch,)))
+    assert found == pytest.approx(float(jax.grad(whole)(0.5)), rel=1e-5)
+
+
+def test_a_weight_for_each_example_counts_for_each_of_its_tokens(s2: dj.MirroredStrategy):
+    """As in the reduction "mean_with_sample_weight", and in float32 where the losses are narrower."""
+    losses = np.arange(2 * 600, dtype=np.float32).reshape(2, 600) % 7
+    (batch,) = s2.distribute_dataset([(losses, np.array([1, 3]))])
+
+    def means(losses: jax.Array, weights: jax.Array) -> Any:
+        parts = [
+            dj.compute_average_loss(losses.astype(dtype), weights, divide_by="weights")
+            for dtype in (jnp.float32, jnp.bfloat16, jnp.int32)
+        ]
+        assert [part.dtype.name for part in parts] == ["float32", "bfloat16", "float32"]
+        return dj.get_replica_context().all_reduce("sum", [p.astype(jnp.float32) for p in parts])
+
+    wanted = (losses * [[1], [3]]).sum() / (4 * 600)
+    found = np.asarray(s2.run(means, args=batch))
+    np.testing.assert_allclose(found[[0, 2]], wanted, rtol=1e-6)
+    np.testing.assert_allclose(found[1], wanted, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"divide_by": "weights"}, "pass sample_weight, and leave global_batch_size out"),
+        ({"divide_by": "tokens"}, 'must be "examples" or "weights"'),
+        (
+            {"divide_by": "weights", "sample_weight": 1.0, "global_batch_size": 8},
+            "leave global_batch_size out",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message: str):
+    with pytest.raises(dj.ArgumentError, match=message):
+        dj.compute_average_loss(jnp.ones(4), **arguments)
