@@ -4,22 +4,66 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, DistributeError
+from distribute_jax._tree import error_text
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.data import DistributedDataset
 from distribute_jax.training._batch import as_arguments
 
 
+@dataclass(frozen=True)
+class Keys:
+    """Which entries of a batch that is a dict are the inputs and the targets.
+
+    Each is None, the name of an entry, or a list of names for a dict of these entries.
+    """
+
+    x: Any = None
+    y: Any = None
+
+    def __bool__(self) -> bool:
+        """Whether any was passed."""
+        return self.x is not None or self.y is not None
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """Returns a batch as the positional arguments of a step: ``(x,)``, ``(x, y)``, …."""
+        if not self:
+            return as_arguments(batch)
+        if not isinstance(batch, dict):
+            raise ArgumentError(
+                f"x_key={self.x!r}, y_key={self.y!r} name entries of batches that are dicts, and a "
+                f"batch is a {type(batch).__name__}. Leave them out."
+            )
+        if self.x is None:
+            raise ArgumentError(
+                f"y_key={self.y!r} was passed without x_key. Pass both, of {sorted(batch)}."
+            )
+        return tuple(_entry(batch, key) for key in (self.x, self.y) if key is not None)
+
+
+def _entry(batch: dict[Any, Any], key: Any) -> Any:
+    if isinstance(key, (list, tuple)):
+        return {one: _entry(batch, one) for one in key}
+    if key not in batch:
+        raise ArgumentError(f"A batch has no entry {key!r}. Its entries are {sorted(batch)}.")
+    return batch[key]
+
+
 class Batches(Iterator[tuple[Any, ...]]):
     """Elements of a distributed dataset as arguments of a step."""
 
-    def __init__(self, dataset: DistributedDataset) -> None:
+    def __init__(self, dataset: DistributedDataset, keys: Keys | None = None) -> None:
         """Starts an epoch of the dataset."""
         self.iterator = iter(dataset)
+        self.keys = keys or Keys()
+        self.names: list[str] = []
+        """The entries of a batch that is a dict, where no key says which of them is what."""
         self.length = dataset.cardinality
         self.taken = 0
         self.examples = 0
@@ -31,7 +75,10 @@ class Batches(Iterator[tuple[Any, ...]]):
             found = next(self.iterator, _END)
             if found is _END:
                 return None
-            self._next.append(as_arguments(found))
+            self.names = (
+                sorted(map(repr, found)) if isinstance(found, dict) and not self.keys else []
+            )
+            self._next.append(self.keys.arguments(found))
         return self._next[0]
 
     def position(self) -> str:
@@ -62,6 +109,31 @@ class Batches(Iterator[tuple[Any, ...]]):
 
 
 _END = object()
+
+
+@contextmanager
+def dicts_explained(called: str, batches: Batches) -> Iterator[None]:
+    """Says what to write where a step fails on a batch that is a dict, which the module got as it is.
+
+    Raises:
+        ArgumentError: in place of an error that is not one of ours, which gets a note.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        if not batches.names:
+            raise
+        more = "" if called == "predict" else ", y_key=…"
+        parts = 'batch["…"]' if called == "predict" else '(batch["…"], batch["…"])'
+        text = (
+            f"{called} got batches that are dicts of {', '.join(batches.names)}, and gave each to the module "
+            f"as one input, without targets. Say which entry is what, {called}(dataset, x_key=…{more}), or "
+            f"dataset.map(lambda batch: {parts})."
+        )
+        if isinstance(error, DistributeError):
+            error.add_note(text)
+            raise
+        raise ArgumentError(f"{text} The step failed: {error_text(error)}") from error
 
 
 def _real_rows(batch: tuple[Any, ...]) -> int:

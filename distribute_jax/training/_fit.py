@@ -10,7 +10,7 @@ import numpy as np
 from distribute_jax._errors import ArgumentError
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
-from distribute_jax.training._batches import Batches
+from distribute_jax.training._batches import Batches, Keys
 from distribute_jax.training._inputs import Arrays, arrays_of, dataset_of
 from distribute_jax.training._loop import warn_of_early_end
 from distribute_jax.training._progress import progress
@@ -37,6 +37,7 @@ class Fit:
         validation_steps: int | None,
         validation_freq: int | Sequence[int],
         class_weight: dict[int, float] | None,
+        keys: Keys,
     ) -> None:
         for name, value in (("epochs", epochs), ("initial_epoch", initial_epoch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -61,6 +62,7 @@ class Fit:
         self.steps, self.validation_steps = steps_per_epoch, validation_steps
         self.validation_freq = validation_freq
         self.given = callbacks
+        self.keys = self.validation_keys = keys
         self.class_weight = class_weights(class_weight)
         self.validation: DistributedDataset | None = None
 
@@ -77,6 +79,7 @@ class Fit:
         validation_batch_size: int | None,
     ) -> None:
         """Distributes the data to train and to validate on."""
+        x, y, self.keys = without_keys(self.keys, x, y)
         data = arrays_of("fit", x, y, sample_weight)
         if validation_data is None and validation_split:
             if data is None:
@@ -91,8 +94,12 @@ class Fit:
         self.data = dataset_of(strategy, "fit", data or x, batch_size, seed=seed)
         check_ends("fit", self.data, self.steps)
         if validation_data is not None:
+            if isinstance(validation_data, dict) and self.validation_keys:
+                validation_data = self.validation_keys.arguments(validation_data)
+            if isinstance(validation_data, tuple):
+                self.validation_keys = Keys()
             size = validation_batch_size or (batch_size if isinstance(data, Arrays) else None)
-            self.validation = _validation(strategy, validation_data, size)
+            self.validation = _validation(strategy, validation_data, size, self.validation_keys)
             check_ends("fit(validation_data)", self.validation, self.validation_steps)
 
     def run(self) -> History:
@@ -140,14 +147,14 @@ class Fit:
             start_at(self.data, self.initial_epoch)
             had = (epoch - self.initial_epoch) * self.steps + self._done
         if had:
-            self._batches = Batches(self.data)
+            self._batches = Batches(self.data, self.keys)
             self._batches.go_on(had, self.callbacks.params.get("position") or "")
         return epoch
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
         self.callbacks.call("on_epoch_begin", epoch)
         if self._batches is None or (self.steps is None and not self._done):
-            self._batches = Batches(self.data)
+            self._batches = Batches(self.data, self.keys)
         logs: dict[str, Any]
         self.trainer.batches = self._batches
         done, logs = self.trainer.epoch(
@@ -160,7 +167,9 @@ class Fit:
             self.model.stop_training = True
         if self.validation is not None and self._validates(epoch):
             found = self.trainer.evaluate(
-                Batches(self.validation), limit=self.validation_steps, callbacks=self.callbacks
+                Batches(self.validation, self.validation_keys),
+                limit=self.validation_steps,
+                callbacks=self.callbacks,
             )
             logs = {**logs, **{f"val_{name}": value for name, value in found.items()}}
         self.callbacks.call("on_epoch_end", epoch, logs)
@@ -169,6 +178,20 @@ class Fit:
     def _validates(self, epoch: int) -> bool:
         often = self.validation_freq
         return (epoch + 1) % often == 0 if isinstance(often, int) else epoch + 1 in often
+
+
+def without_keys(keys: Keys, x: Any, y: Any) -> tuple[Any, Any, Keys]:
+    """Takes inputs and targets out of a dict of arrays; of a dataset that is left to its batches."""
+    if not keys:
+        return x, y, keys
+    if y is not None:
+        raise ArgumentError(
+            "x_key and y_key name entries of x, and y was passed too. Leave one out."
+        )
+    if not isinstance(x, dict):
+        return x, y, keys
+    found = (*keys.arguments(x), None)
+    return found[0], found[1], Keys()
 
 
 def check_ends(called: str, dataset: DistributedDataset, steps: int | None) -> None:
@@ -199,9 +222,9 @@ def class_weights(given: dict[int, float] | None) -> tuple[tuple[int, float], ..
     return tuple((int(label), float(weight)) for label, weight in sorted(given.items()))
 
 
-def _validation(strategy: Any, data: Any, batch_size: int | None) -> DistributedDataset:
+def _validation(strategy: Any, data: Any, batch_size: int | None, keys: Keys) -> DistributedDataset:
     is_arrays = isinstance(data, tuple) or (
-        isinstance(data, list) and not isinstance(data[0], tuple)
+        isinstance(data, list) and not keys and not isinstance(data[0], tuple)
     )
     if is_arrays and len(data) in (2, 3):  # of lists, those of tuples are lists of batches
         x, y, weight = (*data, None)[:3]

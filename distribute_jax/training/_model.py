@@ -15,9 +15,9 @@ from distribute_jax.data import DistributedDataset
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
 from distribute_jax.strategies._idle import note_default_strategy
 from distribute_jax.training import _steps
-from distribute_jax.training._batches import Batches
+from distribute_jax.training._batches import Batches, Keys
 from distribute_jax.training._compile import made_setup
-from distribute_jax.training._fit import Fit, check_ends, class_weights
+from distribute_jax.training._fit import Fit, check_ends, class_weights, without_keys
 from distribute_jax.training._inputs import arrays_of, dataset_of, inputs_explained
 from distribute_jax.training._learning_rate import learning_rate, set_learning_rate
 from distribute_jax.training._linen import as_nnx
@@ -163,6 +163,9 @@ class Model(Stored):
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int | Sequence[int] = 1,
+        *,
+        x_key: str | Sequence[str] | None = None,
+        y_key: str | Sequence[str] | None = None,
     ) -> History:
         """Trains the model, and gives the numbers of every epoch.
 
@@ -185,6 +188,9 @@ class Model(Stored):
             validation_steps: batches of a validation; None for all.
             validation_batch_size: examples in a batch of validation arrays.
             validation_freq: validate every so many epochs, or after those listed, from 1.
+            x_key: where batches are dicts, the entry that is the input; of a list of names the module gets a
+                dict of these entries.
+            y_key: likewise, the entry that is the target.
 
         Returns:
             A ``History``: ``history.history["loss"]`` and so on.
@@ -195,7 +201,7 @@ class Model(Stored):
         fit = Fit(
             self, callbacks=callbacks, verbose=verbose, epochs=epochs, initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
-            validation_freq=validation_freq, class_weight=class_weight,
+            validation_freq=validation_freq, class_weight=class_weight, keys=Keys(x_key, y_key),
         )  # fmt: skip
         with self.strategy.scope(), inputs_explained("fit", x, y):
             if not has_strategy():
@@ -218,6 +224,9 @@ class Model(Stored):
         steps: int | None = None,
         callbacks: Sequence[Callback] | None = None,
         return_dict: bool = False,
+        *,
+        x_key: str | Sequence[str] | None = None,
+        y_key: str | Sequence[str] | None = None,
     ) -> Any:
         """Gives loss and metrics over all examples, in evaluation mode.
 
@@ -230,6 +239,8 @@ class Model(Stored):
             steps: batches to look at; None for all.
             callbacks: what to call on the way.
             return_dict: whether to return a dict by name.
+            x_key: as for ``fit``.
+            y_key: as for ``fit``.
 
         Returns:
             The loss; a list, the loss first, where there are metrics; or a dict.
@@ -237,13 +248,14 @@ class Model(Stored):
         Raises:
             ValueError: data or arguments that do not fit.
         """
+        x, y, keys = without_keys(Keys(x_key, y_key), x, y)
         with self.strategy.scope(), inputs_explained("evaluate", x, y):
             data = self._dataset("evaluate", (x, y, sample_weight), batch_size, steps)
             with (
                 self.trainer.runs.one("evaluate"),
                 calling(self, "evaluate", callbacks, verbose, steps or data.cardinality) as found,
             ):
-                logs = self.trainer.evaluate(Batches(data), limit=steps, callbacks=found)
+                logs = self.trainer.evaluate(Batches(data, keys), limit=steps, callbacks=found)
         return as_keras(logs, return_dict)
 
     def predict(
@@ -253,6 +265,8 @@ class Model(Stored):
         verbose: int | str = "auto",
         steps: int | None = None,
         callbacks: Sequence[Callback] | None = None,
+        *,
+        x_key: str | Sequence[str] | None = None,
     ) -> Any:
         """Gives the outputs for every example, in order, in evaluation mode.
 
@@ -262,6 +276,7 @@ class Model(Stored):
             verbose: 0 for silence, otherwise a bar or a line.
             steps: batches to look at; None for all.
             callbacks: what to call on the way.
+            x_key: as for ``fit``.
 
         Returns:
             NumPy arrays in the structure of the outputs; None for a dataset without batches.
@@ -269,6 +284,7 @@ class Model(Stored):
         Raises:
             ValueError: data or arguments that do not fit.
         """
+        x, _, keys = without_keys(Keys(x_key), x, None)
         with self.strategy.scope(), inputs_explained("predict", x, None):
             data = self._dataset("predict", (x, None, None), batch_size, steps)
             trainer = self._able_to_predict()
@@ -276,7 +292,7 @@ class Model(Stored):
                 trainer.runs.one("predict"),
                 calling(self, "predict", callbacks, verbose, steps or data.cardinality) as found,
             ):
-                return trainer.predict(Batches(data), limit=steps, callbacks=found)
+                return trainer.predict(Batches(data, keys), limit=steps, callbacks=found)
 
     def train_on_batch(
         self,

@@ -17,7 +17,7 @@ from distribute_jax.losses._probabilities import check_probabilities
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
 from distribute_jax.training import _steps
-from distribute_jax.training._batches import Batches
+from distribute_jax.training._batches import Batches, dicts_explained
 from distribute_jax.training._explained import inequality_explained, padding_explained
 from distribute_jax.training._loop import (
     Collected,
@@ -91,7 +91,7 @@ class Trainer:
         if not done:
             self.setup.tracker.reset()
             self.own_logs.reset()
-        with mode(self.module, training=True):
+        with dicts_explained("fit", batches), mode(self.module, training=True):
             self._check_first(batches)
             for dispatch in dispatches(
                 self.strategy,
@@ -136,7 +136,7 @@ class Trainer:
         tested = self.setup.tested
         tested.reset()
         done = 0
-        with mode(self.module, training=False):
+        with dicts_explained("evaluate", batches), mode(self.module, training=False):
             self._check_first(batches)
             callbacks.call("on_test_begin")
             for dispatch in dispatches(
@@ -159,7 +159,7 @@ class Trainer:
     def predict(self, batches: Batches, *, limit: int | None, callbacks: CallbackList) -> Any:
         """Gives the outputs for every example, in order, as NumPy arrays."""
         collected, before = Collected(self.strategy), 0
-        with mode(self.module, training=False):
+        with dicts_explained("predict", batches), mode(self.module, training=False):
             callbacks.call("on_predict_begin")
             check_rows(self.strategy, self.step("predict"), batches)
             for dispatch in dispatches(

@@ -175,3 +175,50 @@ def test_saving_and_loading_between_dispatches_changes_nothing(s4: dj.Strategy, 
     expected = plain.fit(*pairs, **options).history
     assert saved.fit(*pairs, callbacks=[Saves()], **options).history == expected
     assert all(map(np.array_equal, plain.get_weights(), saved.get_weights()))
+
+
+class OfDict(Net):
+    """The input is an entry of a dict."""
+
+    def __call__(self, x: dict[str, jax.Array]) -> Any:
+        return super().__call__(x["image"])
+
+
+def test_entries_of_batches_that_are_dicts_are_named(s4: dj.Strategy):
+    """The same numbers as with tuples: of a list of batches, a dataset, and of arrays in a dict."""
+    keys = {"x_key": "image", "y_key": "label"}
+    rows = dj.data.from_arrays({"image": X, "label": Y}).batch(8)
+    wanted = made(s4).fit([(X[:8], Y[:8]), (X[8:16], Y[8:16])], verbose=0)
+    first = [{"image": X[i : i + 8], "label": Y[i : i + 8]} for i in (0, 8)]
+    model = made(s4)
+    assert model.fit(first, verbose=0, **keys).history == wanted.history
+    expected = model.evaluate(X, Y, batch_size=8, verbose=0)
+    for data in (rows, {"image": X, "label": Y}):
+        size = {"batch_size": 8} if isinstance(data, dict) else {}
+        assert model.evaluate(data, verbose=0, **keys, **size) == pytest.approx(expected)
+        assert model.predict(data, x_key="image", verbose=0, **size).shape == (22, 2)
+    logs = made(s4, OfDict).fit(
+        first, verbose=0, x_key=["image"], y_key="label", validation_data=first
+    )
+    assert logs.history["loss"] == wanted.history["loss"]
+
+
+@pytest.mark.parametrize(
+    ("data", "keys", "words"),
+    [
+        (
+            [{"image": X, "label": Y}],
+            {},
+            r"dicts of 'image', 'label'.*fit\(dataset, x_key=…, y_key=…\)",
+        ),
+        ([{"image": X}], {"x_key": "im", "y_key": "label"}, r"no entry 'im'.*\['image'\]"),
+        ([{"image": X}], {"y_key": "label"}, "without x_key"),
+        ([(X, Y)], {"x_key": "image"}, "a batch is a tuple. Leave them out"),
+    ],
+)
+def test_batches_that_are_dicts_without_the_right_names_are_refused(
+    s2: dj.Strategy, data: Any, keys: dict[str, str], words: str
+):
+    """Without names the module gets the dict; where it fails on it, the message says what to write."""
+    with pytest.raises(ValueError, match=words):
+        made(s2).fit(data, verbose=0, **keys)
