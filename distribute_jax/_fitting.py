@@ -1,14 +1,32 @@
-"""Integers of the host that JAX's present precision can hold; others would wrap silently."""
+"""Which dtypes meet: integers of the host that JAX can hold, and promotion in the library's arithmetic."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._tree import leaf_text
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def promoting(function: _F) -> _F:
+    """Lets a function compute with JAX's standard promotion, whatever the user set for other code.
+
+    With ``jax_numpy_dtype_promotion="strict"`` a sum divided by a count would be an error.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def fitting(value: Any, got_by: str) -> Any:

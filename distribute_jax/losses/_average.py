@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
 from distribute_jax.losses._reduction import over_sum
 from distribute_jax.losses._terms import examples, real_rows, real_terms, replica_context
 
 
+@promoting
 def compute_average_loss(
     per_example_loss: jax.Array,
     sample_weight: jax.Array | None = None,
@@ -120,6 +122,7 @@ def _check_weights(weights: tuple[int, ...], losses: tuple[int, ...]) -> None:
         )
 
 
+@promoting
 def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     """Gives this replica's part of a loss that does not depend on the batch.
 

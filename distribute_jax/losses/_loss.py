@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax.losses._reduction import aligned_weights, checked_reduction, reduced
 from distribute_jax.losses._terms import replica_context
 
@@ -84,6 +85,7 @@ class Loss:
         """
         raise NotImplementedError(f"{type(self).__name__} has to define call(self, y_true, y_pred)")
 
+    @promoting
     def per_example(self, y_true: Any, y_pred: Any) -> jax.Array:
         """Gives the losses before weights and reduction.
 
@@ -100,6 +102,7 @@ class Loss:
         losses = self.call(y_true, jax.tree.map(self._converted, y_pred))
         return one_for_each(f"The loss {self.name}", losses, y_pred)
 
+    @promoting
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> jax.Array:
         """Gives this replica's part of the loss over the global batch; see the class."""
         context = replica_context(type(self).__name__)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax.metrics._confusion import Confusion, share
 from distribute_jax.metrics._terms import as_array
 
@@ -84,6 +85,7 @@ class AUC(Confusion):
             predictions=predictions, labels=labels, mask=mask, sample_weight=sample_weight
         )
 
+    @promoting
     def compute(self) -> jax.Array:
         """Gives the area, a float32 scalar; 0 where there are no ones, or for ROC no zeros."""
         right, wrong = self.true_positives[...], self.false_positives[...]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distribute_jax._fitting import promoting
 from distribute_jax.metrics._metric import Metric
 from distribute_jax.metrics._terms import taken, terms
 
@@ -48,6 +49,7 @@ class Average(Metric):
         self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
         self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
 
+    @promoting
     def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
         """Adds values, inside ``run`` this replica's.
 
@@ -68,6 +70,7 @@ class Average(Metric):
         self.count[...] += new.count
         self.weight[...] += new.weight
 
+    @promoting
     def compute(self) -> jax.Array:
         """Gives the mean, a float32 scalar; NaN where nothing was added."""
         return self.total[...] / (self.count[...] + self.weight[...])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax.metrics._metric import Metric
 from distribute_jax.metrics._terms import as_array, check_real, terms
 
@@ -38,6 +39,7 @@ class Confusion(Metric):
     def _zeros(self) -> nnx.Variable[jax.Array]:
         return nnx.metrics.MetricState(jnp.zeros(len(self.thresholds), jnp.float32))
 
+    @promoting
     def update(  # type: ignore[override]  # the counts are made of two arguments
         self,
         *,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from distribute_jax._fitting import promoting
 from distribute_jax.metrics._confusion import Confusion, checked_thresholds, share
 
 
@@ -31,6 +32,7 @@ class Precision(Confusion):
         """Starts with nothing; see the class for the argument."""
         super().__init__(checked_thresholds("Precision", thresholds))
 
+    @promoting
     def compute(self) -> jax.Array:
         """Gives the precision, one for each threshold if there are several; 0 without a yes."""
         return _one(share(self.true_positives[...], self.false_positives[...]))
@@ -56,6 +58,7 @@ class Recall(Confusion):
         """Starts with nothing; see the class for the argument."""
         super().__init__(checked_thresholds("Recall", thresholds))
 
+    @promoting
     def compute(self) -> jax.Array:
         """Gives the recall, one for each threshold if there are several; 0 without a label of yes."""
         return _one(share(self.true_positives[...], self.false_negatives[...]))

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from distribute_jax._fitting import promoting
 from distribute_jax.metrics._metric import Metric
 from distribute_jax.metrics._terms import taken, terms
 from distribute_jax.program import MergeRule, moments_combined, register_merge
@@ -48,6 +49,7 @@ class Welford(Metric):
         self.mean = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
         self.m2 = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
 
+    @promoting
     def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
         """Adds values, inside ``run`` this replica's.
 
@@ -73,6 +75,7 @@ class Welford(Metric):
         self.mean[...] += apart * share
         self.m2[...] += m2 + apart**2 * old_size * share
 
+    @promoting
     def compute(self) -> Any:
         """Gives ``nnx.metrics.Statistics``; the deviation and the error are NaN without values."""
         size = self.count[...] + self.weight[...]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError
-from distribute_jax._fitting import fitting
+from distribute_jax._fitting import fitting, promoting
 from distribute_jax._internals import uncommitted
 from distribute_jax._mesh import (
     is_local,
@@ -237,6 +237,7 @@ def combined_replicas(op: ReduceOp, array: jax.Array, layout: Layout, replicas: 
     return _total(op, _stacked(array, layout, replicas), (0,), replicas)
 
 
+@promoting
 def _total(op: ReduceOp, parts: jax.Array, dims: tuple[int, ...], number: Any) -> jax.Array:
     total = as_dtype(parts, _accumulator(op, parts.dtype)).sum(dims)
     total = total if op is ReduceOp.SUM else jnp.divide(total, number)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from distribute_jax._fitting import promoting
+
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 
 
@@ -40,6 +42,7 @@ def _after(moments: _Moments, gradients: Any) -> _Moments:
 
 
 def _scale_by_adam() -> optax.GradientTransformation:
+    @promoting
     def update(gradients: Any, state: _Moments, params: Any = None) -> tuple[Any, _Moments]:
         state = _after(state, gradients)
         factor = jnp.sqrt(1 - BETA_2**state.step) / (1 - BETA_1**state.step)
@@ -55,6 +58,7 @@ def _scale_by_nadam() -> optax.GradientTransformation:
     def start(params: Any) -> _NesterovMoments:
         return _NesterovMoments(_start(params), jnp.ones((), jnp.float32))
 
+    @promoting
     def update(
         gradients: Any, state: _NesterovMoments, params: Any = None
     ) -> tuple[Any, _NesterovMoments]:

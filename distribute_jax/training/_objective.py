@@ -10,6 +10,7 @@ from flax import nnx
 
 from distribute_jax import losses
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax._typing import PyTree
 from distribute_jax.training._linen import written_in_place
 
@@ -63,6 +64,7 @@ class Objective:
             for key, loss in self.losses.items()
         }
 
+    @promoting
     def total(self, parts: dict[Any, jax.Array], added: jax.Array | None) -> jax.Array:
         """Adds the parts up with their weights, and what the module's layers added."""
         terms = [self.weights[key] * part for key, part in parts.items()]
@@ -105,6 +107,7 @@ def with_added_losses(
     return outputs, sum(parts[1:], parts[0]) if parts else None
 
 
+@promoting
 def _average(values: jax.Array) -> jax.Array:
     return losses.compute_average_loss(values.reshape(values.shape[0], -1).mean(axis=1))
 

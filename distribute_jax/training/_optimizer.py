@@ -10,6 +10,7 @@ from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax._tree import leaf_text
 from distribute_jax.collectives._unreduced import unreduced
 from distribute_jax.training._accumulation import (
@@ -150,6 +151,7 @@ class Optimizer(nnx.Optimizer[Any]):
 
         return when(is_last, apply, [(self, _own_state), (model, self.wrt)])
 
+    @promoting
     def _apply(self, model: Any, grads: Any, kwargs: dict[str, Any]) -> Any:
         """Updates from gradients that are those of the global batch, if they are finite."""
         if self.loss_scale is None:

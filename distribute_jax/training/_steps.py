@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax._typing import PyTree
 from distribute_jax.losses._reduction import aligned_weights
 from distribute_jax.strategies import get_replica_context
@@ -82,6 +83,7 @@ def predict(module: nnx.Module, setup: Setup, batch: PyTree) -> PyTree:
     return forward(nnx.clone(module), setup, x, training=False)[0]
 
 
+@promoting
 def class_weighted(weights: tuple[tuple[int, float], ...], y: Any, outputs: Any, given: Any) -> Any:
     """Multiplies the sample weights by those of the classes; a class that is not named counts 1.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._fitting import promoting
 from distribute_jax._mesh import put
 from distribute_jax._typing import PyTree
 from distribute_jax.metrics import AUC, Average, Metric, Precision, Recall
@@ -34,6 +35,7 @@ class LossMean(Metric):
         self.total = nnx.metrics.MetricState(jnp.zeros((), float))
         self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
 
+    @promoting
     def add(self, part: jax.Array, examples: tuple[Any, Any]) -> None:
         """Adds this replica's part of a loss.
 
@@ -45,6 +47,7 @@ class LossMean(Metric):
         self.total[...] += (part * everywhere).astype(self.total[...].dtype)
         self.count[...] += here
 
+    @promoting
     def compute(self) -> jax.Array:
         """Gives the mean; NaN where nothing was added."""
         return self.total[...] / self.count[...]
@@ -66,6 +69,7 @@ class FunctionMean(Average):
             identifier, objective, key, weighted,
         )  # fmt: skip
 
+    @promoting
     def update_from(self, y: Any, outputs: Any, weight: Any) -> None:
         """Adds a batch."""
         loss = self.objective.losses.get(self.key)
