@@ -354,3 +354,71 @@ def test_the_key_of_a_stream_cannot_be_stored_anew_and_the_message_speaks_of_key
     assert "nnx.reseed" in text
     assert "dj.same_on_all_replicas" in text
     assert "gradients" not in text
+
+
+class DroppingBlocks(nnx.Module):
+    """Layers with dropout, scanned; each with a stream of its own."""
+
+    def __init__(self, rngs: nnx.Rngs, *, remat: bool) -> None:
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+        self.blocks = make(rngs)
+        self.remat = remat
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, block: Callable[[jax.Array], jax.Array]) -> jax.Array:
+            return block(x)
+
+        f = nnx.remat(body) if self.remat else body
+        return nnx.scan(f, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+
+def test_dropout_in_a_scanned_rematerialised_block_draws_as_without_remat(strategy: dj.Strategy):
+    """The keys of the layers come back through scan and remat as they were, and stay what is stored."""
+    x = np.ones((16, 4), np.float32)
+    outcomes = []
+    for remat in (False, True):
+        with strategy.scope():
+            model = DroppingBlocks(nnx.Rngs(0, dropout=1), remat=remat)
+        keys = [np.asarray(jax.random.key_data(k)) for k in _keys(model)]
+
+        def step(x: jax.Array, model: DroppingBlocks = model) -> jax.Array:
+            total, gradients = nnx.value_and_grad(lambda m: (m(x) ** 2).sum())(model)
+            return dj.get_replica_context().all_reduce(
+                "sum", (total, jax.tree.leaves(gradients)[0])
+            )
+
+        batches = strategy.distribute_dataset([x] * 2)
+        outcomes.append([strategy.run(step, args=(batch,)) for batch in batches])
+        for key, old in zip(_keys(model), keys, strict=True):
+            np.testing.assert_array_equal(jax.random.key_data(key), old)
+    assert float(outcomes[0][0][0]) > 0
+    assert float(outcomes[0][0][0]) != float(outcomes[0][1][0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *outcomes)
+
+
+def _keys(model: nnx.Module) -> list[jax.Array]:
+    return [
+        v.get_raw_value()
+        for v in jax.tree.leaves(
+            nnx.state(model, nnx.RngKey), is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
+    ]
+
+
+def test_a_key_that_the_step_really_changes_is_still_refused(s2: dj.MirroredStrategy):
+    """Only one that merely passes through keeps its old value."""
+    with s2.scope():
+        stream = nnx.RngStream(0, tag="dropout")
+
+    def step() -> None:
+        def body(key: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jax.random.fold_in(key, 1), None
+
+        stream.key[...] = jax.lax.scan(body, stream.key[...], None, 2)[0]
+
+    with pytest.raises(dj.OutOfSyncError, match="random streams"):
+        s2.run(step)

@@ -26,12 +26,18 @@ class Combine(enum.Enum):
     """What each replica added is summed: ``new = old + Σ(new_r - old)``."""
     EQUAL_INCREMENTS = "equal increments"
     """The same, where every replica added the same: no all-reduce is needed."""
+    UNCHANGED = "unchanged"
+    """It keeps its old value: the step handed on what each replica made of it for itself."""
     FIRST = "first"
     """Every replica gets the value of replica 0."""
     OWN = "own"
     """Each replica keeps its own value; it is combined when it is read outside of ``run``."""
     TOGETHER = "together"
     """It is combined together with the other variables of its metric, by the metric's rule."""
+
+
+FROM_OLD = frozenset({Combine.INCREMENTS, Combine.EQUAL_INCREMENTS, Combine.UNCHANGED})
+"""The rules that read the old value."""
 
 
 BY_TYPE: dict[type[nnx.Variable], Combine] = {  # type: ignore[type-arg]
@@ -144,6 +150,8 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
         # Of a number JAX makes a number, and no all-reduce. Cast, it wraps around as the sum would.
         replicas = jnp.asarray(jax.lax.psum(1, DATA)).astype(added.real.dtype)
         return old + added * replicas
+    if rule is Combine.UNCHANGED:
+        return old
     if rule is Combine.FIRST:
         return first_replica(new)
     # A constant that a step writes arrives as a plain number.

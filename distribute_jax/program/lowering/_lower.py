@@ -13,7 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._mesh import DATA, mirrored_sharding, split_sharding
 from distribute_jax._values import Layout, PerReplica
-from distribute_jax.program.binding._aggregation import Combine, combined, keeps_own_values
+from distribute_jax.program.binding._aggregation import (
+    FROM_OLD,
+    Combine,
+    combined,
+    keeps_own_values,
+)
 from distribute_jax.program.lowering._plan import Plan
 from distribute_jax.program.proof._marks import ClosedJaxpr
 from distribute_jax.program.tracing._trace import Call, Traced, abstract
@@ -122,9 +127,7 @@ def replica_function(
         consts = [inputs[at[id(c)]] if id(c) in at else c for c in traced.jaxpr.consts]
         outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [
-            combined(rule, out, inputs[old[i]])
-            if rule in (Combine.INCREMENTS, Combine.EQUAL_INCREMENTS)
-            else combined(rule, out, out)
+            combined(rule, out, inputs[old[i]] if rule in FROM_OLD else out)
             for i, (rule, out) in enumerate(zip(plan.combine, outs[:state], strict=True))
         ]
         for merge in plan.merges:

@@ -25,6 +25,7 @@ from distribute_jax.program.lowering._merge import Merge, as_merge, written_metr
 from distribute_jax.program.proof._increments import Relation, relation
 from distribute_jax.program.proof._prove import Mark, prove
 from distribute_jax.program.proof._seeded import seeded_draws
+from distribute_jax.program.proof._unchanged import is_unchanged
 from distribute_jax.program.tracing._trace import Call, Traced
 
 _MIRRORED: Mark = frozenset()
@@ -108,6 +109,9 @@ def _combine(
         if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
+            if isinstance(variable, nnx.RngKey) and is_unchanged(traced.jaxpr.jaxpr, output, old):
+                yield Combine.UNCHANGED
+                continue
             found = reset if to_old is Relation.NONE else drifting
             found = streams if isinstance(variable, nnx.RngState) else found
             found.append(_drift(name, variable, marks[output], to_old))
