@@ -554,6 +554,17 @@ def test_python_may_count_in_a_numpy_array_while_a_step_is_traced(s2: dj.Mirrore
     assert traces[0] <= 2
 
 
+def test_numpy_code_on_a_large_captured_array_is_answered_in_the_right_words(
+    s2: dj.MirroredStrategy,
+):
+    """It is an input, which has no numbers yet; a small one works, and so does jax.numpy."""
+    table, small = np.ones(20_000), np.ones(9)
+    assert float(s2.run(lambda: jnp.float32(np.linalg.norm(small)))) == 3.0
+    assert float(s2.run(lambda: jnp.linalg.norm(jnp.asarray(table)[:9]))) == 3.0
+    with pytest.raises(dj.TracedValueError, match=r"(?s)NumPy on table.*before the step"):
+        s2.run(lambda: jnp.float32(np.linalg.norm(table)))
+
+
 # Metadata.
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import flax
 import jax
+import numpy as np
 
 from distribute_jax._errors import ArgumentError, StaleCaptureError, TracedValueError
 
@@ -18,12 +19,22 @@ _NEEDS_A_VALUE = (
     jax.errors.TracerArrayConversionError,
 )
 
+_NO_NUMPY = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
+
 _MESSAGE = """\
 {fn} needs the value of a number while strategy.run traces it, but inside run arrays, Python numbers \
 given in args and the replica id have no value yet: one program serves every value and every replica.
 To choose between arrays use jnp.where(condition, a, b) or jax.lax.cond, also with the replica id. For \
 a number that Python needs (a size, a number of layers, a flag), close over it or bind it with \
 functools.partial(step, size=3): then it is a constant of the program.
+JAX says: {reason}"""
+
+
+_LARGE_NUMPY = """\
+{fn} computes with NumPy on {names}. A NumPy array of more than 64 KiB that a step captures is an input of \
+the compiled program, so it has no numbers while the step is traced.
+Use jax.numpy in its place, as jnp.linalg.norm for np.linalg.norm; or compute what NumPy is needed for \
+before the step.
 JAX says: {reason}"""
 
 
@@ -49,10 +60,9 @@ Below: {reason}"""
 _NOT_COPIED = """\
 {fn} uses a module or variable inside nnx.grad, jax.lax.scan or another transformation that was made \
 outside of it, and in a way that run could not see.
-nnx.merge(graphdef, state) takes over the variables of the state instead of making new ones: write \
-nnx.merge(graphdef, state, copy=True) inside the function that is scanned or differentiated. An object \
-that the step neither got as an argument nor captured in a way that run could see is passed in args: \
-strategy.run(step, args=(model, x)).
+Pass the object in args: strategy.run(step, args=(model, x)). If it came from nnx.merge(graphdef, state), \
+which takes over the variables of the state instead of making new ones, write \
+nnx.merge(graphdef, state, copy=True) inside the function that is scanned or differentiated.
 Below: {reason}"""
 
 
@@ -93,8 +103,19 @@ def explained(call: Any) -> Iterator[None]:
     except (*_NEEDS_A_VALUE, TypeError) as error:
         if not isinstance(error, _NEEDS_A_VALUE) and "concrete values" not in str(error):
             raise
-        message = _MESSAGE.format(fn=name, reason=str(error).splitlines()[0])
+        large = _large_numpy(call, error)
+        message = (_LARGE_NUMPY if large else _MESSAGE).format(
+            fn=name, names=", ".join(large), reason=str(error).splitlines()[0]
+        )
         raise TracedValueError(message).with_traceback(error.__traceback__) from None
+
+
+def _large_numpy(call: Any, error: Exception) -> list[str]:
+    """Names the captured NumPy arrays that are inputs, where NumPy met a traced array."""
+    if not isinstance(error, _NO_NUMPY):
+        return []
+    arrays = zip(call.binding.arrays, call.binding.captured(), strict=True)
+    return [name for (name, *_), array in arrays if isinstance(array, np.ndarray)]
 
 
 @contextmanager
