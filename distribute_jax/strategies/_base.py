@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ContextError
-from distribute_jax._mesh import is_local, num_replicas
+from distribute_jax._mesh import DATA, is_local, num_replicas
 from distribute_jax._typing import Kwargs, PyTree, StepFunction
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
@@ -31,6 +31,7 @@ from distribute_jax.strategies._idle import note_flags_too_late
 from distribute_jax.strategies._input import InputMethods
 from distribute_jax.strategies._older_names import OlderNames
 from distribute_jax.strategies._scope import Scope
+from distribute_jax.strategies._sharded_update import checked_axis_name
 from distribute_jax.strategies._value_function import values_of_replicas
 
 
@@ -68,6 +69,7 @@ class Strategy(InputMethods, OlderNames):
         steps_in_flight: int | None,
         home: Home | None = None,
         shares: bool = False,
+        axis_name: str = DATA,
     ) -> None:
         """Lays the replicas along the mesh's ``"data"`` axis.
 
@@ -76,9 +78,11 @@ class Strategy(InputMethods, OlderNames):
             steps_in_flight: how many steps may be unfinished; None for 2 on CPU, no limit elsewhere.
             home: where state lies between steps; None for mirrored over the mesh.
             shares: whether the replicas share the state of optimizers.
+            axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
         self._mesh, self._home = mesh, home
+        self._axis_name = checked_axis_name(axis_name, mesh, type(self).__name__)
         self._runner = Runner(self, mesh, steps_in_flight, home, shares=shares)
 
     @property
@@ -86,6 +90,12 @@ class Strategy(InputMethods, OlderNames):
     def mesh(self) -> Mesh:
         """The devices as a ``jax.sharding.Mesh``; the replicas lie along ``"data"``."""
         return self._mesh
+
+    @property
+    @final
+    def axis_name(self) -> str:
+        """How code in ``run`` names the axis of the replicas, as in ``nnx.BatchNorm(axis_name=…)``."""
+        return self._axis_name
 
     @cached_property
     def num_replicas_in_sync(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import replica_mesh
+from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.program import Home
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import find_cpu, find_device, find_devices
@@ -31,6 +31,8 @@ class CentralStorageStrategy(Strategy):
             ``"pinned_host"``; None means its default memory.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
+        axis_name: how code in ``run`` names the axis of the replicas, as in
+            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
     Raises:
         ValueError: a device is unknown, named twice, or of another process; or the parameter device
@@ -54,6 +56,7 @@ class CentralStorageStrategy(Strategy):
         *,
         memory_kind: str | None = None,
         steps_in_flight: int | None = None,
+        axis_name: str = DATA,
     ) -> None:
         devices = find_devices(compute_devices)
         if parameter_device is not None:
@@ -62,7 +65,9 @@ class CentralStorageStrategy(Strategy):
             device = devices[0] if len(devices) == 1 else find_cpu() or devices[0]
         _check_memory(device, memory_kind)
         home = Home(device, memory_kind)
-        super().__init__(replica_mesh(devices), steps_in_flight=steps_in_flight, home=home)
+        super().__init__(
+            replica_mesh(devices), steps_in_flight=steps_in_flight, home=home, axis_name=axis_name
+        )
         self._parameter_device = device
 
     @property

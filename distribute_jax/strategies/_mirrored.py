@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import replica_mesh
+from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device import checked_ops
 from distribute_jax.strategies._base import Strategy
@@ -34,6 +34,8 @@ class MirroredStrategy(Strategy):
             new weights are gathered. Steps, numbers and checkpoints are the same.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
+        axis_name: how code in ``run`` names the axis of the replicas, as in
+            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
     Raises:
         ValueError: a device is unknown, named twice, or of another process; ``cross_device_ops`` is
@@ -58,12 +60,15 @@ class MirroredStrategy(Strategy):
         *,
         shard_optimizer_state: bool = False,
         steps_in_flight: int | None = None,
+        axis_name: str = DATA,
     ) -> None:
         found = find_devices(devices)
         note_cluster_ignored(type(self).__name__)
         self._cross_device_ops = _placed(cross_device_ops, found)
         shares = checked_sharding(shard_optimizer_state, type(self).__name__)
-        super().__init__(replica_mesh(found), steps_in_flight=steps_in_flight, shares=shares)
+        super().__init__(
+            replica_mesh(found), steps_in_flight=steps_in_flight, shares=shares, axis_name=axis_name
+        )
 
 
 def _placed(given: Any, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:

@@ -9,7 +9,7 @@ import jax
 
 from distribute_jax import processes
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import replica_mesh
+from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.cluster import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device import checked_ops
@@ -41,6 +41,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             its share of the optimizer's state.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
+        axis_name: how code in ``run`` names the axis of the replicas, as in
+            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
     Raises:
         ValueError: an argument is not what it should be.
@@ -69,6 +71,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_options: ClusterOptions | None = None,
         shard_optimizer_state: bool = False,
         steps_in_flight: int | None = None,
+        axis_name: str = DATA,
     ) -> None:
         name = type(self).__name__
         self._communication_options = checked_options(communication_options, name)
@@ -79,7 +82,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         seconds = self._communication_options.timeout_seconds or timeouts.step_seconds
         processes.start(self._resolver, timeouts, seconds, name)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        super().__init__(replica_mesh(devices), steps_in_flight=steps_in_flight, shares=shares)
+        super().__init__(
+            replica_mesh(devices),
+            steps_in_flight=steps_in_flight,
+            shares=shares,
+            axis_name=axis_name,
+        )
 
     @cached_property
     @final

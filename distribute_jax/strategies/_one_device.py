@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distribute_jax._mesh import replica_mesh
+from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import find_device, note_cluster_ignored
 
@@ -16,6 +16,8 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: a ``jax.Device``, an index into the local devices, or a string such as ``"gpu:0"``.
+        axis_name: how code in ``run`` names the axis of the replicas, as in
+            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
     Raises:
         ValueError: there is no such device; the message lists those there are.
@@ -32,7 +34,7 @@ class OneDeviceStrategy(Strategy):
 
     _offers_per_replica_input = False
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, *, axis_name: str = DATA) -> None:
         found = find_device(device)
         note_cluster_ignored(type(self).__name__)
-        super().__init__(replica_mesh([found]), steps_in_flight=None)
+        super().__init__(replica_mesh([found]), steps_in_flight=None, axis_name=axis_name)

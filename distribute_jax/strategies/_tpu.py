@@ -9,7 +9,7 @@ from typing import Any, final
 import jax
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import replica_mesh
+from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.cluster import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies import _logical_devices
@@ -41,6 +41,8 @@ class TPUStrategy(Strategy):
         cluster_options: how long the processes wait for each other.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
+        axis_name: how code in ``run`` names the axis of the replicas, as in
+            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
     Raises:
         ValueError: no resolver, an assignment that spreads a replica over processes, or another argument.
@@ -71,6 +73,7 @@ class TPUStrategy(Strategy):
         *,
         cluster_options: ClusterOptions | None = None,
         steps_in_flight: int | None = None,
+        axis_name: str = DATA,
     ) -> None:
         name = type(self).__name__
         if experimental_spmd_xla_partitioning is not True:
@@ -86,7 +89,9 @@ class TPUStrategy(Strategy):
             if experimental_device_assignment is None
             else checked_assignment(experimental_device_assignment, name)
         )
-        super().__init__(replica_mesh(replicas), steps_in_flight=steps_in_flight)
+        super().__init__(
+            replica_mesh(replicas), steps_in_flight=steps_in_flight, axis_name=axis_name
+        )
 
     @cached_property
     @final

@@ -22,6 +22,7 @@ from distribute_jax.program.binding._arguments import Arguments
 from distribute_jax.program.binding._bind import Binding
 from distribute_jax.program.binding._swap import swapped_arrays, swapped_state
 from distribute_jax.program.proof._marks import ClosedJaxpr
+from distribute_jax.program.tracing._axis_name import with_mesh_axis
 from distribute_jax.program.tracing._constants import arrays_now, check_constants
 from distribute_jax.program.tracing._created import kept_variables
 from distribute_jax.program.tracing._random import per_replica_keys
@@ -127,10 +128,13 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
     recorder = _Recorder(call)
     older = arrays_now()
     inside = jax.sharding.use_abstract_mesh(inside_replica(call.mesh))
+    name = getattr(call.strategy, "axis_name", DATA)
+    axes = [(axis, num_replicas(call.mesh)) for axis in dict.fromkeys((DATA, name))]
     with inside, explained(call), _number_of_trace(next(_numbers)):
-        jaxpr = jax.make_jaxpr(recorder.step, axis_env=[(DATA, num_replicas(call.mesh))])(
+        jaxpr = jax.make_jaxpr(recorder.step, axis_env=axes)(
             raws, [abstract(array) for array in arrays], shares, counts
         )
+    jaxpr = with_mesh_axis(jaxpr, name)
     check_constants(jaxpr, arrays, older)
     return recorder.traced(jaxpr, (raws, arrays, shares, counts))
 

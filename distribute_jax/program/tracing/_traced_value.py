@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from distribute_jax._errors import ArgumentError, StaleCaptureError, TracedValueError
+from distribute_jax._mesh import DATA
 
 _NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -66,6 +68,12 @@ nnx.merge(graphdef, state, copy=True) inside the function that is scanned or dif
 Below: {reason}"""
 
 
+_NO_AXIS = """\
+{fn} uses the axis {axis!r}, which does not exist: the axis of the replicas is called {known}.
+Write axis_name={known}, or give the axis its name, as in dj.MirroredStrategy(axis_name={axis!r}). \
+dj.get_replica_context().all_reduce needs no name."""
+
+
 _ORDERED = """\
 {fn} prints or calls back with ordered=True, but its replicas run at the same time, so there is no order \
 between them.
@@ -77,6 +85,10 @@ _ORDER_REFUSED = ("ordered effects are not supported", "GlobalToLocalShape")
 
 # Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
+
+
+# JAX's words for an axis name that nothing binds.
+_UNBOUND = re.compile(r"[Uu]nbound axis name: (\w+)")
 
 
 # Flax's words for what was done to the object.
@@ -94,6 +106,13 @@ def explained(call: Any) -> Iterator[None]:
     name = step_name(call.fn)
     try:
         yield
+    except NameError as error:
+        axis = _UNBOUND.search(str(error))
+        if axis is None:
+            raise
+        known = repr(getattr(call.strategy, "axis_name", DATA))
+        message = _NO_AXIS.format(fn=name, axis=axis[1], known=known)
+        raise ArgumentError(message).with_traceback(error.__traceback__) from None
     except flax.errors.TraceContextError as error:
         raise _unseen(name, error) from None
     except ValueError as error:
