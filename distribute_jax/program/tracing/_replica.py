@@ -17,6 +17,7 @@ from distribute_jax._tree import leaf_text
 from distribute_jax._typing import PyTree
 from distribute_jax._values import DistributedValues
 from distribute_jax.collectives._options import CommunicationOptions, checked_options
+from distribute_jax.collectives._real_rows import real_rows
 from distribute_jax.collectives._reduce_op import ReduceOp, reduce_op
 from distribute_jax.collectives._tree import all_gather, all_reduce, stacked_over_replicas
 from distribute_jax.program.binding._arguments import check_call
@@ -82,7 +83,7 @@ class ReplicaContext:
             return None
         if self._counts is None:
             return jnp.ones((self._share,), bool)
-        return jnp.arange(self._share) < self._counts[self.replica_id_in_sync_group]
+        return real_rows(jnp.arange(self._share) < self._counts[self.replica_id_in_sync_group])
 
     @property
     def is_padded(self) -> bool:
