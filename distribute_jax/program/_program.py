@@ -75,8 +75,8 @@ class Program:
     """Where state lies between steps, if not on the mesh; the program sends all of its inputs itself."""
     scanned: dict[int, Callable[..., list[Any]]] = field(default_factory=dict)
     """Programs of several steps, by their number."""
-    padding_checked: bool = False
-    """Whether it was seen that padding cannot reach state or results."""
+    padding: Any = None
+    """What is known of the padding of partial batches, once one was met: a ``PaddingCheck``."""
     on_one_device: dict[Any, Program] = field(default_factory=dict)
     """Programs of the same step on one device, by the shapes of their data, for ``verify``."""
     verified: bool = False

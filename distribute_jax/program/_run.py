@@ -200,7 +200,7 @@ class Runner:
     def _run_partial(self, call: Call, entry: Entry, values: list[Any], flat: list[Any]) -> Any:
         traces = (
             nullcontext()
-            if entry.program.padding_checked
+            if entry.program.padding is not None
             else self._tracing(call.fn, call.arguments)
         )
         with named(entry.step, entry.program), traces:

@@ -1,10 +1,15 @@
-"""The padding of a partial batch must not be seen: checked the first time a program meets one."""
+"""The padding of a partial batch must not be seen: proved when a program meets one, or else checked.
+
+What is proved costs nothing more. Where the proof does not decide, the step is run with other padding, and
+with more of it.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,7 +26,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._entry import Entry
 from distribute_jax.program._notices import padding_not_counted
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._program import build
+from distribute_jax.program._program import Program, build
 from distribute_jax.program.binding._arguments import Arguments
 from distribute_jax.program.checks._batch_norm import CURE, check_batch_norms, written_batch_norms
 from distribute_jax.program.checks._compare import (
@@ -30,44 +35,110 @@ from distribute_jax.program.checks._compare import (
     largest,
     on_host,
 )
+from distribute_jax.program.checks._padding_proof import seen_padding
 from distribute_jax.program.checks._rounding import is_rounding, nudged_outcomes
-from distribute_jax.program.checks._rows import Cause, Unknown, per_example_results, shares
-from distribute_jax.program.tracing._trace import Call, batch_share
+from distribute_jax.program.checks._rows import (
+    Cause,
+    Unknown,
+    per_example_results,
+    shares,
+    traced_larger,
+)
+from distribute_jax.program.tracing._trace import Call, Traced, batch_share
 
-_LEAK = """\
-The padding of a partial batch changes what the step computes:
-{lines}
-The batch has {real} real examples of {rows} rows; the rest is padding, which must not be seen. The \
-step was run on copies of the state with {how}; the state is as before the call.
+REMEDIES = """\
 Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(mask, value, 0) with \
 mask = dj.get_replica_context().batch_mask, and count examples with \
-dj.get_replica_context().real_examples. Or feed no partial batches: InputOptions(partial="drop")."""
+dj.get_replica_context().real_examples. What compute_average_loss returns, and its gradients, are combined \
+with all_reduce("sum", ...); all_reduce("mean", ...) goes with a mean over the replica's examples, as of a \
+full batch only; dj.Optimizer sums the gradients by itself. \
+Or feed no partial batches: InputOptions(partial="drop")."""
+
+_LEAK = f"""\
+The padding of a partial batch changes what the step computes:
+{{lines}}
+The batch has {{real}} real examples of {{rows}} rows; the rest is padding, which must not be seen. The \
+step was run on copies of the state with {{how}}; the state is as before the call.
+{REMEDIES}"""
+
+_PROVED = f"""\
+The padding of a partial batch reaches what the step computes:
+{{lines}}
+The batch has {{real}} real examples of {{rows}} rows; the rest is padding, which must not be seen. This was \
+read off the step as it was traced, before it ran: the state is as before the call.
+{REMEDIES}"""
 
 _NORMS = f"""
 The step also updates the statistics of a batch norm, which sees the padding unless it is called with mask=:
 {{lines}}
 {CURE}"""
 
+_RUNNING = (
+    "%s met a partial batch, and it is not proved that the padding cannot reach what it computes: %s. So "
+    "run compares the step with other padding, and with more of it, on copies of the state: at this "
+    "partial batch, which compiles the step once more, and at the 2nd, 4th, 8th and so on. "
+    'InputOptions(partial="drop") feeds no partial batches.'
+)
+
 Finding = tuple[str, str]
+
+_log = logging.getLogger("distribute_jax")
+
+
+@dataclass(eq=False)
+class PaddingCheck:
+    """What is known of a program and the padding of its batches."""
+
+    unproved: str
+    """Why it is not proved that no padding is seen; empty if it is."""
+    batches: int = 0
+    """Partial batches so far."""
+    longer: Program | None = None
+    """The step with more padding, once it is compiled."""
+
+    def is_due(self) -> bool:
+        """Counts a partial batch, and returns whether the step is compared at this one."""
+        self.batches += 1
+        return bool(self.unproved) and self.batches & (self.batches - 1) == 0
 
 
 def run_checked_for_leaks(
     call: Call, entry: Entry, values: Sequence[Any], flat: list[Any]
 ) -> list[Any]:
-    """Runs a program on a padded batch; the first time also with other padding, and more of it."""
+    """Runs a program on a padded batch, if padding is proved not to be seen, or is not seen to be."""
     program = entry.program
     check_batch_norms(entry, call.arguments.counts or ())
-    if program.per_example is None:
-        program.per_example = per_example_results(call, entry)
-    if program.padding_checked:
+    if program.padding is None:
+        larger = traced_larger(call)
+        program.per_example = per_example_results(call, entry, larger)
+        _check_mirrored_rows(call, entry)
+        program.padding = PaddingCheck(_why_unproved(call, entry, larger))
+    check: PaddingCheck = program.padding
+    if not check.is_due():
         return entry.execute(flat)
+    if check.batches == 1:
+        _log.warning(_RUNNING, entry.step, check.unproved)
     entry.check_readable(flat)
-    _check_mirrored_rows(call, entry)
     outs = entry.execute(copied(flat))
     _check_other_padding(call, entry, flat, outs)
     _check_more_padding(call, entry, values, flat, outs)
-    program.padding_checked = True
     return outs
+
+
+def _why_unproved(call: Call, entry: Entry, larger: Traced | str) -> str:
+    """Raises where padding surely reaches an output; else returns why that is not excluded, or ""."""
+    seen = seen_padding(call, entry, larger)
+    certain = [name for name, why in seen if why.certain]
+    if certain:
+        lines = [
+            f"{name} {'depends' if why.certain else 'may depend'} on it: {why.where} "
+            f"{'takes in all rows of a share' if why.certain else 'is not proved to leave it out'}"
+            for name, why in sorted(seen, key=lambda item: not item[1].certain)
+        ]
+        raise _error(call, entry, _PROVED, lines)
+    return ", ".join(
+        f"{name} depends on {why.where}" if name else why.where for name, why in seen[:1]
+    )
 
 
 def _check_mirrored_rows(call: Call, entry: Entry) -> None:
@@ -119,15 +190,20 @@ def _check_more_padding(
     """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
     data = [_doubled_batch(v) if _is_padded(v) else v for v in call.arguments.data]
     longer = replace(call, arguments=Arguments.with_data(call.arguments, data))
-    options = RunOptions(check_sync=False, donate_state=False)
-    try:
-        program = build(longer, options)
-    except Exception as error:  # the user's code may not work at another size
-        why = f"it could not be traced with more rows ({type(error).__name__}: {error_text(error)})"
-        padding_not_counted(entry.step, why)
+    check: PaddingCheck = entry.program.padding
+    first = check.batches == 1
+    if check.longer is None and first:
+        try:
+            check.longer = build(longer, RunOptions(check_sync=False, donate_state=False))
+        except Exception as error:  # the user's code may not work at another size
+            why = f"{type(error).__name__}: {error_text(error)}"
+            padding_not_counted(entry.step, f"it could not be traced with more rows ({why})")
+    program = check.longer
+    if program is None:
         return
     if _drawn(program.traced.jaxpr.jaxpr) != _drawn(entry.program.traced.jaxpr.jaxpr):
-        padding_not_counted(entry.step, "with more rows it draws other random numbers")
+        if first:
+            padding_not_counted(entry.step, "with more rows it draws other random numbers")
         return
     twin = Entry(program, call.binding, entry.step)
     others = twin.execute(twin.flat_inputs(values, longer.arguments))
@@ -236,9 +312,16 @@ def _real(call: Call, entry: Entry, index: int, array: jax.Array) -> Any:
 
 def _refuse(call: Call, entry: Entry, found: Sequence[Finding], how: str) -> None:
     if found:
-        counts = call.arguments.counts or ()
-        rows = batch_share(call.arguments, shares(call)) * len(counts)
-        lines = listed([line for _, line in found])
-        text = _LEAK.format(lines=lines, real=sum(counts), rows=rows, how=how)
-        norms = written_batch_norms(entry)
-        raise PaddingLeakError(f"{text}{_NORMS.format(lines=listed(norms)) if norms else ''}")
+        raise _error(call, entry, _LEAK, [line for _, line in found], how)
+
+
+def _error(
+    call: Call, entry: Entry, text: str, lines: list[str], how: str = ""
+) -> PaddingLeakError:
+    counts = call.arguments.counts or ()
+    rows = batch_share(call.arguments, shares(call)) * len(counts)
+    norms = written_batch_norms(entry)
+    more = _NORMS.format(lines=listed(norms)) if norms else ""
+    return PaddingLeakError(
+        text.format(lines=listed(lines), real=sum(counts), rows=rows, how=how) + more
+    )

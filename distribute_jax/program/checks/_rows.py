@@ -13,7 +13,7 @@ from distribute_jax._mesh import cores_per_replica
 from distribute_jax._values import Layout, PerReplica, mark_mirrored
 from distribute_jax.program._entry import Entry
 from distribute_jax.program.tracing._results import rebuild
-from distribute_jax.program.tracing._trace import Call, batch_share, trace
+from distribute_jax.program.tracing._trace import Call, Traced, batch_share, trace
 
 
 class Cause(enum.Enum):
@@ -34,29 +34,50 @@ class Unknown:
     """What to tell who reads it."""
 
 
-def per_example_results(call: Call, entry: Entry) -> tuple[Any, ...]:
+def per_example_results(
+    call: Call, entry: Entry, larger: Traced | str | None = None
+) -> tuple[Any, ...]:
     """Finds out which results have one row for each example, by tracing at another batch size.
+
+    Args:
+        call: what is traced.
+        entry: the program of the step.
+        larger: what ``traced_larger`` returned; by default it is called.
 
     Returns:
         For each array of the result: True, False, or an ``Unknown`` that says why it is not known.
     """
     results = entry.program.results
     shapes = _result_shapes(entry.program.traced, entry.state_size)
-    share = batch_share(call.arguments, shares(call))
-    # A share that a step splits over the cores of a replica can still be split.
-    more = cores_per_replica(call.mesh)
-    try:
-        larger = trace(call, _longer_shares(call, more))
-        others: Any = _result_shapes(larger, sum(larger.written_sizes))
-        reason = ""
-    except Exception as error:
-        others = [None] * len(shapes)
-        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+    larger = traced_larger(call) if larger is None else larger
+    others: Any = [None] * len(shapes)
+    if not isinstance(larger, str):
+        others = _result_shapes(larger, sum(larger.written_sizes))
+    reason = larger if isinstance(larger, str) else ""
+    sizes = share_sizes(call)
     return tuple(
-        k in results.declared
-        or _is_per_example(results.names[k], a, b, (share, share + more), reason)
+        k in results.declared or _is_per_example(results.names[k], a, b, sizes, reason)
         for k, (a, b) in enumerate(zip(shapes, others, strict=True))
     )
+
+
+def traced_larger(call: Call) -> Traced | str:
+    """Traces a step with larger shares of the batch; where that fails, returns why."""
+    share, larger = share_sizes(call)
+    try:
+        return trace(call, _longer_shares(call, larger - share))
+    except Exception as error:  # the user's code may not work at another size
+        return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+
+
+def share_sizes(call: Call) -> tuple[int, int]:
+    """Returns the rows of a share, and those with which the step is traced to compare.
+
+    A share that a step splits, into microbatches or over the cores of a replica, can be split the same
+    way when it is three times as long, and hardly a number that is made of its length stays the same.
+    """
+    share = batch_share(call.arguments, shares(call))
+    return share, 3 * share if share else cores_per_replica(call.mesh)
 
 
 def not_rows(call: Call, entry: Entry) -> list[str]:
@@ -76,8 +97,10 @@ def _is_per_example(name: str, shape: Any, other: Any, rows: tuple[int, int], re
     if other is not None and shape[1:] == other[1:] and (shape[0], other[0]) == rows:
         return True
     cause = Cause.UNTRACED if reason else Cause.RESIZED
-    more = "one example" if rows[1] == rows[0] + 1 else f"{rows[1] - rows[0]} examples"
-    why = reason or f"its shape {shape} becomes {other} when each share has {more} more"
+    why = (
+        reason
+        or f"its shape {shape} becomes {other} when a share has {rows[1]} rows, not {rows[0]}"
+    )
     return Unknown(
         cause,
         f"It is not known which rows of {name} are real examples of the partial batch: {why}. "

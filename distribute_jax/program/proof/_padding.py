@@ -31,7 +31,8 @@ from distribute_jax.program.proof._padding_marks import (
     known_number,
     leaking,
 )
-from distribute_jax.program.proof._padding_rules import CARRIES, RULES, Pair
+from distribute_jax.program.proof._padding_pair import Pair
+from distribute_jax.program.proof._padding_rules import CARRIES, RULES
 
 
 class GaveUpError(Exception):
@@ -182,7 +183,9 @@ class PaddingWalk:
         if len(dims) != 1 or not np.array_equal(np.take(b, range(a.shape[dims[0]]), dims[0]), a):
             return leaking("a constant")
         rows = Rows(dims[0], 1, a.shape[dims[0]] // self.shares[0], ANY, data=False)
-        return Mark((rows,)) if _fits(rows, a.shape, b.shape, self.shares) else leaking("a constant")
+        return (
+            Mark((rows,)) if _fits(rows, a.shape, b.shape, self.shares) else leaking("a constant")
+        )
 
 
 _OF_SHAPES = frozenset({
@@ -199,7 +202,9 @@ def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
         seen = [k for k, case in enumerate(cases) if case.leak]
         return any(r.pad is (seen != [1]) for r in which.rows) and not which.leak
     if pair.name == "convert_element_type":
-        kinds = [np.dtype(atom.aval.dtype).kind for atom in (pair.eqn.invars[0], pair.eqn.outvars[0])]
+        kinds = [
+            np.dtype(atom.aval.dtype).kind for atom in (pair.eqn.invars[0], pair.eqn.outvars[0])
+        ]
         return kinds[0] in "biu" or kinds[1] not in "biu"
     if pair.name == "mul" and any(mark.const == 0 for mark in marks):
         return False
@@ -312,7 +317,14 @@ def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] |
 
 _CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "cross_device_sum")
-_IDENTITIES = ("optimization_barrier", "mirrored", "unreduced", "device_put", "pvary")
+_IDENTITIES = (
+    "optimization_barrier",
+    "mirrored",
+    "unreduced",
+    "device_put",
+    "name",
+    "sharding_constraint",
+)
 
 STRUCTURE: dict[str, Structure] = {
     **dict.fromkeys(_CALLS + _CUSTOM_CALLS, call),

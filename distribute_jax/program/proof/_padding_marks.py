@@ -283,7 +283,13 @@ def _absorbed(name: str, operands: Sequence[Padded]) -> Any:
     return None
 
 
-_UNSEEN = {"reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": False, "reduce_xor": 0}
+_UNSEEN = {
+    "reduce_sum": 0,
+    "reduce_prod": 1,
+    "reduce_and": True,
+    "reduce_or": False,
+    "reduce_xor": 0,
+}
 
 
 def is_neutral(name: str, pad: Any, dtype: Any) -> bool:
@@ -298,7 +304,7 @@ def is_neutral(name: str, pad: Any, dtype: Any) -> bool:
 
 def _range(dtype: Any) -> tuple[Any, Any]:
     """Returns the least and the largest number of a dtype, infinities included."""
-    if dtype == bool:
+    if np.dtype(dtype).kind == "b":
         return False, True
     if np.dtype(dtype).kind in "iu":
         return np.iinfo(dtype).min, np.iinfo(dtype).max
