@@ -318,11 +318,7 @@ def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] |
 _CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "cross_device_sum")
 _IDENTITIES = (
-    "optimization_barrier",
-    "mirrored",
-    "unreduced",
-    "device_put",
-    "name",
+    *("optimization_barrier", "mirrored", "unreduced", "device_put", "name", "reshard"),
     "sharding_constraint",
 )
 

@@ -262,7 +262,8 @@ def folded(name: str, params: Mapping[str, Any], operands: Sequence[Padded]) -> 
             return pads[0] if is_number(pads[1], neutral) else pads[1]
     if name in BOOLEAN:
         return FINITE
-    return FINITE if name in _TOTAL and all(map(_may_be_computed_with, pads)) else ANY
+    total = name in _TOTAL or (name == "integer_pow" and params["y"] >= 0)
+    return FINITE if total and all(map(_may_be_computed_with, pads)) else ANY
 
 
 def _absorbed(name: str, operands: Sequence[Padded]) -> Any:
