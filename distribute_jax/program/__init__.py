@@ -1,7 +1,10 @@
 """A per-replica function becomes one program: bind, trace, prove, lower, call."""
 
 from distribute_jax.program._failed import is_runtime_failure as is_runtime_failure
-from distribute_jax.program._options import RunOptions as RunOptions
+from distribute_jax.program._options import (
+    RunOptions as RunOptions,
+    library_options as library_options,
+)
 from distribute_jax.program._run import Runner as Runner, one_at_a_time as one_at_a_time
 from distribute_jax.program._snapshot import snapshot as snapshot
 from distribute_jax.program.binding._aggregation import (
@@ -30,6 +33,7 @@ __all__ = [
     "RunOptions",
     "Runner",
     "is_runtime_failure",
+    "library_options",
     "moments_combined",
     "one_at_a_time",
     "per_example",

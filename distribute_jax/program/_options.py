@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import functools
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
 
 from distribute_jax._errors import ArgumentError
 
 Lowering = Literal["shard_map", "vmap", "pmap"]
-Verify = Literal["first", "always"]
+Verify = Literal["off", "auto", "first", "always"]
+
+_VARIABLE = "DISTRIBUTE_JAX_VERIFY"
+
+
+def _from_environment() -> Verify:
+    """Returns how a program verifies its steps where the call does not say."""
+    value = os.environ.get(_VARIABLE) or "auto"
+    if value not in get_args(Verify):
+        raise ArgumentError(f"{_VARIABLE} must be off, auto, first or always; got {value!r}.")
+    return cast("Verify", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +47,15 @@ class RunOptions:
     away no array."""
     check_sync: bool = True
     """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
-    verify: Verify | None = None
-    """``"first"`` or ``"always"``: also run the step on one device with the whole batch, from a copy
-    of the state, and raise where state or results differ by more than rounding, or where the replicas'
-    copies of what is taken for mirrored, as by ``dj.assume_mirrored``, differ in any bit."""
+    verify: Verify = field(default_factory=_from_environment)
+    """When to run the step also on one device with the whole batch, from a copy of the state, and raise
+    where the two differ by more than rounding. ``"auto"``, the default: at its first call, if the step
+    trains a model of less than 256 MiB in one process, draws no random numbers and keeps no statistics
+    of each replica's share; compared is the state that it leaves. A step that cannot be compared is not,
+    without a word. ``"first"`` and ``"always"``: at the first call or every call, with all results; raise
+    as well where the step cannot be compared, or where the replicas' copies of what is taken for mirrored,
+    as by ``dj.assume_mirrored``, differ in any bit. ``"off"``: never. The environment variable
+    ``DISTRIBUTE_JAX_VERIFY`` sets another default."""
     donate_state: bool = True
     """Update variables in place: the arrays they held before the call are given to it."""
     donate_args: bool = False
@@ -50,19 +67,32 @@ class RunOptions:
             raise ArgumentError(
                 f"RunOptions(lowering={self.lowering!r}) is not one of 'shard_map', 'vmap', 'pmap'."
             )
-        if self.verify is not None and self.verify not in get_args(Verify):
+        if self.verify not in get_args(Verify):
             raise ArgumentError(
-                f"RunOptions(verify={self.verify!r}) is not one of None, 'first', 'always'."
+                f"RunOptions(verify={self.verify!r}) is not one of 'off', 'auto', 'first', 'always'."
             )
 
 
-_DEFAULT = RunOptions()
+UNVERIFIED = RunOptions(verify="off")
+"""The options of steps that are never compared."""
+
+
+@functools.cache
+def default_run_options() -> RunOptions:
+    """Returns the options of a call that passes none; read from the environment once."""
+    return RunOptions()
+
+
+def library_options() -> RunOptions:
+    """Returns the options of the library's own steps, which are compared where the environment asks."""
+    default = default_run_options()
+    return UNVERIFIED if default.verify == "auto" else default
 
 
 def checked_run_options(options: Any) -> RunOptions:
     """Gives the options of a call, the same defaults each time for None, or raises for another object."""
     if options is None:
-        return _DEFAULT
+        return default_run_options()
     if not isinstance(options, RunOptions):
         raise ArgumentError(
             f"strategy.run(options={options!r:.80}): options must be None or dj.RunOptions(...), such as "

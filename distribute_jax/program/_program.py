@@ -79,8 +79,10 @@ class Program:
     """What is known of the padding of partial batches, once one was met: a ``PaddingCheck``."""
     on_one_device: dict[Any, Program] = field(default_factory=dict)
     """Programs of the same step on one device, by the shapes of their data, for ``verify``."""
-    verified: bool = False
-    """Whether it was seen to equal the step on one device."""
+    verified: set[str] = field(default_factory=lambda: {"off"})
+    """The values of ``RunOptions(verify=…)`` that no longer ask for a comparison with one device."""
+    times_compared: int = 0
+    """How often it was compared."""
     per_example: tuple[Any, ...] | None = None
     """For each array result: True, False, or why it could not be found out."""
 
@@ -127,7 +129,7 @@ def build(
     on_own_shares = bool(lies.sharded_in) and not compiler.keeps_sharding
     evaluate = by_equation if on_own_shares else compiler.evaluate(call.mesh)
     one_replica = replica_function(traced, decided, lies, captured, evaluate)
-    ordered: Callable[..., list[Any]] = _Reordered(one_replica, order, avals)
+    ordered: Callable[..., list[Any]] = Reordered(one_replica, order, avals)
     donated = _donatable(traced, written, options)
     given = [*range(donated), *_donated_arguments(call, traced, order, lies, options)]
     ordered_lies = lies.in_order(order)
@@ -147,7 +149,7 @@ def build(
     )  # fmt: skip
 
 
-class _Reordered:
+class Reordered:
     """Calls a function of all flat inputs with only those that it uses, written state first."""
 
     def __init__(self, fn: Callable[..., Any], order: Sequence[int], avals: Sequence[Any]) -> None:

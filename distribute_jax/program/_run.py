@@ -20,7 +20,12 @@ from distribute_jax.processes import COMPILING, doing, stepped
 from distribute_jax.program._entry import Entry, OutdatedError
 from distribute_jax.program._failed import failed, named
 from distribute_jax.program._notices import Notices
-from distribute_jax.program._options import RunOptions, checked_run_options
+from distribute_jax.program._options import (
+    UNVERIFIED,
+    RunOptions,
+    checked_run_options,
+    default_run_options,
+)
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._rebind import bound_through_traces
 from distribute_jax.program._steps import (
@@ -58,7 +63,9 @@ from distribute_jax.program.tracing._trace import Call
 from distribute_jax.program.tracing._traced_value import compilable, step_name
 
 _MOST_PROGRAMS = 64
-_DEFAULT = checked_run_options(None)
+_MOST_COMPARED = 1024
+_ENOUGH = 3
+"""So many calls of a step that changes nothing are compared, as of one that warms up from a rate of 0."""
 
 _WHOLE = """\
 RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
@@ -97,6 +104,7 @@ class Runner:
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._recompilations = Recompilations()
         self._notices = Notices()
+        self._compared: dict[Any, None] = {}
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.steps_in_flight = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
         self._in_flight: deque[tuple[Any, Program, str]] = deque()
@@ -134,7 +142,7 @@ class Runner:
         """Names the results of a step that do not have one row for each example."""
         with one_at_a_time:
             arguments = take_apart(args, {}, self._mesh)
-            entry, _ = self.entry(fn, arguments, _DEFAULT)
+            entry, _ = self.entry(fn, arguments, UNVERIFIED)
             with self._tracing(fn, arguments):
                 return not_rows(self._call(fn, entry, arguments), entry)
 
@@ -156,8 +164,11 @@ class Runner:
     def _run_batches(
         self, fn: StepFunction, batches: list[Arguments], steps: int, options: RunOptions
     ) -> Any:
-        if can_scan(batches, steps) and not options.verify and COMPILERS[options.lowering].scans:
+        asked = options.verify in ("first", "always")
+        if can_scan(batches, steps) and not asked and COMPILERS[options.lowering].scans:
             entry, values = self.entry(fn, batches[0], options)
+            if options.verify not in entry.program.verified:
+                self._verify(fn, entry, batches[0], options, values)
             if scans(entry.program):
                 call = self._call(fn, entry, batches[0])
                 self._wait(entry.inputs_now())
@@ -185,9 +196,8 @@ class Runner:
         entry: Entry,
         values: list[Any],
     ) -> Any:
-        if options.verify and (options.verify == "always" or not entry.program.verified):
-            with named(entry.step, entry.program), self._tracing(fn, arguments):
-                verify(self._call(fn, entry, arguments), entry, values)
+        if options.verify not in entry.program.verified:
+            self._verify(fn, entry, arguments, options, values)
         flat = entry.flat_inputs(values, arguments)
         self._wait(flat)
         note_call(entry, flat, arguments.data, self._mesh)
@@ -196,6 +206,30 @@ class Runner:
         arrays = entry.store(entry.execute(flat))
         self._dispatched(entry, arrays)
         return entry.wrap(arrays)
+
+    def _verify(
+        self,
+        fn: StepFunction,
+        entry: Entry,
+        arguments: Arguments,
+        options: RunOptions,
+        values: list[Any],
+    ) -> None:
+        """Compares a call with one device; unasked, once for a step and what it is bound to."""
+        kinds = zip(arguments.leaves, arguments.kinds, strict=True)
+        static = [(type(leaf), leaf) for leaf, kind in kinds if kind == "static"]
+        key = (entry.binding.key, arguments.treedef, options.check_sync, *static)
+        if options.verify == "auto" and key in self._compared:
+            entry.program.verified.add("auto")
+            return
+        with named(entry.step, entry.program), self._tracing(fn, arguments):
+            enough = verify(self._call(fn, entry, arguments), entry, values, options)
+        entry.program.times_compared += 1
+        if options.verify != "always" and (enough or entry.program.times_compared > _ENOUGH):
+            entry.program.verified |= {"auto", options.verify}
+            self._compared[key] = None
+            if len(self._compared) > _MOST_COMPARED:
+                del self._compared[next(iter(self._compared))]
 
     def _run_partial(self, call: Call, entry: Entry, values: list[Any], flat: list[Any]) -> Any:
         traces = (
@@ -354,15 +388,15 @@ class Runner:
 
 def _head(found: Roots, arguments: Arguments, options: RunOptions) -> tuple[Any, ...]:
     """Gives what is compared first at every call: code, signature and options, quick to hash."""
-    asked = None if options is _DEFAULT else _compiled_alike(options)
+    asked = None if options is UNVERIFIED or options is default_run_options() else _compiled_alike(options)
     return tuple(found.key), arguments.signature, asked
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_alike(options: RunOptions) -> RunOptions | None:
     """Leaves out what changes nothing about the program; None for the default."""
-    alike = replace(options, verify=None)
-    return None if alike == _DEFAULT else alike
+    alike = replace(options, verify="off")
+    return None if alike == UNVERIFIED else alike
 
 
 def _stays(old: Entry, new: Entry) -> bool:

@@ -97,10 +97,13 @@ class Strategy(InputMethods, OlderNames):
         """How code in ``run`` names the axis of the replicas, as in ``nnx.BatchNorm(axis_name=…)``."""
         return self._axis_name
 
-    @cached_property
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are combined."""
-        return num_replicas(self._mesh)
+        top = _context.entered()
+        # A step that is compared with one device runs there as one replica.
+        alone = top is not None and getattr(top.strategy, "stands_for", None) is self
+        return 1 if alone else num_replicas(self._mesh)
 
     @property
     def cluster_resolver(self) -> Any:

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from distribute_jax.program.checks._compare import Array, Verdict, compared, largest, tolerance
+from distribute_jax.program.checks._compare import (
+    Array,
+    Verdict,
+    compared,
+    finite,
+    largest,
+    same_specials,
+)
 
 _INCOMPARABLE = (
     "cannot be compared: each replica has its own value, and neither their sum (off by up to {sum}) nor "
@@ -21,7 +28,14 @@ _SHAPES = (
 
 
 def difference(
-    parts: Array, one: Array, *, rows: Any, counts: Sequence[int] | None, eps: float
+    parts: Array,
+    one: Array,
+    *,
+    rows: Any,
+    counts: Sequence[int] | None,
+    eps: float,
+    relative: float,
+    noise: float = 0.0,
 ) -> str | None:
     """Says how the replicas' values of a result differ from that of one device.
 
@@ -35,21 +49,31 @@ def difference(
         rows: whether it has one row for each example; anything but a bool where that is not known.
         counts: the real rows of each replica, None where all are real.
         eps: the relative spacing of the numbers as the step holds them.
+        relative: how much of its size an entry may differ by.
+        noise: how much any entry may differ by besides.
     """
     if rows is True or (rows is not False and parts.shape[1:] != one.shape):
         joined = _real_rows(parts, counts)
         if joined is not None and joined.shape == one.shape:
-            return _rows_difference(joined, one, eps)
+            if compared(joined, one, eps=eps, relative=relative, noise=noise) is Verdict.UNEQUAL:
+                return f"its rows differ by up to {largest(finite(joined) - finite(one)):.3g}"
+            return None
     if parts.shape[1:] != one.shape:
         return _SHAPES.format(part=parts.shape[1:], one=one.shape)
     if np.array_equal(parts, np.broadcast_to(one, parts.shape)):
         return None
-    wide = np.complex128 if np.iscomplexobj(parts) else np.float64
-    total = parts.astype(wide).sum(0)
-    mean = total / len(parts)
-    if _is_near(total, one, parts, eps) or _is_near(mean, one, parts, eps):
-        return None
-    return _INCOMPARABLE.format(sum=_off(total, one), mean=_off(mean, one))
+    if not np.issubdtype(one.dtype, np.inexact):
+        total = parts.astype(np.float64).sum(0)
+        near = np.array_equal(total, one) or np.array_equal(total / len(parts), one)
+        return None if near else _INCOMPARABLE.format(sum=_off(total, one), mean=_off(total / len(parts), one))
+    # Sums are as exact as their terms.
+    exact = 16 * eps * np.abs(finite(parts)).sum(0) + relative * np.abs(finite(one)) + noise
+    with np.errstate(invalid="ignore"):  # of infinities of both signs the sum is NaN, as on one device
+        total = parts.astype(np.complex128 if np.iscomplexobj(parts) else np.float64).sum(0)
+    for value in (total, total / len(parts)):
+        if same_specials(value, one) and np.all(np.abs(finite(value) - finite(one)) <= exact):
+            return None
+    return _INCOMPARABLE.format(sum=_off(total, one), mean=_off(total / len(parts), one))
 
 
 def _real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
@@ -60,25 +84,6 @@ def _real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
     return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-def _rows_difference(joined: Array, one: Array, eps: float) -> str | None:
-    if compared(joined, one, eps=eps) is Verdict.UNEQUAL:
-        apart = largest(joined.astype(np.float64) - one) if joined.dtype != bool else 1.0
-        return f"its rows differ by up to {apart:.3g}"
-    return None
-
-
 def _off(value: Array, one: Array) -> str:
-    alike = not np.issubdtype(one.dtype, np.inexact) or np.array_equal(
-        np.isnan(value), np.isnan(one)
-    )
-    return f"{largest(value - one):.3g}" if alike else "nan"
-
-
-def _is_near(value: Array, one: Array, parts: Array, eps: float) -> bool:
-    """Compares a combined value with that of one device; a sum is as exact as its largest terms."""
-    if not np.issubdtype(one.dtype, np.inexact):
-        return bool(np.array_equal(value, one))
-    if not np.array_equal(np.isnan(value), np.isnan(one)):
-        return False
-    change = tolerance(eps) * largest(one)
-    return largest(value - one) <= change + 16 * eps * largest(np.abs(parts).sum(0))
+    exact = not np.issubdtype(one.dtype, np.inexact)
+    return f"{largest(finite(value) - finite(one)):.3g}" if exact or same_specials(value, one) else "nan"

@@ -8,7 +8,7 @@ Adam makes steps of nearly its full size of it, so that comparing sizes does not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,15 @@ import numpy as np
 
 from distribute_jax._mesh import outside_mesh
 from distribute_jax.program._entry import Entry
-from distribute_jax.program.checks._compare import Array, largest, spacing_of
+from distribute_jax.program.checks._compare import (
+    Array,
+    finite,
+    largest,
+    same_specials,
+    spacing_of,
+)
 
-_AS_LARGE = 8
+AS_LARGE = 8
 """So many times the change by the last digits of the inputs is still taken for rounding."""
 
 
@@ -30,35 +36,54 @@ def nudged_outcomes(entry: Entry, flat: Sequence[Any]) -> list[list[Any]]:
     It is the last digit of the least precise numbers that the program computes with. By what its own
     input was changed, the state that comes out is changed back: what the step adds to it is looked at.
     """
-    spacing = _coarsest(entry.program.traced.jaxpr.jaxpr)
-    return [_outcome(entry, flat, sign * spacing) for sign in (1, -1)]
+    spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
+    old = range(entry.state_size)
+    return [nudged_outcome(entry.execute, flat, sign * spacing, old) for sign in (1, -1)]
 
 
-def _outcome(entry: Entry, flat: Sequence[Any], change: float) -> list[Any]:
+def nudged_outcome(
+    run: Callable[[list[Any]], list[Any]],
+    flat: Sequence[Any],
+    change: float,
+    old: Sequence[int | None],
+) -> list[Any]:
+    """Runs a program on inputs that are changed by a relative ``change``.
+
+    Args:
+        run: the program.
+        flat: its inputs.
+        change: how much they are changed.
+        old: for the first outputs, the input that each is the new value of, where it is of one.
+    """
     with outside_mesh():
         inputs = [_nudged(x, change) for x in flat]
-        state = list(zip(inputs, flat, strict=True))[: entry.state_size]
-        moved = [new - old if _is_inexact(old) else None for new, old in state]
-    outs = entry.execute(inputs)
+    outs = run(inputs)
     with outside_mesh():
         back = [
-            out if by is None else (out - by).astype(out.dtype)
-            for out, by in zip(outs, moved, strict=False)
+            (out - jnp.nan_to_num(inputs[i] - flat[i])).astype(out.dtype)
+            if i is not None and _is_inexact(flat[i])
+            else out
+            for out, i in zip(outs, old, strict=False)
         ]
     return [*back, *outs[len(back) :]]
 
 
 def is_rounding(left: Array, right: Array, nudged: Iterable[Array]) -> bool:
-    """Tells whether two outcomes are no further apart than the last digits of the inputs make them.
+    """Whether two outcomes are no further apart than the last digits of the inputs make them.
 
     Args:
         left: one outcome.
         right: the other.
         nudged: the first as ``nudged_outcomes`` gives it.
     """
-    if not np.issubdtype(left.dtype, np.inexact):
+    if not np.issubdtype(left.dtype, np.inexact) or not same_specials(left, right):
         return False
-    return largest(left - right) <= _AS_LARGE * max(largest(left - near) for near in nudged)
+    return largest(finite(left) - finite(right)) <= noise_of(left, nudged)
+
+
+def noise_of(array: Array, nudged: Iterable[Array]) -> float:
+    """Returns how much of a difference from an outcome is taken for rounding."""
+    return AS_LARGE * max((largest(finite(array) - finite(n)) for n in nudged), default=0.0)
 
 
 def _nudged(x: Any, change: float) -> Any:
@@ -74,9 +99,9 @@ def _is_inexact(x: Any) -> bool:
     return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _coarsest(jaxpr: jex_core.Jaxpr) -> float:
-    """Gives the relative spacing of the least precise numbers that a program computes with."""
+def coarsest(jaxpr: jex_core.Jaxpr) -> float:
+    """Returns the relative spacing of the least precise numbers that a program computes with."""
     own = [
         spacing_of(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")
     ]
-    return max([0.0, *own, *map(_coarsest, jex_core.subjaxprs(jaxpr))])
+    return max([0.0, *own, *map(coarsest, jex_core.subjaxprs(jaxpr))])

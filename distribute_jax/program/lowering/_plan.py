@@ -208,35 +208,50 @@ def _sources(mark: Mark) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
-    """Refuses a per-replica result that is the next value of a mirrored argument."""
-    shapes = [
-        var.aval
-        for var in traced.jaxpr.jaxpr.outvars[len(traced.jaxpr.jaxpr.outvars) - len(marks) :]
-    ]
+class ModelShaped(NamedTuple):
+    """A part of the result that is the next value of a mirrored argument."""
+
+    argument: str
+    """The argument's name, as ``args[0]``."""
+    what: str
+    """The name of that part of the result."""
+    results: list[int]
+    """Which arrays of the result it holds."""
+    leaves: list[Leaf]
+    """What each of them was in the argument."""
+
+
+def model_shaped(call: Call, traced: Traced) -> Iterator[ModelShaped]:
+    """Finds the parts of the result with structure and shapes of an argument that came in mirrored."""
+    avals = [var.aval for var in traced.jaxpr.jaxpr.outvars[sum(traced.written_sizes) :]]
     template = traced.results
     tree = jax.tree.unflatten(
         template.treedef, [_ResultLeaf(kind, content) for kind, content in template.leaves]
     )
-    for argument, structure, avals in _mirrored_arguments(call):
+    for argument, structure, wanted in _mirrored_arguments(call):
         for what, subtree in _subtrees(tree, structure):
             leaves = [leaf.content for leaf in subtree if leaf.kind == "array"]
-            if len(leaves) != len(avals) or not all(map(_fits, avals, (shapes[k] for k in leaves))):
-                continue
-            bad = [
-                f"{traced.results.names[k]} depends on {_sources(marks[k])}"
-                for k, wanted in zip(leaves, avals, strict=True)
-                if marks[k] and not wanted.per_replica
-            ]
-            if bad:
-                raise OutOfSyncError(
-                    _MODEL_SHAPED.format(
-                        what=what,
-                        argument=argument,
-                        replicas=num_replicas(call.mesh),
-                        lines=listed(bad),
-                    )
+            if len(leaves) == len(wanted) and all(map(_fits, wanted, (avals[k] for k in leaves))):
+                yield ModelShaped(argument, what, leaves, wanted)
+
+
+def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
+    """Refuses a per-replica result that is the next value of a mirrored argument."""
+    for argument, what, results, leaves in model_shaped(call, traced):
+        bad = [
+            f"{traced.results.names[k]} depends on {_sources(marks[k])}"
+            for k, leaf in zip(results, leaves, strict=True)
+            if marks[k] and not leaf.per_replica
+        ]
+        if bad:
+            raise OutOfSyncError(
+                _MODEL_SHAPED.format(
+                    what=what,
+                    argument=argument,
+                    replicas=num_replicas(call.mesh),
+                    lines=listed(bad),
                 )
+            )
 
 
 @dataclass(frozen=True)
@@ -245,40 +260,43 @@ class _ResultLeaf:
     content: Any
 
 
-class _Wanted(NamedTuple):
+class Leaf(NamedTuple):
     """What a leaf of an argument is on one replica."""
 
     shape: tuple[int, ...]
     dtype: Any
     """None for a number, which has no dtype yet."""
     per_replica: bool
+    position: int
+    """Which of the call's leaves it is."""
 
 
-def _wanted(leaf: Any) -> _Wanted:
+def _leaf(leaf: Any, position: int) -> Leaf:
     per_replica = isinstance(leaf, PerReplica)
     shape = leaf.part_shape if per_replica else jnp.shape(leaf)
-    return _Wanted(shape, getattr(leaf, "dtype", None), per_replica)
+    return Leaf(shape, getattr(leaf, "dtype", None), per_replica, position)
 
 
-def _fits(wanted: _Wanted, aval: Any) -> bool:
+def _fits(wanted: Leaf, aval: Any) -> bool:
     """Tells whether an output has the shape and dtype of an argument."""
     return bool(wanted.shape == aval.shape and wanted.dtype in (None, aval.dtype))
 
 
-def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[_Wanted]]]:
+def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
     """Gives name, structure and shapes of each argument that is a nest with mirrored arrays.
 
     Some of it may be per-replica, as the statistics of a model of which each replica keeps its own.
     """
     arguments = call.arguments
     args, kwargs = jax.tree.unflatten(arguments.treedef, arguments.leaves)
-    named = [(f"args[{i}]", value) for i, value in enumerate(args)]
-    named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
-    for name, value in named:
+    positions = jax.tree.unflatten(arguments.treedef, list(range(len(arguments.leaves))))
+    named = [(f"args[{i}]", value, positions[0][i]) for i, value in enumerate(args)]
+    named += [(f"kwargs[{k!r}]", value, positions[1][k]) for k, value in kwargs.items()]
+    for name, value, at in named:
         leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PerReplica))
         arrays = all(is_array(x) or is_number(x) or isinstance(x, PerReplica) for x in leaves)
         if leaves and arrays and not jax.tree_util.treedef_is_leaf(structure):
-            wanted = [_wanted(leaf) for leaf in leaves]
+            wanted = list(map(_leaf, leaves, jax.tree.leaves(at)))
             if any(leaf.shape and not leaf.per_replica for leaf in wanted):
                 yield name, structure, wanted
 

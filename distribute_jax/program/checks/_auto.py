@@ -1,0 +1,138 @@
+"""Which steps are compared with one device without being asked, and in what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from flax import nnx
+
+from distribute_jax._mesh import is_local, num_replicas
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._entry import Entry
+from distribute_jax.program.binding._aggregation import Combine
+from distribute_jax.program.binding._capture import roots
+from distribute_jax.program.lowering._plan import model_shaped
+from distribute_jax.program.tracing._trace import Call
+from distribute_jax.variables import Variable, VariableAggregation
+
+_MOST_BYTES = 256 * 2**20
+"""State of this size and more is not compared unasked."""
+
+_UNREPEATABLE = (
+    *("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"),
+    *("callback", "infeed", "outfeed", "debug_print"),
+)
+"""Parts of the names of primitives that draw random numbers, or that must not be run twice."""
+
+
+def compared_outputs(call: Call, entry: Entry, flat: list[Any]) -> list[int]:
+    """Returns the outputs of a step that one device must leave as well; none for a step of another kind.
+
+    They are what the step leaves behind for the next one. What it returns besides, and what metrics
+    count, may be meant for each replica.
+
+    Args:
+        call: the call.
+        entry: the step.
+        flat: its flat inputs.
+    """
+    program = entry.program
+    trained = [_is_trained(v) for v in entry.outputs]
+    returned = [k for one in model_shaped(call, program.traced) for k in one.results]
+    if not any(trained) and not returned:
+        return []
+    if not is_local(call.mesh) or any(map(_is_stacked, call.arguments.data)):
+        return []
+    rules = set(program.plan.combine)
+    if rules & {Combine.MEAN, Combine.FIRST} or any(map(_is_statistic, entry.output_names())):
+        return []
+    if any(isinstance(v, nnx.RngState) for v in entry.outputs) or not _repeatable(entry):
+        return []
+    whole = [x for x in flat if isinstance(x, jax.Array) and not _is_split(x, call)]
+    if sum(x.nbytes for x in whole) >= _MOST_BYTES:
+        return []
+    variables = [
+        v
+        for v, size in zip(entry.outputs, program.traced.written_sizes, strict=True)
+        for _ in range(size)
+    ]
+    rules_of = zip(program.plan.combine, variables, strict=True)
+    state = [k for k, (rule, v) in enumerate(rules_of) if _leaves_behind(rule, v)]
+    return [*state, *(entry.state_size + k for k in returned)]
+
+
+def _is_trained(variable: nnx.Variable[Any]) -> bool:
+    """Whether a variable belongs to a model or its optimizer."""
+    return isinstance(variable, (nnx.Param, nnx.OptState)) or (
+        isinstance(variable, Variable) and type(variable) is not Variable
+    )
+
+
+def _leaves_behind(rule: Combine, variable: nnx.Variable[Any]) -> bool:
+    """Whether a variable ends with the value that it would have on one device."""
+    if isinstance(variable, Variable) and type(variable) is Variable:
+        # By another aggregation each replica's write counts, as of a number of replicas.
+        return variable.aggregation is VariableAggregation.NONE and not variable.is_on_read
+    if isinstance(variable, nnx.metrics.MetricState):
+        return False
+    return rule in (Combine.MIRRORED, Combine.OWN)
+
+
+def _is_stacked(value: Any) -> bool:
+    return isinstance(value, PerReplica) and value.layout is Layout.STACKED
+
+
+def _is_split(x: jax.Array, call: Call) -> bool:
+    return any(isinstance(v, PerReplica) and v.global_array is x for v in call.arguments.data)
+
+
+def _is_statistic(name: str) -> bool:
+    return "batch_stats" in name
+
+
+def _repeatable(entry: Entry) -> bool:
+    jaxpr = entry.program.traced.jaxpr
+    if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
+        return False
+    names = {eqn.primitive.name for eqn in _equations(jaxpr.jaxpr)}
+    return not any(part in name for name in names for part in _UNREPEATABLE)
+
+
+def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+    for inner in jex_core.subjaxprs(jaxpr):
+        yield from _equations(inner)
+
+
+def scales_by_number(call: Call, many: Entry, one: Entry) -> bool:
+    """Whether a step has the number of replicas as a number of its own, and scales by it.
+
+    One device then divides by the number of replicas, too: what differs tells nothing.
+    """
+    replicas = num_replicas(call.mesh)
+    scales = (float(replicas), 1 / replicas)
+    held = [*roots(call.fn).values, *call.arguments.leaves]
+    if not any(_is_one_of(value, scales) for value in held):
+        return False
+    used = [
+        {float(v) for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)
+    ]
+    return bool(used[0] & used[1])
+
+
+def _is_one_of(value: Any, scales: tuple[float, ...]) -> bool:
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return number and any(abs(float(value) - scale) < 1e-6 for scale in scales)
+
+
+def _literals(entry: Entry) -> Iterator[float]:
+    for eqn in _equations(entry.program.traced.jaxpr.jaxpr):
+        for var in eqn.invars:
+            if isinstance(var, jex_core.Literal) and np.ndim(var.val) == 0:
+                if np.issubdtype(var.aval.dtype, np.floating):
+                    yield float(var.val)
