@@ -8,6 +8,8 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "16")
+# Tests count traces and compilations, and train in wrong ways on purpose. Those of verify ask for it.
+os.environ.setdefault("DISTRIBUTE_JAX_VERIFY", "off")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()

@@ -16,6 +16,8 @@ from distribute_jax.variables import Variable, VariableAggregation, VariableSync
 class PartialGradient(Variable):
     """What one replica has added up of one gradient; the whole is the sum over the replicas."""
 
+    is_optimizer_state = True
+
 
 class Accumulation(nnx.Module):
     """Adds up this replica's gradients, and says when they are to be applied.

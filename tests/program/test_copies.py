@@ -42,7 +42,7 @@ def test_what_was_declared_mirrored_and_is_not_is_found(s4: dj.MirroredStrategy,
     assert all("cpu:3 not as on cpu:0, cpu:1, cpu:2" in line for line in named)
     assert (float(state[...]), float(untouched[...])) == (2.0, 3.0)
     dj.check_in_sync((state, untouched))
-    s4.run(step, args=(1.0,), options=dj.RunOptions(lowering=lowering))  # unasked, it drifts
+    s4.run(step, args=(1.0,), options=dj.RunOptions(lowering=lowering, verify="off"))  # it drifts
     with pytest.raises(dj.OutOfSyncError, match=r"\[0\], float32"):
         dj.check_in_sync((state, untouched))
 

@@ -540,7 +540,7 @@ def test_the_rounding_of_half_precision_is_no_padding_that_was_seen():
     assert float(total[...]) == pytest.approx(0.01 * x.sum(), rel=1e-2)
 
 
-@pytest.mark.parametrize("verified", [None, "first"])
+@pytest.mark.parametrize("verified", ["off", "auto", "first"])
 def test_a_step_that_counts_its_traces_is_not_compiled_in_each_epoch(
     s4: dj.MirroredStrategy, verified: Any
 ):

@@ -67,19 +67,22 @@ def compared_outputs(call: Call, entry: Entry, flat: list[Any]) -> list[int]:
 
 def _is_trained(variable: nnx.Variable[Any]) -> bool:
     """Whether a variable belongs to a model or its optimizer."""
-    return isinstance(variable, (nnx.Param, nnx.OptState)) or (
-        isinstance(variable, Variable) and type(variable) is not Variable
-    )
+    return isinstance(variable, (nnx.Param, nnx.OptState)) or _is_optimizer_state(variable)
+
+
+def _is_optimizer_state(variable: nnx.Variable[Any]) -> bool:
+    # A dj.Variable hands unknown attributes on to its value, its class does not.
+    return bool(getattr(type(variable), "is_optimizer_state", False))
 
 
 def _leaves_behind(rule: Combine, variable: nnx.Variable[Any]) -> bool:
     """Whether a variable ends with the value that it would have on one device."""
-    if isinstance(variable, Variable) and type(variable) is Variable:
+    if _is_optimizer_state(variable):
+        return True
+    if isinstance(variable, Variable):
         # By another aggregation each replica's write counts, as of a number of replicas.
-        return variable.aggregation is VariableAggregation.NONE and not variable.is_on_read
-    if isinstance(variable, nnx.metrics.MetricState):
-        return False
-    return rule in (Combine.MIRRORED, Combine.OWN)
+        return variable.aggregation is VariableAggregation.NONE and rule is Combine.MIRRORED
+    return not isinstance(variable, nnx.metrics.MetricState) and rule is Combine.MIRRORED
 
 
 def _is_stacked(value: Any) -> bool:

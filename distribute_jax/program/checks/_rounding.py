@@ -57,13 +57,15 @@ def nudged_outcome(
     """
     with outside_mesh():
         inputs = [_nudged(x, change) for x in flat]
+        moved = [
+            None if i is None or not _is_inexact(flat[i]) else jnp.nan_to_num(inputs[i] - flat[i])
+            for i in old
+        ]
     outs = run(inputs)
     with outside_mesh():
         back = [
-            (out - jnp.nan_to_num(inputs[i] - flat[i])).astype(out.dtype)
-            if i is not None and _is_inexact(flat[i])
-            else out
-            for out, i in zip(outs, old, strict=False)
+            out if by is None else (out - by).astype(out.dtype)
+            for out, by in zip(outs, moved, strict=False)
         ]
     return [*back, *outs[len(back) :]]
 
