@@ -388,7 +388,11 @@ class Runner:
 
 def _head(found: Roots, arguments: Arguments, options: RunOptions) -> tuple[Any, ...]:
     """Gives what is compared first at every call: code, signature and options, quick to hash."""
-    asked = None if options is UNVERIFIED or options is default_run_options() else _compiled_alike(options)
+    asked = (
+        None
+        if options is UNVERIFIED or options is default_run_options()
+        else _compiled_alike(options)
+    )
     return tuple(found.key), arguments.signature, asked
 
 

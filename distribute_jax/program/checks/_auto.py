@@ -106,8 +106,7 @@ def _repeatable(entry: Entry) -> bool:
 
 
 def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
+    yield from jaxpr.eqns
     for inner in jex_core.subjaxprs(jaxpr):
         yield from _equations(inner)
 
@@ -122,9 +121,7 @@ def scales_by_number(call: Call, many: Entry, one: Entry) -> bool:
     held = [*roots(call.fn).values, *call.arguments.leaves]
     if not any(_is_one_of(value, scales) for value in held):
         return False
-    used = [
-        {float(v) for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)
-    ]
+    used = [{float(v) for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)]
     return bool(used[0] & used[1])
 
 
@@ -134,8 +131,9 @@ def _is_one_of(value: Any, scales: tuple[float, ...]) -> bool:
 
 
 def _literals(entry: Entry) -> Iterator[float]:
+    """Yields the floating scalars among a program's constants."""
     for eqn in _equations(entry.program.traced.jaxpr.jaxpr):
         for var in eqn.invars:
-            if isinstance(var, jex_core.Literal) and np.ndim(var.val) == 0:
-                if np.issubdtype(var.aval.dtype, np.floating):
-                    yield float(var.val)
+            aval: Any = var.aval
+            if isinstance(var, jex_core.Literal) and not aval.shape and aval.dtype.kind == "f":
+                yield float(var.val)

@@ -65,10 +65,16 @@ def difference(
     if not np.issubdtype(one.dtype, np.inexact):
         total = parts.astype(np.float64).sum(0)
         near = np.array_equal(total, one) or np.array_equal(total / len(parts), one)
-        return None if near else _INCOMPARABLE.format(sum=_off(total, one), mean=_off(total / len(parts), one))
+        return (
+            None
+            if near
+            else _INCOMPARABLE.format(sum=_off(total, one), mean=_off(total / len(parts), one))
+        )
     # Sums are as exact as their terms.
     exact = 16 * eps * np.abs(finite(parts)).sum(0) + relative * np.abs(finite(one)) + noise
-    with np.errstate(invalid="ignore"):  # of infinities of both signs the sum is NaN, as on one device
+    with np.errstate(
+        invalid="ignore"
+    ):  # of infinities of both signs the sum is NaN, as on one device
         total = parts.astype(np.complex128 if np.iscomplexobj(parts) else np.float64).sum(0)
     for value in (total, total / len(parts)):
         if same_specials(value, one) and np.all(np.abs(finite(value) - finite(one)) <= exact):
@@ -86,4 +92,8 @@ def _real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
 
 def _off(value: Array, one: Array) -> str:
     exact = not np.issubdtype(one.dtype, np.inexact)
-    return f"{largest(finite(value) - finite(one)):.3g}" if exact or same_specials(value, one) else "nan"
+    return (
+        f"{largest(finite(value) - finite(one)):.3g}"
+        if exact or same_specials(value, one)
+        else "nan"
+    )

@@ -82,7 +82,8 @@ def _evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
 
     def read(var: Any) -> Any:
         if isinstance(var, jex_core.Literal):
-            return np.asarray(var.val, wide(var.aval.dtype))
+            aval: Any = var.aval
+            return np.asarray(var.val, wide(aval.dtype))
         return values[var]
 
     for eqn in jaxpr.eqns:
@@ -138,7 +139,8 @@ def _outputs(eqn: Any, outs: Any) -> Sequence[Any]:
 def _scatter(eqn: Any, values: list[Any]) -> Sequence[Any]:
     # Without its program, which is written for other dtypes, a scatter makes one of its own.
     return _outputs(
-        eqn, eqn.primitive.bind(*values, **{**eqn.params, "update_jaxpr": None, "update_consts": ()})
+        eqn,
+        eqn.primitive.bind(*values, **{**eqn.params, "update_jaxpr": None, "update_consts": ()}),
     )
 
 

@@ -54,9 +54,10 @@ The step on {replicas} replicas is not the step on one device with the whole bat
 A distributed step must give what one device gives, to rounding. The state is as before the call.{hint}"""
 
 _PAIRS = """
-Gradients are right in two ways: all_reduce("sum", gradients) of a loss by dj.compute_average_loss(losses), or \
-all_reduce("mean", gradients) of a mean over this replica's examples. dj.Optimizer sums by itself, so that the \
-loss is the first. A number of replicas in the step is dj.get_replica_context().num_replicas_in_sync."""
+Gradients are right in two ways: all_reduce("sum", gradients) of a loss by \
+dj.compute_average_loss(losses), or all_reduce("mean", gradients) of a mean over this replica's examples. \
+dj.Optimizer sums by itself, so that its loss is the first. Where the step divides by the number of \
+replicas, let it ask for it: dj.get_replica_context().num_replicas_in_sync."""
 
 _UNASKED = """
 Where the step is meant to differ from one device, as with a loss over pairs of one replica's examples: \
@@ -166,7 +167,12 @@ class _Comparison:
     """One call on all replicas and on one device."""
 
     def __init__(
-        self, call: Call, entry: Entry, values: Sequence[Any], flat: list[Any], chosen: Sequence[int]
+        self,
+        call: Call,
+        entry: Entry,
+        values: Sequence[Any],
+        flat: list[Any],
+        chosen: Sequence[int],
     ) -> None:
         """Runs the step both ways; ``chosen`` are the outputs to compare."""
         entry.check_readable(flat)
@@ -225,7 +231,8 @@ class _Comparison:
         return _Outcomes(run, flat, self._before(flat), many, one)
 
     def _before(self, flat: list[Any]) -> list[Any]:
-        return as_read(self.entry, [0.0 if i is None else flat[i] for i in self._old])
+        before: list[Any] = [0.0 if i is None else flat[i] for i in self._old]
+        return as_read(self.entry, before)
 
     def _apart(
         self, outcomes: _Outcomes, indices: list[int], relative: float, nudged: float
@@ -261,7 +268,9 @@ class _Comparison:
         names = self.entry.output_names()
         found: _Found = {}
         for k in indices:
-            if outcomes.many[k] is None:  # an ON_READ variable without aggregation has no value to compare
+            if (
+                outcomes.many[k] is None
+            ):  # an ON_READ variable without aggregation has no value to compare
                 continue
             left = on_host(outcomes.many[k])
             noise = noise_of(left, (on_host(outs[k]) for outs in near))
@@ -327,7 +336,9 @@ def _on_one_device(call: Call, entry: Entry) -> tuple[Call, Entry]:
     shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in whole)
     programs = entry.program.on_one_device
     if shapes not in programs:
-        programs[shapes] = build(single, RunOptions(check_sync=False, donate_state=False, verify="off"))
+        programs[shapes] = build(
+            single, RunOptions(check_sync=False, donate_state=False, verify="off")
+        )
     return single, Entry(programs[shapes], call.binding, entry.step)
 
 
@@ -370,8 +381,10 @@ def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
     apart = np.abs(left - right)
     most = int(np.argmax(apart))
     change = float(np.abs(right - old).flat[most])
-    text = f"differs by up to {float(apart.flat[most]):.3g}"
-    return f"{text}{_ratio(left - old, right - old, replicas) or f' where one device changes it by {change:.3g}'}"
+    ratio = _ratio(left - old, right - old, replicas)
+    return f"differs by up to {float(apart.flat[most]):.3g}" + (
+        ratio or f", where one device changes it by {change:.3g}"
+    )
 
 
 def _ratio(left: Array, right: Array, replicas: int) -> str:
@@ -380,7 +393,9 @@ def _ratio(left: Array, right: Array, replicas: int) -> str:
     differ = (sizes > 1e-6 * largest(right)) & (np.abs(left - right) > 1e-3 * sizes)
     if not differ.any() or np.iscomplexobj(right):
         return ""
-    low, ratio, high = (float(x) for x in np.quantile(left[differ] / right[differ], (0.1, 0.5, 0.9)))
+    low, ratio, high = (
+        float(x) for x in np.quantile(left[differ] / right[differ], (0.1, 0.5, 0.9))
+    )
     if high - low > 0.02 * abs(ratio):
         return ""
     return f"; the change is {ratio:.3f} times that on one device{_cause(ratio, replicas)}"

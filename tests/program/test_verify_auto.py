@@ -1,0 +1,362 @@
+"""The first call of a step that trains is compared with one device, without being asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.program._options import default_run_options
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+Y = np.arange(16) % 3
+
+
+def context() -> dj.ReplicaContext:
+    """The context of this replica."""
+    return dj.get_replica_context()
+
+
+@pytest.fixture(autouse=True)
+def by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a user gets: no environment variable, no options."""
+    monkeypatch.delenv("DISTRIBUTE_JAX_VERIFY")
+    default_run_options.cache_clear()
+    yield
+    monkeypatch.undo()
+    default_run_options.cache_clear()
+
+
+def classifier(
+    strategy: dj.Strategy,
+    tx: optax.GradientTransformation,
+    make: Callable[[nnx.Module, Any], Any] = dj.Optimizer,
+) -> tuple[nnx.Linear, Any]:
+    """A model and its optimizer."""
+    with strategy.scope():
+        model = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+        return model, make(model, tx)
+
+
+def losses(model: nnx.Linear, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The loss of each example."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y)
+
+
+def mean_step(model: nnx.Linear, optimizer: Any) -> Callable[..., None]:
+    """The commonest port: a loss with mean, and an optimizer that sums."""
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        optimizer.update(model, nnx.grad(lambda m: losses(m, x, y).mean())(model))
+
+    return step
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.sgd(0.1)], ids=["adam", "sgd"])
+def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(
+    s4: dj.MirroredStrategy, tx: optax.GradientTransformation
+):
+    """Adam hides it in the weights and shows it in its state, also as a square; all is as before."""
+    model, optimizer = classifier(s4, tx)
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    before = [np.asarray(v) for v in jax.tree.leaves(nnx.state((model, optimizer)))]
+    with pytest.raises(
+        dj.NotEqualError, match=r"4\.000 = number of replicas: gradients of a mean were summed"
+    ) as caught:
+        s4.run(mean_step(model, optimizer), args=batch)
+    for text in (
+        "dj.compute_average_loss(losses)",
+        'all_reduce("mean", gradients)',
+        'verify="off"',
+    ):
+        assert text in str(caught.value)
+    after = [np.asarray(v) for v in jax.tree.leaves(nnx.state((model, optimizer)))]
+    assert all(map(np.array_equal, before, after))
+
+
+def test_the_advice_against_drifting_replicas_taken_wrongly_is_found(s4: dj.MirroredStrategy):
+    """A sum of gradients of a mean, and a mean of gradients of parts of a mean."""
+    model, optimizer = classifier(
+        s4, optax.sgd(0.1), lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param)
+    )
+    (batch,) = s4.distribute_dataset([(X, Y)])
+
+    def step(op: str, x: jax.Array, y: jax.Array) -> None:
+        def loss(m: nnx.Linear) -> jax.Array:
+            each = losses(m, x, y)
+            return each.mean() if op == "sum" else dj.compute_average_loss(each)
+
+        optimizer.update(model, context().all_reduce(op, nnx.grad(loss)(model)))
+
+    for op, ratio in (("sum", r"4\.000"), ("mean", r"0\.250")):
+        with pytest.raises(dj.NotEqualError, match=ratio):
+            s4.run(step, args=(op, *batch))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_right_step_is_compared_once_and_says_nothing(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, steps: int
+):
+    """One more trace at the first call, none at another batch size, of run as of run_steps."""
+    model, optimizer = classifier(s4, optax.adam(1e-3))
+    traces: list[int] = []
+    note = traces.append  # what a list holds would be watched, and make another step
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        note(len(x))
+        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
+        optimizer.update(model, gradients)
+
+    for size in (16, 8):
+        iterator = iter(s4.distribute_dataset([(X[:size], Y[:size])] * 6))
+        for _ in range(6 // steps):
+            if steps == 1:
+                s4.run(step, args=next(iterator))
+            else:
+                s4.run_steps(step, iterator, steps=steps)
+    assert traces == [4, 16, 2]
+    assert caplog.records == []
+
+
+def test_several_steps_in_one_dispatch_are_compared_before(s4: dj.MirroredStrategy):
+    model, optimizer = classifier(s4, optax.adam(1e-3))
+    iterator = iter(s4.distribute_dataset([(X, Y)] * 3))
+    with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
+        s4.run_steps(mean_step(model, optimizer), iterator, steps=3)
+
+
+def test_state_that_a_function_takes_and_returns_is_compared(s4: dj.MirroredStrategy):
+    """As of Linen. The change is looked at, which is small beside the weights."""
+    tx = optax.sgd(1e-4)
+    with s4.scope():
+        params = {"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}
+        state = {"params": params, "opt": tx.init(params), "step": 0}
+    (batch,) = s4.distribute_dataset([(X, Y)])
+
+    def step(op: str, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits = x @ params["kernel"] + params["bias"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        gradients = context().all_reduce(op, jax.grad(loss)(state["params"]))
+        updates, opt = tx.update(gradients, state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt, "step": state["step"] + 1}, context().all_gather(
+            x, axis=0
+        )
+
+    new, _ = s4.run(step, args=("mean", state, *batch))
+    assert int(new["step"]) == 1
+    with pytest.raises(
+        dj.NotEqualError, match=r"kernel.*: differs .* 4\.000 times that on one device"
+    ):
+        s4.run(step, args=("sum", state, *batch))
+
+
+def test_a_step_that_changes_nothing_at_first_is_compared_again(s4: dj.MirroredStrategy):
+    """As one whose rate warms up from 0."""
+    model, optimizer = classifier(s4, optax.sgd(optax.linear_schedule(0.0, 0.1, 10)))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    step = mean_step(model, optimizer)
+    s4.run(step, args=batch)
+    with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
+        s4.run(step, args=batch)
+
+
+def test_gradients_that_are_added_up_first_are_compared(s4: dj.MirroredStrategy):
+    """Each replica has its own sum of them, which is read as their sum."""
+    model, optimizer = classifier(
+        s4,
+        optax.sgd(0.1),
+        lambda m, tx: dj.Optimizer(m, tx, gradient_accumulation_steps=2),
+    )
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
+        s4.run(mean_step(model, optimizer), args=batch)
+
+
+def test_a_first_batch_that_is_partial_is_compared_without_its_padding(s4: dj.MirroredStrategy):
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    (batch,) = s4.distribute_dataset([(X[:13], Y[:13])])
+
+    def step(scale: float, x: jax.Array, y: jax.Array) -> None:
+        def loss(m: nnx.Linear) -> jax.Array:
+            return scale * dj.compute_average_loss(losses(m, x, y))
+
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    s4.run(step, args=(1.0, *batch))
+    with pytest.raises(dj.PaddingLeakError):  # the nearer cause of the two
+        s4.run(mean_step(model, optimizer), args=batch)
+
+
+class Watched:
+    """What a step counts in Python."""
+
+    calls = 0
+
+
+def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[Any]]:
+    """A step of a kind that is not compared, though it sums gradients of means; and more arguments."""
+    model, optimizer = classifier(strategy, optax.sgd(0.1))
+    train = mean_step(model, optimizer)
+    with strategy.scope():
+        dropout, norm = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda c: c.replica_id_in_sync_group
+    )
+    replicas = strategy.num_replicas_in_sync
+
+    def refuse(x: jax.Array, y: jax.Array) -> None:
+        if len(x) != 4:
+            raise ValueError("only shares of four")
+        train(x, y)
+
+    def prints(x: jax.Array, y: jax.Array) -> None:
+        jax.debug.callback(lambda _: None, x.sum())
+        train(x, y)
+
+    def divides(x: jax.Array, y: jax.Array) -> None:  # right, though one device divides as well
+        gradients = nnx.grad(lambda m: losses(m, x, y).mean() / replicas)(model)
+        optimizer.update(model, gradients)
+
+    steps = {
+        "draws random numbers": lambda x, y: train(dropout(x), y),
+        "averages statistics": lambda x, y: train(norm(x), y),
+        "has a value of each replica": lambda x, y, ids: train(x + ids, y),
+        "prints": prints,
+        "takes shares of one size": refuse,
+        "divides by a number of its own": divides,
+        "does not train": lambda x, _: context().all_reduce("sum", model(x).mean()),
+    }
+    return steps[kind], [ids] if "each replica" in kind else []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "draws random numbers",
+        "averages statistics",
+        "has a value of each replica",
+        "prints",
+        "takes shares of one size",
+        "divides by a number of its own",
+        "does not train",
+    ],
+)
+def test_what_cannot_be_compared_is_not_and_nothing_is_said_of_it(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    step, more = wrong(kind, s4)
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    for _ in range(2):
+        s4.run(step, args=(*batch, *more))
+    # Notices of what makes it differ from one device are given to whoever runs it.
+    said = [r.getMessage() for r in caplog.records]
+    assert all("so this step is not exactly that of one device" in text for text in said), said
+
+
+@pytest.mark.parametrize("options", [{"verify": "off"}, {"check_sync": False}])
+def test_who_says_so_is_not_compared(s4: dj.MirroredStrategy, options: dict[str, Any]):
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    s4.run(mean_step(model, optimizer), args=batch, options=dj.RunOptions(**options))
+
+
+def test_what_a_step_counts_and_returns_for_each_replica_is_its_own_affair(s4: dj.MirroredStrategy):
+    """Metrics, sums over the replicas, results: one device would give other numbers, rightly."""
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    with s4.scope():
+        seen = nnx.metrics.Average("loss")
+        writes = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+    (batch,) = s4.distribute_dataset([(X, Y)])
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
+        optimizer.update(model, gradients)
+        seen.update(loss=losses(model, x, y).mean())
+        writes.assign_add(1.0)
+        return context().replica_id_in_sync_group, context().all_reduce("sum", 1.0)
+
+    s4.run(step, args=batch)
+    assert float(writes.numpy()) == 4
+
+
+def test_one_device_is_one_replica_for_the_strategy_too(s4: dj.MirroredStrategy):
+    """A step may ask the strategy itself for the number to divide by."""
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        examples = len(x) * s4.num_replicas_in_sync
+        optimizer.update(model, nnx.grad(lambda m: losses(m, x, y).sum() / examples)(model))
+
+    s4.run(step, args=batch)
+    assert s4.num_replicas_in_sync == 4
+
+
+def test_what_python_counts_while_it_is_traced_once_more_compiles_nothing_again(
+    s4: dj.MirroredStrategy,
+):
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    watched = Watched()
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        watched.calls += 1
+        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
+        optimizer.update(model, gradients)
+
+    for _ in range(3):
+        s4.run(step, args=batch)
+    assert watched.calls == 2
+    assert s4._runner.programs() == 1
+
+
+@pytest.mark.parametrize("value", ["off", "auto", "first", "always"])
+def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv("DISTRIBUTE_JAX_VERIFY", value)
+    assert dj.RunOptions().verify == value
+    assert dj.RunOptions(verify="first").verify == "first"
+
+
+def test_another_value_of_the_environment_is_refused(
+    s4: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("DISTRIBUTE_JAX_VERIFY", "yes")
+    with pytest.raises(
+        ValueError, match="DISTRIBUTE_JAX_VERIFY must be off, auto, first or always; got 'yes'"
+    ):
+        s4.run(lambda: 1.0)
+
+
+def test_fit_is_compared_where_the_step_is_the_users(s2: dj.MirroredStrategy):
+    """The library's own step is compared on request only."""
+
+    class Own(dj.Model):
+        def train_step(self, batch: Any) -> dict[str, jax.Array]:
+            x, y = batch
+            self.optimizer.update(
+                self.module, nnx.grad(lambda m: losses(m, x, y).mean())(self.module)
+            )
+            return {}
+
+    def sums_a_mean(y: jax.Array, logits: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    for kind in (dj.Model, Own):
+        with s2.scope():
+            model = kind(nnx.Linear(8, 3, rngs=nnx.Rngs(0)))
+        model.compile(optax.sgd(0.1), loss=sums_a_mean)
+        if kind is Own:
+            with pytest.raises(dj.NotEqualError, match=r"2\.000 = number of replicas"):
+                model.fit(X, Y, batch_size=16, verbose=0)
+        else:
+            model.fit(X, Y, batch_size=16, verbose=0)
