@@ -133,7 +133,7 @@ def _verify_unasked(call: Call, entry: Entry, values: Sequence[Any], flat: list[
         return True
     if not lines:
         return comparison.has_changed
-    if call.arguments.counts is not None and not entry.program.padding_checked:
+    if call.arguments.counts is not None and entry.program.padding is None:
         # Padding that is seen is the nearer cause.
         run_checked_for_leaks(call, entry, values, copied(flat))
     raise _not_equal(entry, call, lines, _UNASKED)
