@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 
 from benchmarks._harness import stopwatch
 from benchmarks._steps import Trained
-from distribute_jax.program import RunOptions
+from distribute_jax.program import RunOptions, _entry
 from distribute_jax.program._entry import Entry
 from distribute_jax.program._program import build
 from distribute_jax.program.binding._arguments import take_apart
@@ -78,7 +79,9 @@ def host_seconds(trained: Trained, calls: int) -> list[float]:
     trained.run()
     program.compiled = lambda *_: given[0]
     bursts = min(BURSTS, calls)
-    return [_burst(trained, calls // bursts) for _ in range(bursts)]
+    # The real program is called in C, and this one passes for such.
+    with mock.patch.object(_entry, "call_in_c", lambda compiled: compiled):
+        return [_burst(trained, calls // bursts) for _ in range(bursts)]
 
 
 def _burst(trained: Trained, calls: int) -> float:

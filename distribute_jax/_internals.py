@@ -188,3 +188,24 @@ _numbers = itertools.count()
 _jax_config: Any = importlib.import_module("jax._src.config")
 _trace_context: Callable[[], tuple[Any, ...]] = _jax_config.trace_context
 _config: Any = jax.config
+
+
+def context_now() -> tuple[Any, ...]:
+    """Returns all settings at the last call of ``trace_settings``: one object until they change."""
+    now: tuple[Any, ...] = _known_settings[0]
+    return now
+
+
+ARRAY: Any = importlib.import_module("jax._src.array").ArrayImpl
+"""The type of an array on devices, no tracer and no random key; ``isinstance(x, jax.Array)`` takes 1 µs."""
+
+_JITTED = type(jax.jit(lambda: None))
+
+
+def call_in_c(compiled: Any) -> Callable[..., list[Any]] | None:
+    """Returns the call of a compiled program that runs no Python, or None where it has none.
+
+    ``Compiled.__call__`` is a Python function around it, after which an interrupt can lose the outputs.
+    """
+    call = getattr(compiled, "_call", None)
+    return call if type(call) is _JITTED else None

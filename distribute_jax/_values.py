@@ -6,6 +6,7 @@ import enum
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, NoReturn
 
 import jax
@@ -241,6 +242,7 @@ jax.tree_util.register_pytree_node(
 
 
 _mirrored: dict[int, tuple[weakref.ref[jax.Array], str | None]] = {}
+_most_mirrored = 1024
 
 
 class _MirroredType(type):
@@ -263,9 +265,23 @@ class Mirrored(metaclass=_MirroredType):
 
 def mark_mirrored(array: jax.Array, step: str | None) -> jax.Array:
     """Remembers, while the array lives, that every replica of a step produced this very value."""
-    key = id(array)
-    _mirrored[key] = (weakref.ref(array, lambda _: _mirrored.pop(key, None)), step)
+    mark_all_mirrored([array], step)
     return array
+
+
+def mark_all_mirrored(arrays: Sequence[jax.Array], step: str | None) -> None:
+    """Remembers it of several arrays.
+
+    Those that are gone are looked for now and then: a callback for each array would take longer, and
+    what Ctrl-C raises in it would be lost.
+    """
+    global _most_mirrored
+    _mirrored.update(zip(map(id, arrays), zip(map(weakref.ref, arrays), repeat(step))))  # noqa: B905
+    if len(_mirrored) > _most_mirrored:
+        for key, (array, _) in list(_mirrored.items()):
+            if array() is None:
+                del _mirrored[key]
+        _most_mirrored = max(1024, 2 * len(_mirrored))
 
 
 @contextmanager

@@ -304,3 +304,42 @@ def test_trace_settings_do_not_mind_a_mesh() -> None:
         usual = _internals.trace_settings()
         with jax.set_mesh(mesh):
             assert _internals.trace_settings() == usual
+
+
+def test_context_now_is_one_object_until_a_setting_changes() -> None:
+    with promised("context_now", "JAX"):
+        _internals.trace_settings()
+        before = _internals.context_now()
+        _internals.trace_settings()
+        assert _internals.context_now() is before
+        with jax.numpy_rank_promotion("raise"):
+            _internals.trace_settings()
+            assert _internals.context_now() is not before
+
+
+def test_call_in_c_runs_a_compiled_program_without_python() -> None:
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
+    with promised("call_in_c", "JAX"):
+        compiled(jnp.ones(3))
+        call = _internals.call_in_c(compiled)
+        assert call is not None
+        frames: list[str] = []
+        x = jnp.ones(3)
+        call(x)
+        sys.setprofile(lambda frame, event, _: frames.append(event))
+        result = call(x)
+        sys.setprofile(None)
+        assert "call" not in frames, frames
+        np.testing.assert_array_equal(result, 2.0)
+
+
+def test_call_in_c_is_none_where_python_runs_around_the_program() -> None:
+    with promised("call_in_c", "JAX"):
+        assert _internals.call_in_c(lambda: None) is None
+
+
+def test_array_is_the_type_of_arrays_and_of_no_tracer_or_key() -> None:
+    with promised("ARRAY", "JAX"):
+        assert type(jnp.ones(3)) is _internals.ARRAY
+        assert type(jax.random.key(0)) is not _internals.ARRAY
+        jax.jit(lambda x: None if type(x) is not _internals.ARRAY else 1 / 0)(1.0)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from distribute_jax._interrupts import interrupts_held_back
+
 T = TypeVar("T")
 
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
@@ -80,7 +82,10 @@ class Prefetcher(Iterator[T], Generic[T]):
             daemon=True,
         )
         _running[thread] = self._buffer
-        thread.start()
+        with (
+            interrupts_held_back()
+        ):  # Python's own wait for the start breaks when it is interrupted
+            thread.start()
 
 
 class _Buffer:

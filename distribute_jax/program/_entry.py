@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, starmap
 from typing import Any
 
 import jax
 import numpy as np
 
 from distribute_jax._errors import DonatedError
-from distribute_jax._internals import deleted_arrays_crash, read_raw, write_raw
+from distribute_jax._internals import (
+    ARRAY,
+    call_in_c,
+    context_now,
+    deleted_arrays_crash,
+    read_raw,
+    write_raw,
+)
 from distribute_jax._mesh import put
-from distribute_jax._tree import listed
-from distribute_jax._values import PerReplica, mark_mirrored
+from distribute_jax._tree import is_given_away, listed
+from distribute_jax._values import PerReplica, mark_all_mirrored
 from distribute_jax.processes import doing, pulse
 from distribute_jax.program._failed import failed, is_runtime_failure, not_finite
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax.program._memory import Donated, memory, unshared
 from distribute_jax.program._program import Program
 from distribute_jax.program.binding._arguments import Arguments
@@ -56,6 +65,11 @@ class Entry:
         self._kept: list[Any] = []
         self._donated: Donated | None = None
         self._finished: Any = None
+        self._pending: list[list[Any]] = []
+        self._steady: dict[Any, Any] = {}
+        self._all_mirrored = all(program.plan.mirrored)
+        arrays = range(len(program.plan.mirrored))
+        self._plain_results = program.results.leaves == tuple(("array", k) for k in arrays)
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
 
     @property
@@ -76,14 +90,9 @@ class Entry:
         self._state_inputs = len(flat)
         for _, place, root in self.sources:
             flat.append(place.get() if root is None else values[root])
-        loose = len(flat) - self._state_inputs
-        for value in arguments.data:
-            if type(value) is PerReplica:
-                flat.append(value.global_array)
-            else:
-                flat.append(value)
-                loose += 1
-        self._loose = loose
+        captured = len(flat) - self._state_inputs
+        flat += [v.global_array if type(v) is PerReplica else v for v in arguments.data]
+        self._loose = captured + arguments.kinds.count("data") - arguments.batches
         if arguments.counts is not None:
             flat.append(np.asarray(arguments.counts, np.int32))
         return flat
@@ -91,7 +100,7 @@ class Entry:
     def release(self) -> None:
         """Lets go of the variables, once an object that the step reached is gone."""
         self.inputs, self.outputs, self.sources, self._known = [], [], [], []
-        self._kept, self._finished = [], None
+        self._kept, self._finished, self._pending = [], None, []
 
     def execute(
         self, flat: list[Any], compiled: Callable[..., list[Any]] | None = None
@@ -113,11 +122,36 @@ class Entry:
             flat = unshared(flat, given, memory)
         try:
             if not _PULSE.watched:
-                return self._done(compiled(*flat))
+                return self._done(self._dispatch(compiled, flat, untouched))
             with doing(f"running {self.step}"):
-                return self._done(compiled(*flat))
+                return self._done(self._dispatch(compiled, flat, untouched))
         except Exception as error:
             return self._done(self._retry(compiled, flat, error))
+
+    def _dispatch(
+        self, compiled: Callable[..., list[Any]], flat: list[Any], untouched: bool
+    ) -> list[Any]:
+        """Runs the program so that no interrupt comes between it and the list that keeps its outputs."""
+        if not self.program.donated:
+            return compiled(*flat)
+        pending = self._pending = []
+        around = (context_now(), *_placements(flat[self._state_inputs :] if untouched else flat))
+        call, same = self._steady.get((compiled, untouched), (None, None))
+        if same == around and not (_CONFIG.jax_debug_nans or _CONFIG.jax_debug_infs):
+            # The program is called, and the list extended, in C: Python handles no signal between.
+            pending.extend(starmap(call, (flat,)))
+            return pending[0]
+        with interrupts_held_back():
+            pending.extend(starmap(compiled, (flat,)))
+        if (call := call_in_c(compiled)) and all(type(out) is ARRAY for out in pending[0]):
+            self._steady[compiled, untouched] = call, around
+        return pending[0]
+
+    def finish(self) -> None:
+        """Stores what a program has left, where an exception came between, and the old state is gone."""
+        if self._pending and any(map(is_given_away, jax.tree.leaves(read_raw(self.outputs)))):
+            self.store(self._done(self._pending[0]))
+        self._pending = []
 
     def _done(self, outs: list[Any]) -> list[Any]:
         """Keeps what there is to wait for, and gives state and results."""
@@ -150,18 +184,24 @@ class Entry:
             write_raw(self.outputs, outs)
         else:
             self._store_nests(outs[:state])
+        self._pending = []
         return outs[state:]
 
     def wrap(self, arrays: list[Any]) -> Any:
         """Turns the result's arrays into the result that the user sees."""
         program = self.program
-        wrapped = [
-            mark_mirrored(array, self.step)
-            if mirrored
-            else PerReplica(array, program.mesh, step=self.step)
-            for array, mirrored in zip(arrays, program.plan.mirrored, strict=True)
-        ]
-        return rebuild(program.results, wrapped, self.binding)
+        if self._all_mirrored:
+            mark_all_mirrored(arrays, self.step)
+        else:
+            mirrored = program.plan.mirrored
+            mark_all_mirrored(list(compress(arrays, mirrored)), self.step)
+            arrays = [
+                array if same else PerReplica(array, program.mesh, step=self.step)
+                for array, same in zip(arrays, mirrored, strict=True)
+            ]
+        if self._plain_results:
+            return jax.tree.unflatten(program.results.treedef, arrays)
+        return rebuild(program.results, arrays, self.binding)
 
     def _store_nests(self, leaves: list[Any]) -> None:
         flow = iter(leaves)
@@ -184,7 +224,7 @@ class Entry:
             with compilable(self.step):  # pmap compiles at its first call
                 raise error
         try:
-            return compiled(*placed)
+            return self._dispatch(compiled, placed, untouched=False)
         except Exception as again:
             return self._retry(compiled, placed, again)
 
@@ -228,6 +268,8 @@ class Entry:
 
 
 _PULSE = pulse()
+_CONFIG: Any = jax.config
+_placement = operator.attrgetter("sharding", "committed")
 _is_deleted = operator.methodcaller("is_deleted")
 
 
@@ -240,3 +282,10 @@ def _all_alive(state: Sequence[Any]) -> bool:
         return not any(map(_is_deleted, state))
     except AttributeError:  # a NumPy array that the user put into a variable
         return False
+
+
+def _placements(values: Sequence[Any]) -> Iterable[Any]:
+    """Returns where values are stored, which tells whether JAX has called a program with such before."""
+    if not all(type(value) is ARRAY for value in values):
+        return [_placement(v) if isinstance(v, jax.Array) else type(v) for v in values]
+    return map(_placement, values)

@@ -140,10 +140,10 @@ def build(
     compile_ = with_token(compile_)
     with compiler.refusing(traced.jaxpr, num_replicas(call.mesh)):
         compiled = compile_(call, ordered, ordered_lies, [avals[i] for i in order], given)
-    sizes = [b - a for a, b in zip(traced.input_starts, traced.input_starts[1:], strict=False)]
+    nests = [jax.tree.structure(variable.get_raw_value()) for variable in call.binding.variables]
     return Program(
         traced, decided, compiled, order, donated, tuple(given), written, kept, arrays,
-        simple=all(size == 1 for size in sizes) and set(traced.written_sizes) <= {1},
+        simple=all(map(jax.tree_util.treedef_is_leaf, [*nests, *traced.written_trees])),
         mesh=call.mesh, one_replica=ordered, ordered_lies=ordered_lies,
         compile=compile_, home=home, has_token=only_state(ordered_lies),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -173,10 +173,8 @@ class Runner:
                 call = self._call(fn, entry, batches[0])
                 self._wait(entry.inputs_now())
                 note_call(entry, entry.inputs_now(), (), self._mesh, len(batches))
-                outs = run_scanned(call, entry, values, batches)
-                arrays = entry.store(outs)
-                self._dispatched(entry, arrays, len(batches))
-                return entry.wrap(arrays)
+                run = functools.partial(run_scanned, call, entry, values)
+                return entry.wrap(self._advance(entry, run, batches, len(batches)))
         return stacked_results([self._run(fn, batch, options) for batch in batches])
 
     def _run(self, fn: StepFunction, arguments: Arguments, options: RunOptions) -> Any:
@@ -203,9 +201,21 @@ class Runner:
         note_call(entry, flat, arguments.data, self._mesh)
         if arguments.counts is not None:
             return self._run_partial(self._call(fn, entry, arguments), entry, values, flat)
-        arrays = entry.store(entry.execute(flat))
-        self._dispatched(entry, arrays)
-        return entry.wrap(arrays)
+        return entry.wrap(self._advance(entry, entry.execute, flat))
+
+    def _advance(
+        self, entry: Entry, run: Callable[[list[Any]], list[Any]], inputs: list[Any], steps: int = 1
+    ) -> list[Any]:
+        """Runs a program and stores what it leaves, whatever interrupts that; returns its results."""
+        try:
+            arrays = entry.store(run(inputs))
+            self._dispatched(entry, arrays, steps)
+        except BaseException:
+            entry.finish()
+            if (token := entry.finished()) is not None and self.steps_in_flight is not None:
+                self._in_flight.append((token, entry.program, entry.step))
+            raise
+        return arrays
 
     def _verify(
         self,
@@ -237,10 +247,9 @@ class Runner:
             if entry.program.padding is not None
             else self._tracing(call.fn, call.arguments)
         )
+        run = functools.partial(run_checked_for_leaks, call, entry, values)
         with named(entry.step, entry.program), traces:
-            outs = run_checked_for_leaks(call, entry, values, flat)
-        arrays = entry.store(outs)
-        self._dispatched(entry, arrays)
+            arrays = self._advance(entry, run, flat)
         return wrap_partial(call, entry, arrays)
 
     def _tracing(self, fn: StepFunction, arguments: Arguments) -> AbstractContextManager[None]:
@@ -343,7 +352,8 @@ class Runner:
         created = program.traced.created
         entry = Entry(program, call.binding, step_name(call.fn))
         values = roots(call.fn).values + call.arguments.bound
-        arrays = entry.store(entry.execute(entry.flat_inputs(values, call.arguments)))
+        flat = entry.flat_inputs(values, call.arguments)
+        arrays = self._advance(entry, entry.execute, flat, steps=0)
         give_first_values(created, entry.wrap(arrays))
         check_made_once([] if may_create else [str(v.name) for v in created])
 
@@ -367,7 +377,7 @@ class Runner:
         """
         if self.steps_in_flight is None or len(self._in_flight) < self.steps_in_flight:
             return
-        token, program, step = self._in_flight.popleft()
+        token, program, step = self._in_flight[0]
         if token is None or token.is_deleted():
             token = next((x for x in flat if isinstance(x, jax.Array)), None)
         if token is not None and not token.is_deleted():
@@ -377,6 +387,7 @@ class Runner:
             except jax.errors.JaxRuntimeError as error:
                 self._in_flight.clear()
                 raise failed(step, program, error, lost=True) from error
+        self._in_flight.popleft()
 
     def _dispatched(self, entry: Entry, arrays: list[Any], steps: int = 1) -> None:
         token = entry.finished()

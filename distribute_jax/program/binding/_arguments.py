@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._internals import trace_settings
+from distribute_jax._internals import ARRAY, trace_settings
 from distribute_jax._padding import uneven_to_joined
 from distribute_jax._tree import leaf_text, listed, path_text
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
@@ -25,11 +25,30 @@ _NUMBERS = (int, float, complex)
 
 # Whatever else might be a pytree: only these leaf types skip the flattening.
 _FLAT = (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
+_MOST_TYPES = 1024
 
 
-def _stops(value: Any) -> bool:
-    """Tells what counts as one leaf although it is a pytree."""
-    return isinstance(value, (PerReplica, nnx.Pytree, nnx.Variable))
+class _ByType(dict[type, bool]):
+    """Whether values are of some types, remembered by their type: Flax and JAX look at them for long."""
+
+    def __init__(self, *types: type) -> None:
+        self._types = types
+
+    def of(self, value: Any) -> bool:
+        """Whether a value is of one of the types."""
+        known = self.get(type(value))
+        if known is None:
+            known = isinstance(value, self._types)
+            if not isinstance(value, jax.core.Tracer):  # they say themselves what they are
+                if len(self) >= _MOST_TYPES:
+                    self.clear()
+                self[type(value)] = known
+        return known
+
+
+_is_flat = _ByType(*_FLAT).of
+_stops = _ByType(PerReplica, nnx.Pytree, nnx.Variable).of
+"""Whether a value counts as one leaf although it is a pytree."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +71,8 @@ class Arguments:
     """Real examples of each replica, where a padded batch is among the arguments."""
     has_batch: bool
     """Whether a distributed batch is among the arguments."""
+    batches: int
+    """How many of the leaves are ``PerReplica``s."""
 
     @staticmethod
     def with_data(old: Arguments, data: list[Any]) -> Arguments:
@@ -69,49 +90,57 @@ class Arguments:
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
     """Sorts the leaves of the arguments by what ``run`` does with them."""
-    if not kwargs and all(type(value) is PerReplica or isinstance(value, _FLAT) for value in args):
-        # Nothing to flatten: most steps take batches and arrays only.
-        leaves, treedef = list(args), _flat_treedef(len(args))
-    else:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
+    leaves, treedef = _flattened(args, kwargs)
     signature: list[Any] = [treedef, trace_settings()]
     data: list[Any] = []
     kinds: list[str] = []
     bound: list[Any] = []
     batches: list[PerReplica] = []
     for index, leaf in enumerate(leaves):
-        if type(leaf) is PerReplica or isinstance(leaf, PerReplica):
+        kind = "data"
+        if type(leaf) is ARRAY:
+            signature.append(_array_signature(leaf.aval))
+        elif type(leaf) is PerReplica or isinstance(leaf, PerReplica):
             if isinstance(leaf, UnevenPerReplica):
                 leaf = leaves[index] = uneven_to_joined(leaf.parts, mesh)
             signature.append(_batch_signature(leaf, mesh))
-            data.append(leaf)
-            kinds.append("data")
             batches.append(leaf)
         elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             if not isinstance(leaf, jax.Array):
                 _check_array(leaf)
-            signature.append(_array_signature(leaf) if leaf.shape else _scalar_signature(leaf))
-            data.append(leaf)
-            kinds.append("data")
+            signature.append(_array_signature(leaf))
         elif isinstance(leaf, _STATIC):
             signature.append((type(leaf), leaf))
-            kinds.append("static")
+            kind = "static"
         elif isinstance(leaf, _NUMBERS):
             _check_fits(leaf)
             signature.append(type(leaf))
-            data.append(leaf)
-            kinds.append("data")
         else:
             signature.append("bound")
-            kinds.append("bound")
+            kind = "bound"
             bound.append(leaf)
+        kinds.append(kind)
+        if kind == "data":
+            data.append(leaf)
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
-    return Arguments(treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined))
+    return Arguments(
+        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches)
+    )
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    if not kwargs and all(map(_is_flat, args)):
+        # Nothing to flatten: most steps take batches and arrays only.
+        return list(args), _flat_treedef(len(args))
+    return jax.tree.flatten((args, kwargs), is_leaf=_stops)
 
 
 def _array_signature(array: Any) -> Any:
-    return array.shape, array.dtype, getattr(array, "weak_type", False)
+    shape = array.shape
+    if not shape:
+        return _scalar_signature(array)
+    return shape, array.dtype, getattr(array, "weak_type", False)
 
 
 def _scalar_signature(array: Any) -> Any:
@@ -173,8 +202,8 @@ def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:
             f"this strategy's are {mesh.devices.tolist()}. Distribute the data with the strategy "
             "that runs the step: strategy.distribute_dataset(dataset)."
         )
-    array = value.global_array
-    return (value.layout, *_array_signature(array), value.counts is None)
+    aval = value.global_array.aval
+    return value.layout, aval.shape, aval.dtype, aval.weak_type, value.counts is None
 
 
 def _common_counts(joined: list[PerReplica], leaves: list[Any], treedef: Any) -> Any:

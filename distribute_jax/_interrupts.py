@@ -1,0 +1,47 @@
+"""Interrupts, such as that of Ctrl-C, wait while a step takes the old state and the new one is not stored."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+_NAMES = ("INT", "TERM", "HUP", "QUIT", "BREAK", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
+_SIGNALS = [getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}")]
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Lets signals that Python code handles wait until the block ends; the second of a kind does not.
+
+    Python runs their handlers between any two instructions of the main thread, and what a handler raises
+    takes away what a call has just returned. To block the signals themselves would not help: the kernel
+    then delivers them to another thread, and Python handles them in the main thread all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {s: h for s in _SIGNALS if callable(h := signal.getsignal(s))}
+    came: list[int] = []
+    holding = True
+
+    def hold_back(number: int, frame: Any) -> None:
+        if not holding or number in came:
+            handler: Any = handlers[signal.Signals(number)]
+            handler(number, frame)
+        else:
+            came.append(number)
+
+    with ExitStack() as again:
+        try:
+            for number in handlers:
+                signal.signal(number, hold_back)
+            yield
+        finally:
+            holding = False
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for number in came:
+                again.callback(signal.raise_signal, number)

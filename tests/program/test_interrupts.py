@@ -1,0 +1,272 @@
+"""Ctrl-C at any moment leaves the state whole: as before the step, or as after it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax._interrupts import interrupts_held_back
+
+
+class Model(nnx.Module):
+    """Three variables that are always in the proportion 1 : 2 : 3."""
+
+    def __init__(self) -> None:
+        self.ones = nnx.Variable(jnp.zeros(4))
+        self.twos = nnx.Variable(jnp.zeros(4))
+        self.threes = nnx.Variable({"nested": jnp.zeros(4)})
+
+    def add(self, x: jax.Array) -> jax.Array:
+        """Goes one step on."""
+        one = jnp.mean(x)
+        self.ones[...] += one
+        self.twos[...] += 2 * one
+        self.threes.set_value({"nested": self.threes.get_value()["nested"] + 3 * one})
+        return one
+
+    def steps(self) -> float:
+        """Returns how many steps were made, after a look at every variable."""
+        ones, twos, threes = self.ones[...], self.twos[...], self.threes.get_value()["nested"]
+        steps = float(ones[0])
+        np.testing.assert_array_equal(twos, 2 * steps)
+        np.testing.assert_array_equal(threes, 3 * steps)
+        return steps
+
+
+PACKAGE = dj.__path__[0]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt before the n-th instruction of the library, or of some functions of it."""
+
+    def __init__(self, at: int, functions: frozenset[str] | None) -> None:
+        self.left, self.functions = at, functions
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Is what ``sys.settrace`` takes."""
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if self.functions and frame.f_code.co_name not in self.functions:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(call: Callable[[], Any], at: int, functions: frozenset[str] | None = None) -> bool:
+    """Calls a function that is interrupted before the n-th instruction; whether it came so far."""
+    before = sys.gettrace()
+    sys.settrace(Interrupter(at, functions))
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def calls(strategy: dj.Strategy, model: Model) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Returns what is interrupted, and how many steps it makes."""
+    batches = [np.ones((16, 2), np.float32)] * 3
+    first, second, _ = strategy.distribute_dataset(batches)
+    (padded,) = strategy.distribute_dataset([np.ones((11, 2), np.float32)])
+
+    def step(x: jax.Array) -> jax.Array:
+        return model.add(jnp.ones_like(x))
+
+    def padded_step(x: jax.Array) -> jax.Array:
+        del x
+        return model.add(jnp.ones(()))
+
+    return {
+        "run": (lambda: strategy.run(step, args=(first,)), 1),
+        "run_steps": (lambda: strategy.run_steps(step, iter([first, second]), 2), 2),
+        "partial batch": (lambda: strategy.run(padded_step, args=(padded,)), 1),
+    }
+
+
+KINDS = ("run", "run_steps", "partial batch")
+
+
+AROUND_THE_PROGRAM = frozenset({
+    "_advance", "execute", "_dispatch", "_done", "store", "_store_nests", "write_raw", "_dispatched",
+    "finished", "_placements", "call_in_c", "context_now",
+})  # fmt: skip
+
+
+def check_interrupted_everywhere(
+    strategy: dj.Strategy, kind: str, functions: frozenset[str] | None = None
+) -> int:
+    """Interrupts one call after the other, each an instruction later, and looks at the state."""
+    with strategy.scope():
+        model = Model()
+    call, more = calls(strategy, model)[kind]
+    for _ in range(3):
+        call()
+    done, outcomes, at = model.steps(), set(), 1
+    while interrupted(call, at, functions):
+        now = model.steps()
+        assert now - done in (0, more), f"instruction {at}: {now - done} steps"
+        outcomes.add(now - done)
+        done = now
+        at += 1
+    assert outcomes == {0, more}, "interrupts before the program runs, and after it"
+    assert model.steps() == done + more
+    return at
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_around_the_program_leaves_the_state_as_before_or_after(
+    s2: dj.Strategy, kind: str
+):
+    assert check_interrupted_everywhere(s2, kind, AROUND_THE_PROGRAM) > 100
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_every_instruction_leaves_the_state_as_before_or_after(
+    strategy: dj.Strategy, kind: str
+):
+    assert check_interrupted_everywhere(strategy, kind) > 500
+
+
+@contextlib.contextmanager
+def alarms(raises: Callable[[int, Any], None]) -> Iterator[None]:
+    """Sets the handler of SIGALRM for a block."""
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupt(number: int, frame: Any) -> None:
+    """Is what a Ctrl-C does."""
+    del number, frame
+    raise KeyboardInterrupt
+
+
+def test_a_signal_waits_for_the_end_of_the_block():
+    after = []
+
+    def raised() -> None:
+        with interrupts_held_back():
+            signal.raise_signal(signal.SIGALRM)
+            after.append(1)
+
+    with alarms(interrupt), pytest.raises(KeyboardInterrupt):
+        raised()
+    assert after == [1]
+
+
+def test_the_second_signal_of_a_kind_does_not_wait():
+    after = []
+
+    def raised_twice() -> None:
+        with interrupts_held_back():
+            signal.raise_signal(signal.SIGALRM)
+            after.append(1)
+            signal.raise_signal(signal.SIGALRM)
+            after.append(2)
+
+    with alarms(interrupt), pytest.raises(KeyboardInterrupt):
+        raised_twice()
+    assert after == [1]
+
+
+def test_handlers_are_as_before_after_the_block():
+    def note(number: int, frame: Any) -> None:
+        del frame
+        came.append(number)
+
+    came: list[int] = []
+    with alarms(note):
+        old = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)
+        with interrupts_held_back():
+            signal.raise_signal(signal.SIGALRM)
+            assert came == []
+        assert came == [signal.SIGALRM]
+        assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)) == old
+
+
+def test_a_variable_may_hold_a_nest_of_a_single_array(strategy: dj.Strategy):
+    with strategy.scope():
+        nest = nnx.Variable({"nested": jnp.zeros(3)})
+
+    def step() -> None:
+        nest.set_value({"nested": nest.get_value()["nested"] + 1})
+
+    for _ in range(3):
+        strategy.run(step)
+    np.testing.assert_array_equal(nest.get_value()["nested"], 3.0)
+
+
+def lost_of(hits: int, loop: Callable[[], None], is_lost: Callable[[], bool]) -> int:
+    """Interrupts a loop at so many random moments, and counts after how many the state is lost."""
+    moments, lost = random.Random(0), 0
+    came: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        came.append(number)
+        interrupt(number, frame)
+
+    for _ in range(hits):
+        came.clear()
+        with contextlib.suppress(KeyboardInterrupt), alarms(note):
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.01, 0.08))
+            while not came:  # Python itself drops what is raised while an object is taken down
+                loop()
+        lost += is_lost()
+    return lost
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["run", "run_steps", "fit"])
+def test_three_hundred_interrupts_at_random_moments_lose_nothing(s4: dj.Strategy, kind: str):
+    with s4.scope():
+        layers = [nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(4)]
+        module = nnx.Sequential(*layers)
+        optimizer = dj.Optimizer(module, optax.adam(1e-3))
+        model = dj.Model(module)
+        model.compile(optimizer="adam", loss="mse")
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    (batch,) = s4.distribute_dataset([x])
+
+    def step(x: jax.Array) -> None:
+        def loss(module: nnx.Module) -> jax.Array:
+            return dj.compute_average_loss((module(x) ** 2).sum(1))
+
+        optimizer.update(module, nnx.grad(loss)(module))
+
+    loops = {
+        "run": lambda: s4.run(step, args=(batch,)),
+        "run_steps": lambda: s4.run_steps(step, iter([batch] * 4), 4),
+        "fit": lambda: model.fit(x, x, batch_size=16, epochs=1, verbose=0),
+    }
+
+    def is_lost() -> bool:
+        states = nnx.state((module, optimizer, model.optimizer))
+        gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(states))
+        loops[kind]()
+        return gone
+
+    loops[kind]()
+    assert lost_of(300, loops[kind], is_lost) == 0
