@@ -19,12 +19,12 @@ from distribute_jax._internals import (
     read_raw,
     write_raw,
 )
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._mesh import put
 from distribute_jax._tree import is_given_away, listed
 from distribute_jax._values import PerReplica, mark_all_mirrored
 from distribute_jax.processes import doing, pulse
 from distribute_jax.program._failed import failed, is_runtime_failure, not_finite
-from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax.program._memory import Donated, memory, unshared
 from distribute_jax.program._program import Program
 from distribute_jax.program.binding._arguments import Arguments
