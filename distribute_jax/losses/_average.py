@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from distribute_jax._errors import ArgumentError
 from distribute_jax._fitting import promoting
 from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
+from distribute_jax.collectives._part_of_mean import part_of_mean
 from distribute_jax.losses._reduction import over_sum
 from distribute_jax.losses._terms import examples, real_rows, real_terms, replica_context
 
@@ -71,10 +72,11 @@ def compute_average_loss(
         _check_weights(weights.shape, losses.shape)
         weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
         if by_weights:
-            return _over_weights(losses, weights, context)
+            return _marked(_over_weights(losses, weights, context), context)
         losses = losses * weights
     if context.is_padded:
         losses = real_terms("compute_average_loss", losses, context.batch_mask)
+    own_size = global_batch_size is not None
     if global_batch_size is None:
         global_batch_size = examples(context, losses.shape[0])
     elif not isinstance(global_batch_size, jax.core.Tracer) and not global_batch_size > 0:
@@ -82,7 +84,12 @@ def compute_average_loss(
             f"compute_average_loss(global_batch_size={global_batch_size!r}): the loss is divided by it, "
             "so it is a number above 0. Leave it out to divide by the real examples of the global batch."
         )
-    return jnp.divide(jnp.sum(losses), global_batch_size)
+    part = jnp.divide(jnp.sum(losses), global_batch_size)
+    return part if own_size else _marked(part, context)
+
+
+def _marked(part: jax.Array, context: Any) -> jax.Array:
+    return part_of_mean(part) if context.num_replicas_in_sync > 1 else part
 
 
 def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:

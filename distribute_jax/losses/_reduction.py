@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax.collectives._part_of_mean import part_of_mean
 from distribute_jax.losses._terms import examples, real_rows
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "none", None)
@@ -88,6 +89,19 @@ def reduced(
     total = jnp.sum(terms)
     if reduction == "sum":
         return total
+    part = _divided(reduction, total, losses, weights, counted, keep, context)
+    return part_of_mean(part) if context.num_replicas_in_sync > 1 else part
+
+
+def _divided(
+    reduction: str | None,
+    total: jax.Array,
+    losses: jax.Array,
+    weights: jax.Array | None,
+    counted: jax.Array | None,
+    keep: jax.Array | None,
+    context: Any,
+) -> jax.Array:
     if reduction == "mean_with_sample_weight" and weights is not None:
         return over_sum(total, jnp.broadcast_to(weights, losses.shape), keep, context)
     if counted is not None:

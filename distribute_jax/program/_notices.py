@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import nnx
 
 from distribute_jax.program._program import Program
 from distribute_jax.program.binding._aggregation import Combine
 from distribute_jax.program.binding._bind import Binding
+from distribute_jax.program.lowering._remarks import Notice
 from distribute_jax.program.tracing._random import draws_its_own
 
 _log = logging.getLogger("distribute_jax")
@@ -24,12 +25,6 @@ _MEAN = (
     "%s (%s) ends a step with the mean of what the replicas gave it, each from its share of the batch, so "
     "this step is not exactly that of one device. For the whole batch's, combine in the step what it is "
     'made of: dj.get_replica_context().all_reduce("mean", statistics).'
-)
-_SEEDED = (
-    "The step seeds random numbers at %s and draws the same ones on every replica, as is right for weights. "
-    "Where replicas should draw other ones, as for dropout, make the stream before run, under "
-    "strategy.scope(), or fold the replica id into the key: jax.random.fold_in(key, "
-    "dj.get_replica_context().replica_id_in_sync_group)."
 )
 _RANDOM = (
     "%s (%s) draws other random numbers on each replica, so this step is not exactly that of one device. "
@@ -64,20 +59,7 @@ class Notices:
                 _log.warning(notice.text, *notice.named)
 
 
-class _Notice(NamedTuple):
-    text: str
-    named: tuple[str, ...]
-    """What the text speaks of."""
-    about: Any
-    """The object, or line, that is spoken of once."""
-
-    @property
-    def key(self) -> tuple[str, Any]:
-        about = self.about
-        return self.text, about if isinstance(about, str) else id(about)
-
-
-def _notices(binding: Binding, program: Program) -> Iterator[_Notice]:
+def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
     rules = iter(program.plan.combine)
     for index, size in zip(program.written, program.traced.written_sizes, strict=True):
         rule = [next(rules) for _ in range(size)]
@@ -88,11 +70,10 @@ def _notices(binding: Binding, program: Program) -> Iterator[_Notice]:
         whole, of = (owner, node) if node is not None else (name, variable)
         named = (whole, type(of).__name__)
         if Combine.MEAN in rule:
-            yield _Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, of)
+            yield Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, of)
         if isinstance(variable, nnx.RngCount) and draws_its_own(variable, node):
-            yield _Notice(_RANDOM, named, of)
-    for line in program.plan.seeded:
-        yield _Notice(_SEEDED, (line,), line)
+            yield Notice(_RANDOM, named, of)
+    yield from program.plan.notices
 
 
 def _node(binding: Binding, owner: str) -> Any:

@@ -33,7 +33,9 @@ from distribute_jax._values import (
     UnevenPerReplica,
     mark_mirrored,
     reading,
+    step_of,
 )
+from distribute_jax._warn import log_once
 from distribute_jax.collectives._dtypes import (
     as_dtype,
     check_summable,
@@ -47,6 +49,12 @@ from distribute_jax.processes import job
 from distribute_jax.program import MergedValues
 from distribute_jax.strategies._waiting import with_all_processes
 from distribute_jax.variables import Variable, on_replicas, readable_raw, where_components_lie
+
+_EQUAL = (
+    "strategy.reduce('sum', ...) got a result of %s that is equal on every replica, and adds it up for each "
+    "of the %d replicas: %d times the value, as in TensorFlow. What the step has reduced already is used as "
+    "it is, such as float(loss)."
+)
 
 Axes = tuple[int, ...] | None
 
@@ -62,8 +70,17 @@ def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
             "strategy.experimental_local_results(keys), or join them with strategy.gather(keys, axis=0)."
         )
     check_summable((("the value", array) for array in _arrays(value)), "strategy.reduce")
+    if mirrored and op is ReduceOp.SUM:
+        _note_equal(value, num_replicas(mesh))
     with with_all_processes("strategy.reduce", mesh), reading(value):
         return _reduce(op, value, axes, num_replicas(mesh), mirrored=mirrored)
+
+
+def _note_equal(value: Any, replicas: int) -> None:
+    """Logs that a number is added up which the step may have added up already; counts are wanted so."""
+    step = step_of(value)
+    if step and replicas > 1 and jnp.issubdtype(value.dtype, jnp.inexact):
+        log_once(_EQUAL, step, replicas, replicas, about=step)
 
 
 def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, *, mirrored: bool) -> jax.Array:

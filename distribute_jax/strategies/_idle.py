@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-from collections.abc import Hashable
 from typing import Any
 
 import jax
 
+from distribute_jax._warn import log_once
 from distribute_jax.processes import job
 
-_LOG = logging.getLogger("distribute_jax")
 _HOST_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 _NO_STRATEGY = (
@@ -39,44 +37,36 @@ _ALONE = (
     "dj.MultiWorkerMirroredStrategy()."
 )
 
-_logged: set[Hashable] = set()
-
-
-def _log_once(text: str, *named: object, about: Hashable = None) -> None:
-    if (text, about) not in _logged:
-        _logged.add((text, about))
-        _LOG.warning(text, *named)
-
 
 def note_default_strategy() -> None:
     """Logs that ``fit`` runs without a strategy where there are several devices."""
     if (devices := jax.local_device_count()) > 1:
-        _log_once(_NO_STRATEGY, devices)
+        log_once(_NO_STRATEGY, devices)
 
 
 def note_not_entered(line: str) -> None:
     """Logs that a scope was made on a line and thrown away."""
-    _log_once(_NOT_ENTERED, line, about=line)
+    log_once(_NOT_ENTERED, line, about=line)
 
 
 def note_no_tpu(caller: str) -> None:
     """Logs that a TPU was asked for where there is none, and none is simulated."""
     devices = jax.local_devices()
     if devices[0].platform != "tpu" and not _wanted_host_devices():
-        _log_once(_NO_TPU, caller, len(devices), devices[0].platform)
+        log_once(_NO_TPU, caller, len(devices), devices[0].platform)
 
 
 def note_flags_too_late() -> None:
     """Logs that XLA_FLAGS asks for more host devices than there are."""
     wanted = _wanted_host_devices()
     if wanted > jax.local_device_count() and jax.local_devices()[0].platform == "cpu":
-        _log_once(_TOO_LATE, wanted, jax.local_device_count(), wanted)
+        log_once(_TOO_LATE, wanted, jax.local_device_count(), wanted)
 
 
 def note_other_processes(caller: str) -> None:
     """Logs that a strategy of one process was made in one of several that were started together."""
     if job() is None and (processes := _launched_processes()) > 1:
-        _log_once(_ALONE, caller, processes)
+        log_once(_ALONE, caller, processes)
 
 
 def _wanted_host_devices() -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import distribute_jax as dj
+from distribute_jax import _warn
 
 
 def per_replica(strategy: dj.Strategy, values: list[object]) -> dj.PerReplica:
@@ -298,3 +301,23 @@ def test_narrow_integers_do_not_overflow(s2: dj.MirroredStrategy, dtype: type):
     (batch,) = s2.distribute_dataset([np.full(300, 1, dtype)])
     assert int(s2.reduce("sum", batch, axis=0)) == 300
     assert float(s2.reduce("mean", batch, axis=0)) == 1.0
+
+
+def test_a_sum_of_what_the_step_has_reduced_already_is_named_once(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """It is N times the loss, as in TensorFlow; counts of each replica, and means, are meant so."""
+    monkeypatch.setattr(_warn, "_logged", set())
+
+    def reduced(x: jax.Array) -> Any:
+        return dj.get_replica_context().all_reduce("sum", jnp.sum(x)), jnp.int32(len(x)), x[0]
+
+    (batch,) = s4.distribute_dataset([np.ones(8, np.float32)])
+    for _ in range(2):
+        total, count, own = s4.run(reduced, args=(batch,))
+        assert float(s4.reduce("sum", total)) == 4 * 8
+    assert (int(s4.reduce("sum", count)), float(s4.reduce("sum", own))) == (8, 4)
+    assert float(s4.reduce("mean", total)) == 8
+    [record] = caplog.records
+    assert "got a result of test_a_sum_of_what" in record.getMessage()
+    assert "4 times the value" in record.getMessage()

@@ -22,11 +22,11 @@ from distribute_jax.program.binding._aggregation import (
     rule_for,
 )
 from distribute_jax.program.lowering._merge import Merge, as_merge, written_metrics
+from distribute_jax.program.lowering._remarks import Notice, remarks
 from distribute_jax.program.proof._increments import Relation, relation
 from distribute_jax.program.proof._prove import Mark, prove
-from distribute_jax.program.proof._seeded import seeded_draws
 from distribute_jax.program.proof._unchanged import is_unchanged
-from distribute_jax.program.tracing._trace import Call, Traced
+from distribute_jax.program.tracing._trace import Call, Traced, state_outputs
 
 _MIRRORED: Mark = frozenset()
 
@@ -41,8 +41,10 @@ class Plan:
     """For each array of the result: whether every replica has the same."""
     merges: tuple[Merge, ...] = ()
     """State outputs that are combined together."""
-    seeded: tuple[str, ...] = ()
-    """Lines of the step that seed a key, with which every replica then draws the same numbers."""
+    notices: tuple[Notice, ...] = ()
+    """What is logged once about the step."""
+    parts: tuple[bool, ...] = ()
+    """For each array of the result: whether it is a part of a mean that is not summed yet."""
 
 
 def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
@@ -51,7 +53,7 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
     if replicas == 1:
-        own = (keeps_own_values(variable) for variable, *_ in _written(call, traced))
+        own = (keeps_own_values(variable) for variable, *_ in state_outputs(call, traced))
         rules = (Combine.OWN if is_own else Combine.MIRRORED for is_own in own)
         return Plan(tuple(rules), (True,) * results)
     before = input_marks(call, traced)
@@ -65,8 +67,7 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     mirrored = tuple(not mark for mark in marks[state:])
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
-    seeded = seeded_draws(traced.jaxpr, before, axis_size=replicas)
-    return Plan(combine, mirrored, merges, tuple(seeded))
+    return Plan(combine, mirrored, merges, *remarks(call, traced, before, combine, options))
 
 
 def input_marks(call: Call, traced: Traced) -> list[Mark]:
@@ -101,7 +102,7 @@ def _combine(
     drifting: list[str] = []
     reset: list[str] = []
     streams: list[str] = []
-    for output, (variable, name, old, beside) in enumerate(_written(call, traced)):
+    for output, (variable, name, old, beside) in enumerate(state_outputs(call, traced)):
         rule = special.get(output, rule_for(variable))
         to_old = Relation.PLUS
         if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
@@ -132,7 +133,7 @@ def _with_dtypes(
     """Refuses dtypes that a rule cannot combine; what every replica has alike needs no rule."""
     refused: list[str] = []
     avals: list[Any] = [var.aval for var in traced.jaxpr.jaxpr.outvars]
-    for output, (variable, name, *_) in enumerate(_written(call, traced)):
+    for output, (variable, name, *_) in enumerate(state_outputs(call, traced)):
         why = dtype_refused(rules[output], avals[output].dtype)
         if why and marks[output]:
             kind = type(variable).__name__
@@ -150,15 +151,6 @@ def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation)
             "up: combine the numbers before, as with all_reduce, or keep them in a dj.Variable"
         )
     return line
-
-
-def _written(call: Call, traced: Traced) -> Iterator[tuple[nnx.Variable[Any], str, int, range]]:
-    """Gives for each state output its variable, name, old value and all inputs of the variable."""
-    starts = traced.input_starts
-    for index, size in zip(traced.written, traced.written_sizes, strict=True):
-        inputs = range(starts[index], starts[index + 1])
-        for k in range(size):
-            yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
 
 
 _PAIRS = """\

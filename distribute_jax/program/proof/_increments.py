@@ -23,7 +23,9 @@ class Relation(enum.Enum):
 
 _NONE, _PLUS, _OTHER = Relation.NONE, Relation.PLUS, Relation.OTHER
 
-_SAME = frozenset({"copy", "copy_p", "mirrored", "optimization_barrier", "stop_gradient"})
+_SAME = frozenset({
+    "copy", "copy_p", "mirrored", "optimization_barrier", "part_of_mean", "stop_gradient",
+})  # fmt: skip
 """Operations that keep each number and its place, so that of a sum they give the sum."""
 
 _NEW_DIMS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})

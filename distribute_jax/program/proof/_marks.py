@@ -62,13 +62,19 @@ def name(eqn: Any) -> str:
 
 def line(eqn: Any, *, full_path: bool = False) -> str:
     """Returns the user's line that made the equation, as ``file:line``."""
+    known = user_line(eqn, full_path=full_path)
+    return known or str(eqn.source_info.name_stack) or "an unknown line"
+
+
+def user_line(eqn: Any, *, full_path: bool = False) -> str | None:
+    """Returns that line, or None for an equation of a function that JAX itself has traced."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
     for frame in reversed(frames):
         match = _FRAME.fullmatch(frame)
         if match and not _is_library(match["file"]):
             file = match["file"] if full_path else Path(match["file"]).name
             return f"{file}:{match['line']}"
-    return str(eqn.source_info.name_stack) or "an unknown line"
+    return None
 
 
 def _is_library(file: str) -> bool:

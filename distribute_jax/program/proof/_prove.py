@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError, OutOfSyncError
 from distribute_jax.collectives._mirrored import mirrored_p
+from distribute_jax.collectives._part_of_mean import part_of_mean_p
 from distribute_jax.collectives._unreduced import unreduced_p
 from distribute_jax.program.proof._marks import (
     MIRRORED,
@@ -118,6 +119,8 @@ class Walk:
         """Gives the marks after one equation."""
         if eqn.primitive is mirrored_p:
             return Outcome([MIRRORED])
+        if eqn.primitive is part_of_mean_p:
+            return Outcome(marks)
         if eqn.primitive is unreduced_p:
             _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
             self._unreduced[id(eqn)] = eqn, union([before, *marks])

@@ -13,8 +13,8 @@ from distribute_jax.program.proof._marks import ClosedJaxpr
 
 _KEEPS_ZEROS = frozenset({
     "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p",
-    "mirrored", "neg", "optimization_barrier", "reduce_sum", "reshape", "squeeze", "stop_gradient",
-    "sub", "transpose", "unreduced",
+    "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
+    "stop_gradient", "sub", "transpose", "unreduced",
 })  # fmt: skip
 """Operations that make zeros of zeros."""
 

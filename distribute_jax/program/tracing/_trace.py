@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
@@ -111,6 +111,17 @@ def _dtype(leaf: Any) -> Any:
 # replica context is Python state, so each trace has a number that is current: nothing is reused from another.
 _number_of_trace = jax.make_user_context()
 _numbers = count()
+
+
+def state_outputs(
+    call: Call, traced: Traced
+) -> Iterator[tuple[nnx.Variable[Any], str, int, range]]:
+    """Yields for each state output its variable, name, old value and all inputs of the variable."""
+    starts = traced.input_starts
+    for index, size in zip(traced.written, traced.written_sizes, strict=True):
+        inputs = range(starts[index], starts[index + 1])
+        for k in range(size):
+            yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
 
 
 def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:

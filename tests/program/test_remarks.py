@@ -1,0 +1,259 @@
+"""Numbers that would be N times too small, or the same on every replica, are named when a step is traced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+replica = dj.get_replica_context
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Returns what was logged."""
+    with caplog.at_level(logging.WARNING, logger="distribute_jax"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def training(strategy: dj.Strategy, metric: Any, update: Callable[..., Any]) -> None:
+    """Runs a step that hands a part of the loss, and the losses, to ``update``."""
+    with strategy.scope():
+        model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+        metric = metric()
+
+    def step(x: jax.Array) -> None:
+        def loss(model: nnx.Linear) -> Any:
+            losses = model(x)[:, 0] ** 2
+            return dj.compute_average_loss(losses), losses
+
+        (part, losses), gradients = nnx.value_and_grad(loss, has_aux=True)(model)
+        optimizer.update(model, gradients)
+        update(metric, part, losses)
+
+    (batch,) = strategy.distribute_dataset([X])
+    strategy.run(step, args=(batch,))
+
+
+AVERAGES: dict[str, Callable[[], Any]] = {
+    "nnx.metrics.Average": lambda: nnx.metrics.Average("loss"),
+    "nnx.metrics.Welford": lambda: nnx.metrics.Welford("loss"),
+    "dj.metrics.Average": lambda: dj.metrics.Average("loss"),
+    "dj.metrics.Welford": lambda: dj.metrics.Welford("loss"),
+    "nnx.MultiMetric": lambda: nnx.MultiMetric(loss=nnx.metrics.Average("loss")),
+}
+
+RIGHT: dict[str, Callable[..., Any]] = {
+    "the losses": lambda metric, part, losses: metric.update(loss=losses),
+    "their sum": lambda metric, part, losses: metric.update(loss=replica().all_reduce("sum", part)),
+    "their sum by a ring": lambda metric, part, losses: metric.update(
+        loss=replica().all_reduce(
+            "sum", part, dj.experimental.CommunicationOptions(implementation="RING")
+        )
+    ),
+    "the part times the replicas": lambda metric, part, losses: metric.update(
+        loss=part * replica().num_replicas_in_sync
+    ),
+    "a test of the part": lambda metric, part, losses: metric.update(loss=jnp.isnan(part)),
+    "a gradient": lambda metric, part, losses: metric.update(
+        loss=jax.grad(lambda w: dj.compute_average_loss(w * losses))(1.0)
+    ),
+    "a mean by the size of the share": lambda metric, part, losses: metric.update(
+        loss=dj.compute_average_loss(losses, global_batch_size=len(losses))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_a_part_of_the_loss_in_a_metric_that_averages_is_refused(
+    s4: dj.MirroredStrategy, kind: str
+):
+    """``metrics.update(loss=loss)``, the line of every example of Flax, would report a quarter."""
+    with pytest.raises(dj.ArgumentError, match=r"averages what compute_average_loss") as caught:
+        training(s4, AVERAGES[kind], lambda metric, part, losses: metric.update(loss=part))
+    message = str(caught.value)
+    assert "test_remarks.py:" in message
+    assert "the metric would be 4 times too small" in message
+    assert "metrics.update(loss=losses)" in message
+
+
+@pytest.mark.parametrize("way", RIGHT)
+def test_what_is_no_part_goes_into_a_metric(
+    s4: dj.MirroredStrategy, way: str, logged: Callable[[], list[str]]
+):
+    training(
+        s4,
+        lambda: nnx.MultiMetric(
+            mean=nnx.metrics.Average("loss"), spread=dj.metrics.Welford("loss")
+        ),
+        RIGHT[way],
+    )
+    assert not logged()
+
+
+def test_on_one_replica_a_part_is_the_whole():
+    one = dj.OneDeviceStrategy(0)
+    training(one, AVERAGES["nnx.metrics.Average"], lambda m, part, _: m.update(loss=part))
+
+
+def test_losses_of_the_library_are_parts_as_well(s4: dj.MirroredStrategy):
+    """Scaled, added up and cast, in a jit and under remat."""
+    with s4.scope():
+        metric = nnx.metrics.Average("loss")
+
+    def step(x: jax.Array) -> None:
+        mse = jax.jit(jax.checkpoint(lambda x: dj.losses.MeanSquaredError()(jnp.zeros_like(x), x)))
+        metric.update(loss=(0.5 * mse(x) + 1.0).astype(jnp.bfloat16))
+
+    (batch,) = s4.distribute_dataset([X])
+    with pytest.raises(dj.ArgumentError, match=r"metric \(Average\) averages"):
+        s4.run(step, args=(batch,))
+
+
+def test_a_part_in_a_callback_or_in_state_of_your_own_is_named_once(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+):
+    """What a sum of parts is used for is not known, so it is no error."""
+
+    class Epoch(nnx.Metric):
+        def __init__(self) -> None:
+            self.loss = nnx.metrics.MetricState(jnp.zeros(()))
+            self.steps = nnx.metrics.MetricState(jnp.zeros((), int))
+
+        def add(self, part: jax.Array) -> None:
+            self.loss[...] += part
+            self.steps[...] += 1
+
+    seen: list[float] = []
+    for _ in range(2):
+        training(s4, Epoch, lambda metric, part, losses: metric.add(part))
+        training(
+            s4,
+            lambda: None,
+            lambda _, part, losses: jax.debug.callback(lambda v: seen.append(float(v)), part),
+        )
+    state, callback = logged()
+    assert "metric adds up what compute_average_loss returned at test_remarks.py" in state
+    assert "it is 4 times too small" in state
+    assert "The callback at test_remarks.py" in callback
+    logs = len(logged())
+    training(s4, Total, lambda metric, part, losses: metric.add(part))
+    assert len(logged()) == logs
+
+
+class Total(nnx.Metric):
+    """The sum of the losses of the batches: what the replicas add is summed, so parts are right."""
+
+    def __init__(self) -> None:
+        self.loss = nnx.metrics.MetricState(jnp.zeros(()))
+
+    def add(self, part: jax.Array) -> None:
+        self.loss[...] += part
+
+
+def dropped(x: jax.Array, key: jax.Array) -> jax.Array:
+    return nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": key})
+
+
+def test_a_dropout_mask_from_a_key_of_all_replicas_is_named_once(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+):
+    """As every Linen program passes it: in args or captured, new-style or raw, folded with the step."""
+    (batch,) = s4.distribute_dataset([X])
+    captured = jax.random.PRNGKey(0)
+
+    def step(x: jax.Array, key: jax.Array) -> Any:
+        return dropped(x, key), dropped(x, jax.random.fold_in(captured, 3))[:, :2]
+
+    for _ in range(2):
+        first, _ = s4.run(step, args=(batch, jax.random.key(0)))
+        s4.run(step, args=(batch, jax.random.key(0)), options=dj.RunOptions(donate_state=False))
+    masks = [np.asarray(v) == 0 for v in first.values]
+    assert all((masks[0] == mask).all() for mask in masks)
+    named = [text for text in logged() if "for each row of the batch" in text]
+    assert 1 <= len(named) <= 2
+    assert "test_remarks.py:" in named[0]
+    assert "fold_in(key, dj.get_replica_context().replica_id_in_sync_group)" in named[0]
+
+
+def test_keys_that_differ_and_draws_that_are_no_rows_are_not_named(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+):
+    """The replica id folded in, a marked stream, noise on weights, and a step without a batch."""
+    (batch,) = s4.distribute_dataset([X])
+    with s4.scope():
+        same = dj.same_on_all_replicas(nnx.Rngs(noise=0))
+
+    def step(x: jax.Array, key: jax.Array) -> Any:
+        own = jax.random.fold_in(key, replica().replica_id_in_sync_group)
+        noise = jax.random.normal(key, (8, 3))
+        return dropped(x, own) @ noise, same.noise.normal(x.shape)
+
+    s4.run(step, args=(batch, jax.random.key(0)))
+    s4.run(lambda key: jax.random.normal(key, (4, 8)), args=(jax.random.key(0),))
+    assert not logged()
+
+
+def gradient(w: Any, x: Any) -> Any:
+    return replica().all_reduce("mean", jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+
+
+def test_a_forgotten_distribute_dataset_is_named(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+):
+    """Right numbers, four times the work: the weights that the step returns are no batch."""
+    w = jnp.ones((8, 1))
+    for _ in range(2):
+        s4.run(lambda w, x: w - gradient(w, x), args=(w, X))
+    [text] = logged()
+    assert "all 4 replicas compute the same from args[1] (float32[16,8]), and" in text
+    assert "test_remarks.py:" in text
+    assert "Pass a batch of strategy.distribute_dataset" in text
+
+
+def test_a_forgotten_distribute_dataset_is_named_with_dropout_and_with_metrics(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+):
+    """The replicas draw other masks, and count each example four times."""
+    with s4.scope():
+        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0))
+        metric = nnx.metrics.Average("loss")
+
+    def masked(x: jax.Array) -> jax.Array:
+        return gradient(jnp.ones((8, 1)), dropout(x))
+
+    s4.run(masked, args=(X,))
+    s4.run(lambda x: metric.update(loss=jnp.mean(x, 1)), args=(X,))
+    first, second = [text for text in logged() if "is distributed" in text]
+    assert "what they combine at test_remarks.py" in first
+    assert "what they combine, or add to a metric, is equal" in second
+
+
+def test_steps_that_are_meant_to_take_whole_arrays_are_not_named(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+):
+    """A distributed batch; data made on each replica; nothing combined; small or random arguments."""
+    w = jnp.ones((8, 1))
+    (batch,) = s4.distribute_dataset([X])
+
+    def made(w: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(0), replica().replica_id_in_sync_group)
+        return gradient(w, jax.random.normal(key, (4, 8)))
+
+    s4.run(gradient, args=(w, batch))
+    s4.run(made, args=(w,))
+    s4.run(lambda w, x: x @ w, args=(w, X))
+    s4.run(lambda x, key: replica().all_reduce("sum", x), args=(jnp.ones(3), jax.random.key(0)))
+    assert not logged()
