@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import is_local, num_replicas
+from distribute_jax._tracebacks import frames_hidden, hide_frames
 from distribute_jax._typing import PyTree
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._ends import EndOfData, OneProcess
@@ -85,6 +86,7 @@ class DistributedDataset:
         self._spec: PyTree = None
         self._warned = False
 
+    @frames_hidden
     def __iter__(self) -> DistributedIterator:
         """Starts the next epoch from its first batch."""
         self._guard()
@@ -184,13 +186,18 @@ class DistributedIterator(Iterator[Any]):
 
     def __next__(self) -> PyTree:
         """The next element; StopIteration at the end."""
-        found = self._take()
+        try:
+            found = self._take()
+        except BaseException as error:
+            hide_frames(error)
+            raise
         if found is None:
             raise StopIteration
         return found[0]
 
     get_next = __next__
 
+    @frames_hidden
     def get_next_as_optional(self) -> OptionalElement:
         """The next element if there is one; at the end, an empty one, and no StopIteration."""
         found = self._take()
@@ -224,6 +231,7 @@ class DistributedIterator(Iterator[Any]):
         """
         return dict(self._dataset._feed.state(self._epoch, self._seen))
 
+    @frames_hidden
     def restore(self, state: State) -> None:
         """Goes on where another pass stood: its next batch comes next, and after it its next epoch.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, cast
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._warn import warn_user
 from distribute_jax.data._options import HINT_REFUSED, InputOptions
 from distribute_jax.data._policies import AutoShardPolicy
 from distribute_jax.data._source import Source
@@ -82,10 +82,8 @@ def _no_files(source: Source) -> ArgumentError:
 
 
 def _warn_of_few_files(source: Source, workers: int) -> None:
-    warnings.warn(
+    warn_user(
         f"{source.text} reads {source.num_files} files for {workers} processes, too few to give each "
         "its own, so every process reads all of them and takes its part of each batch. Write at "
-        f'least {workers} files, or choose this with dj.InputOptions(auto_shard_policy="data").',
-        # The user's line called distribute_dataset, then GlobalBatches, shard and choose_policy.
-        stacklevel=6,
+        f'least {workers} files, or choose this with dj.InputOptions(auto_shard_policy="data").'
     )

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from distribute_jax import _context
 from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA, is_local, num_replicas
+from distribute_jax._tracebacks import frames_hidden, hide_frames
 from distribute_jax._typing import Kwargs, PyTree, StepFunction
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
@@ -176,9 +177,13 @@ class Strategy(InputMethods, OlderNames):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
-        self._enter_program("strategy.run")
-        _context.note_step()
-        return self._runner(fn, args, cast("Any", kwargs), options)
+        try:
+            self._enter_program("strategy.run")
+            _context.note_step()
+            return self._runner(fn, args, cast("Any", kwargs), options)
+        except BaseException as error:
+            hide_frames(error)
+            raise
 
     @final
     def run_steps(
@@ -219,15 +224,20 @@ class Strategy(InputMethods, OlderNames):
             >>> strategy.run_steps(lambda x: x.sum(), batches, steps=2).tolist()
             [2.0]
         """
-        self._enter_program("strategy.run_steps")
-        _context.note_step()
-        return self._runner.steps(fn, iterator, steps, options)
+        try:
+            self._enter_program("strategy.run_steps")
+            _context.note_step()
+            return self._runner.steps(fn, iterator, steps, options)
+        except BaseException as error:
+            hide_frames(error)
+            raise
 
     def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""
         return self._runner.not_rows(fn, args)
 
     @final
+    @frames_hidden
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Any = None) -> PyTree:
         """Combines the replicas' values into one.
 
@@ -257,6 +267,7 @@ class Strategy(InputMethods, OlderNames):
         return self._map(lambda leaf: reduce_value(op, leaf, axis, self._mesh), value)
 
     @final
+    @frames_hidden
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Joins the replicas' values along a dim, in replica order.
 
@@ -283,6 +294,7 @@ class Strategy(InputMethods, OlderNames):
         return self._map(lambda leaf: gather_value(leaf, axis, self._mesh), value)
 
     @final
+    @frames_hidden
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Gives this process's per-replica values as a tuple, in replica order.
 
@@ -310,6 +322,7 @@ class Strategy(InputMethods, OlderNames):
         )
 
     @final
+    @frames_hidden
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
     ) -> PyTree:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, IterationError, UnsupportedError
 from distribute_jax._mesh import local_replicas
+from distribute_jax._tracebacks import frames_hidden
 from distribute_jax._tree import leaf_text
 from distribute_jax._typing import PyTree
 from distribute_jax.data import (
@@ -44,6 +45,7 @@ class InputMethods:
     """Whether ``InputReplicationMode.PER_REPLICA`` is offered; TensorFlow does not, everywhere."""
 
     @final
+    @frames_hidden
     def distribute_dataset(
         self: _Owner,
         dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
@@ -91,6 +93,7 @@ class InputMethods:
     experimental_distribute_dataset = distribute_dataset
 
     @final
+    @frames_hidden
     def distribute_datasets_from_function(
         self: _Owner,
         dataset_fn: Callable[[InputContext], Any],

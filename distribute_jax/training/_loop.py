@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._values import PerReplica
+from distribute_jax._warn import warn_user
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import Batches
@@ -75,10 +75,9 @@ def dispatches(
 
 def warn_of_early_end(what: str, done: int, wanted: int) -> None:
     """Says that the data ended before the steps that were asked for."""
-    warnings.warn(
+    warn_user(
         f"Your input ran out of data after {done} of {wanted} batches; the {what} ends here. Give the "
-        "dataset as many batches as steps * epochs: repeat() it, or leave the number of steps out.",
-        stacklevel=5,
+        "dataset as many batches as steps * epochs: repeat() it, or leave the number of steps out."
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._tracebacks import frames_hidden
 from distribute_jax._tree import leaf_text
 from distribute_jax._typing import PyTree
 from distribute_jax.data import DistributedDataset
@@ -79,6 +80,7 @@ class Model(Stored):
         self._trainer: Trainer | None = None
         self._predictor: Trainer | None = None
 
+    @frames_hidden
     def compile(
         self,
         optimizer: Any = "rmsprop",
@@ -145,6 +147,7 @@ class Model(Stored):
         """
         _steps.train(self.module, self.trainer.setup, batch)
 
+    @frames_hidden
     def fit(
         self,
         x: Any = None,
@@ -214,6 +217,7 @@ class Model(Stored):
             with self.trainer.runs.one("fit"):
                 return fit.run()
 
+    @frames_hidden
     def evaluate(
         self,
         x: Any = None,
@@ -258,6 +262,7 @@ class Model(Stored):
                 logs = self.trainer.evaluate(Batches(data, keys), limit=steps, callbacks=found)
         return as_keras(logs, return_dict)
 
+    @frames_hidden
     def predict(
         self,
         x: Any,
@@ -294,6 +299,7 @@ class Model(Stored):
             ):
                 return trainer.predict(Batches(data, keys), limit=steps, callbacks=found)
 
+    @frames_hidden
     def train_on_batch(
         self,
         x: Any,
@@ -321,6 +327,7 @@ class Model(Stored):
                 _, logs = self.trainer.epoch(batches, limit=1, callbacks=silent)
         return as_keras(logs, return_dict)
 
+    @frames_hidden
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
@@ -332,6 +339,7 @@ class Model(Stored):
                 logs = self.trainer.evaluate(batches, limit=1, callbacks=silent)
         return as_keras(logs, return_dict)
 
+    @frames_hidden
     def predict_on_batch(self, x: Any) -> Any:
         """Gives the outputs for one batch of arrays."""
         with self.strategy.scope():

@@ -11,7 +11,7 @@ from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
     ("_errors", "_interrupts", "_public", "_typing", "_warn"),
-    ("_later",),
+    ("_later", "_tracebacks"),
     ("_mesh", "_tree"),
     ("_fitting",),
     ("_internals",),

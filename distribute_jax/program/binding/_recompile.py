@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+from distribute_jax._warn import warn_user
 from distribute_jax.program.binding._arguments import Arguments
 from distribute_jax.program.binding._bind import Binding
 
@@ -40,11 +40,10 @@ class Recompilations:
                 if name in before and before[name] != facts[name]
             ]
             what = ", ".join(changed[:4]) or "an object or function that it captures is made anew"
-            warnings.warn(
+            warn_user(
                 f"{getattr(fn, '__qualname__', fn)} was compiled {_MANY} times. What changed last: "
                 f"{what}. Each new value or shape compiles a new program: pass a number that changes "
-                "in args, where it is data, and keep batch shapes equal.",
-                stacklevel=5,
+                "in args, where it is data, and keep batch shapes equal."
             )
 
 

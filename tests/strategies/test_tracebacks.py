@@ -1,0 +1,122 @@
+"""Tracebacks show the user's lines; those of the library only where they are asked for."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+LIBRARY = dj.__path__[0]
+
+
+def frames(error: BaseException | None, *, of_library: bool) -> list[str]:
+    """Names the functions in the tracebacks of an error and of what it came from."""
+    found: list[str] = []
+    while error is not None:
+        every = traceback.extract_tb(error.__traceback__)
+        found += [one.name for one in every if one.filename.startswith(LIBRARY) == of_library]
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return found
+
+
+class Linear(nnx.Linear):
+    """A layer whose call fails."""
+
+    def __call__(self, x: Any) -> Any:
+        """Fails."""
+        raise ZeroDivisionError("in the layer")
+
+
+def failing(strategy: dj.Strategy) -> dict[str, Callable[[], Any]]:
+    """Returns calls that fail in all kinds of ways."""
+    with strategy.scope():
+        count = nnx.Variable(jnp.zeros(()))
+        model = dj.Model(Linear(2, 1, rngs=nnx.Rngs(0)))
+    model.compile(optimizer="sgd", loss="mse")
+    x = np.ones((8, 2), np.float32)
+
+    def users_step(x: jax.Array) -> jax.Array:
+        return jnp.dot(x, jnp.ones((7, 7)))
+
+    def drifts(x: jax.Array) -> None:
+        count[...] += x.sum()
+
+    def batches() -> Any:
+        yield x
+        raise OSError("a file is missing")
+
+    def loop() -> None:
+        for _ in strategy.distribute_dataset(batches()):
+            pass
+
+    def steps() -> None:
+        strategy.run_steps(users_step, iter(strategy.distribute_dataset([x, x])), 2)
+
+    (batch,) = strategy.distribute_dataset([x])
+    return {
+        "run": lambda: strategy.run(users_step, args=(batch,)),
+        "run, refused": lambda: strategy.run(drifts, args=(batch,)),
+        "run_steps": steps,
+        "reduce": lambda: strategy.reduce("product", batch),
+        "gather": lambda: strategy.gather(batch, axis="rows"),
+        "distribute_dataset": lambda: strategy.distribute_dataset(3),
+        "iteration": loop,
+        "fit": lambda: model.fit(x, x[:, :1], batch_size=4, verbose=0),
+        "evaluate": lambda: model.evaluate(x, x[:, :1], batch_size=4, verbose=0),
+        "compile": lambda: model.compile(optimizer="no such optimizer"),
+    }
+
+
+CALLS = tuple(failing(dj.OneDeviceStrategy("cpu:0")))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_traceback_has_no_frame_of_the_library(
+    s2: dj.Strategy, call: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("DISTRIBUTE_JAX_FULL_TRACEBACK", raising=False)
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        failing(s2)[call]()
+    assert frames(raised.value, of_library=True) == []
+    assert frames(raised.value, of_library=False)[0] == raised.traceback[0].name
+
+
+@pytest.mark.parametrize("call", ["run", "fit"])
+def test_the_frames_of_the_users_step_stay(s2: dj.Strategy, call: str):
+    with pytest.raises((TypeError, ZeroDivisionError)) as raised:
+        failing(s2)[call]()
+    assert {"users_step", "__call__"} & set(frames(raised.value, of_library=False))
+
+
+@pytest.mark.parametrize("call", ["run", "run, refused", "fit"])
+def test_a_variable_shows_all_frames(s2: dj.Strategy, call: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DISTRIBUTE_JAX_FULL_TRACEBACK", "1")
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        failing(s2)[call]()
+    assert len(frames(raised.value, of_library=True)) > 3
+
+
+def test_the_message_of_the_library_is_the_last_line(s2: dj.Strategy):
+    model = {"kept": jnp.zeros(2)}
+
+    def step(x: jax.Array) -> None:
+        model["kept"] = x.sum()
+
+    with pytest.raises(dj.StaleCaptureError) as raised:
+        s2.run(step, args=(jnp.ones(3),))
+    lines = "".join(traceback.format_exception(raised.value)).splitlines()
+    assert lines[-1].endswith(str(raised.value).splitlines()[-1])
+
+
+def test_the_note_of_jax_stays_at_an_error_of_the_users_step(s2: dj.Strategy):
+    with pytest.raises(TypeError) as raised:
+        failing(s2)["run"]()
+    assert "JAX has removed" in "".join(traceback.format_exception(raised.value))
