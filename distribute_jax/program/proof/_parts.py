@@ -74,6 +74,8 @@ class _PartWalk(Walk):
             return Outcome([frozenset({Part(line(eqn))})])
         if name == "cross_device_sum" or self._is_collective(eqn):
             return Outcome([MIRRORED] * len(eqn.outvars))
+        if not any(marks) and name not in RULES and name not in _SPREADS:
+            return Outcome([MIRRORED] * len(eqn.outvars))
         found = _parts(union(marks))
         if name in _CALLBACKS:
             self.callbacks |= {(line(eqn), str(p)) for p in found if not isinstance(p, ScaledPart)}

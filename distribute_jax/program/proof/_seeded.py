@@ -58,26 +58,31 @@ class _SeedWalk(Walk):
         self.rows = rows
         self.seeds: set[str] = set()
         self.draws: set[str] = set()
-        self._line = "an unknown line"
+        self._around: list[Any] = []
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
         """Marks seeds, and notes draws in which nothing went that differs."""
         mark = union(marks)
-        around, self._line = self._line, user_line(eqn) or self._line
+        self._around.append(eqn)
         try:
             return self._noted(eqn, marks, mark, control)
         finally:
-            self._line = around
+            self._around.pop()
 
     def _noted(self, eqn: Any, marks: list[Mark], mark: Mark, control: Control) -> Outcome:
         if eqn.primitive.name == "random_seed" and not mark:
-            return Outcome([frozenset({_Seed(self._line)})])
+            return Outcome([frozenset({_Seed(self._line())})])
         if eqn.primitive.name in _DRAWING:
             if mark and all(isinstance(word, _Seed) for word in mark):
                 self.seeds |= mark
             if not mark and self.rows > 1 and _rows(eqn) == self.rows:
-                self.draws.add(self._line)
+                self.draws.add(self._line())
         return super().apply(eqn, marks, control)
+
+    def _line(self) -> str:
+        """Returns the user's line: that of the call where JAX has traced the function."""
+        known = (user_line(eqn) for eqn in reversed(self._around))
+        return next(filter(None, known), "an unknown line")
 
     def meet(self, eqn: Any, control: Control) -> None:
         """Lets every collective be: whether it may hang was proved without the seeds."""
