@@ -211,7 +211,8 @@ class Walker:
         if is_library(module) and not _wraps_user_code(value):
             return self._closure(value, name) if is_optax(module) else opaque_key(value)
         if isinstance(value, functools.partial):
-            self.graph.watch.attribute(value, "args")
+            for part in ("func", "args", "keywords"):
+                self.graph.watch.attribute(value, part)
             self.graph.watch.table(value.keywords)
         found = roots(value, named=True)
         self._read(codes(value))
@@ -246,6 +247,8 @@ class Walker:
         self.graph.watch.cells(function.__closure__ or ())
         for part in ("__code__", "__defaults__", "__kwdefaults__"):
             self.graph.watch.attribute(function, part)
+        if function.__kwdefaults__:
+            self.graph.watch.table(function.__kwdefaults__)
         scope = function.__globals__
         for key in global_names(function.__code__):
             if key in scope and not isinstance(scope[key], jax.Array):

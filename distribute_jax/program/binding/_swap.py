@@ -135,18 +135,21 @@ class _Swap:
     def put(self, place: Place, new: Any, name: str = "") -> None:
         """Replaces an array by what stands for it."""
         outer = anchor(place)
-        before, old = outer.get(), place.get()
+        before, old = self._original(outer.get()), self._original(place.get())
         self._anchors.append((outer, before))
         self._names.append((place, name))
         place.set(new)
         self._originals[id(new)] = new, old
         if outer is not place:  # a tuple is replaced as a whole
-            _, original = self._originals.get(id(before), (None, before))
-            self._originals[id(outer.get())] = outer.get(), original
+            self._originals[id(outer.get())] = outer.get(), before
+
+    def _original(self, value: Any) -> Any:
+        """Returns what a value stands for; one place may be reached in two ways."""
+        return self._originals.get(id(value), (None, value))[1]
 
     def put_copy(self, place: Place) -> None:
         """Replaces a NumPy array by a copy, the same one wherever it occurs."""
-        array = place.get()
+        array = self._original(place.get())
         _, copied = self._copies.setdefault(id(array), (array, array.copy()))
         self.put(place, copied)
 
@@ -171,12 +174,12 @@ class _Swap:
                     done.add(id(place.container))
                     self._undo_in(place.container)
             elif id(place.get()) in self._originals:
-                place.set(self._originals[id(place.get())][1])
+                place.set(self._original(place.get()))
             if self._is_new(place.get()):
-                place.set(self._originals.get(id(before), (None, before))[1])
+                place.set(before)
 
     def _undo_in(self, container: Any) -> None:
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in list(items):
             if id(value) in self._originals:
-                container[key] = self._originals[id(value)][1]
+                container[key] = self._original(value)
