@@ -721,6 +721,68 @@ def test_layers_of_flax_that_keep_arrays_in_dicts_train(replicas: int, layer: st
         np.testing.assert_allclose(strategy.run(step, args=(batch,)), expected, rtol=1e-4)
 
 
+class Rotary(nnx.Module):
+    """A layer with plain arrays, of which some are in a dict whose keys are not sorted."""
+
+    def __init__(self) -> None:
+        self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.table = jnp.arange(4.0)
+        self.shifts = nnx.data({"z": jnp.full(4, 3.0), "a": jnp.full(4, 5.0)})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layer(x + self.table) + self.shifts["z"] - 2 * self.shifts["a"]
+
+
+def _apply(model: Rotary, x: jax.Array) -> jax.Array:
+    return model(x)
+
+
+TRANSFORMED: dict[str, Callable[[Rotary, jax.Array], jax.Array]] = {
+    "remat": lambda m, x: nnx.remat(_apply)(m, x),
+    "jit": lambda m, x: nnx.jit(_apply)(m, x),
+    "cond": lambda m, x: nnx.cond(x.sum() > 0, _apply, _apply, m, x),
+    "grad of remat": lambda m, x: nnx.value_and_grad(lambda m: nnx.remat(_apply)(m, x).sum())(m)[0],
+    "scan": lambda m, x: nnx.scan(
+        lambda c, m: (m(c), None), in_axes=(nnx.Carry, None), out_axes=(nnx.Carry, 0), length=2
+    )(x, m)[0],
+    "vmap": lambda m, x: nnx.vmap(_apply, in_axes=(None, 0))(m, x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_plain_arrays_of_a_module_pass_through_the_transformations_of_flax(
+    s2: dj.MirroredStrategy, transform: str
+):
+    """Flax assigns them again as they were; each stays itself, and one that is replaced is read."""
+    with s2.scope():
+        model = Rotary()
+    table, x = model.table, jnp.ones((2, 4))
+
+    def step(x: jax.Array) -> jax.Array:
+        return TRANSFORMED[transform](model, x)
+
+    for value in (table, table + 1):
+        model.table = value
+        result = s2.run(step, args=(x,))
+        assert model.table is value
+        np.testing.assert_allclose(result, TRANSFORMED[transform](model, x), rtol=1e-5)
+
+
+def test_an_array_that_the_step_assigns_in_the_place_of_another_is_refused(s2: dj.MirroredStrategy):
+    """It has the shape of the old one, and still is another."""
+    with s2.scope():
+        model = Rotary()
+    table = model.table
+
+    def step(x: jax.Array) -> jax.Array:
+        model.table = model.table + 1
+        return model(x)
+
+    with pytest.raises(dj.StaleCaptureError, match="assigned table on Rotary"):
+        s2.run(step, args=(jnp.ones((2, 4)),))
+    assert model.table is table
+
+
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_a_variable_that_the_step_removes_is_not_checked(s2: dj.MirroredStrategy):
     """Intermediates left by an earlier forward pass and popped in the step are gone, as under nnx.jit."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -37,11 +37,25 @@ _REPLACED = (
 )
 
 
+class Rebuilt(NamedTuple):
+    """A plain array of a module that came out of a transformation of Flax's: the same, if that is proved."""
+
+    old: Any
+    new: Any
+    key: str
+    """The attribute."""
+    node: str
+    """The type of the module."""
+
+
 @contextmanager
 def swapped_state(
-    variables: list[nnx.Variable[Any]], nodes: list[Any], raws: list[Any]
+    variables: list[nnx.Variable[Any]], nodes: list[Any], raws: list[Any], rebuilt: list[Rebuilt]
 ) -> Iterator[None]:
-    """Lets the user's own variables hold the tracers, and puts everything back afterwards."""
+    """Lets the user's variables hold the tracers, and puts everything back afterwards.
+
+    ``rebuilt`` gets the arrays for which it remains to be proved that they are as before.
+    """
     before = read_raw(variables)
     tables = [(node, vars(node), dict(vars(node))) for node in nodes]
     with owned_by_current_trace(variables, nodes), readable_elsewhere(variables, before):
@@ -56,20 +70,22 @@ def swapped_state(
         finally:
             write_raw(variables, before)
     for node, table, old in tables:
-        _restore(node, table, old)
+        _restore(node, table, old, rebuilt)
 
 
-def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
+def _restore(node: Any, table: dict[str, Any], old: dict[str, Any], rebuilt: list[Rebuilt]) -> None:
     """Undoes Flax's reordering of attributes and containers; refuses tracers that the step put there.
 
     A plain value that the step assigned stays, as any side effect of Python at trace time, and so does
     the removal of an attribute.
     """
-    changed = {
-        key: value
-        for key, value in table.items()
-        if key not in old or not _same_contents(old[key], value)
-    }
+    changed = {}
+    for key, value in table.items():
+        pairs: list[tuple[Any, Any]] = []
+        if key not in old or not _same_contents(old[key], value, pairs):
+            changed[key] = value
+        else:
+            rebuilt += [Rebuilt(*pair, key, type(node).__name__) for pair in pairs]
     kept = {key: old[key] for key in old if key in table or key in HIDDEN_ATTRIBUTES}
     table.clear()
     table.update(kept)
@@ -84,17 +100,28 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any]) -> None:
     table.update({key: value for key, value in changed.items() if key != owner})
 
 
-def _same_contents(old: Any, new: Any) -> bool:
-    """Whether Flax has merely rebuilt a container: it sorts dicts when it takes a module apart."""
+def _same_contents(old: Any, new: Any, pairs: list[tuple[Any, Any]]) -> bool:
+    """Whether Flax has merely rebuilt what it took apart, if all pairs of arrays are the same."""
     if old is new:
         return True
+    if isinstance(old, jax.core.Tracer) and isinstance(new, jax.core.Tracer):
+        pairs.append((old, new))
+        return (old.shape, old.dtype) == (new.shape, new.dtype)
     if type(old) is not type(new) or not isinstance(old, (dict, list, tuple)):
         return False
     if len(old) != len(new):
         return False
     if isinstance(old, dict):
-        return all(key in new and _same_contents(value, new[key]) for key, value in old.items())
-    return all(map(_same_contents, old, new))
+        return all(
+            key in new and _same_contents(value, new[key], pairs) for key, value in old.items()
+        )
+    return all(_same_contents(*pair, pairs) for pair in zip(old, new, strict=True))
+
+
+def check_rebuilt(rebuilt: Rebuilt, *, unchanged: bool) -> None:
+    """Raises where the step assigned an array to a module, rather than Flax the old one."""
+    if not unchanged:
+        raise StaleCaptureError(_ASSIGNED.format(names=rebuilt.key, node=rebuilt.node))
 
 
 def _holds_tracers(value: Any) -> bool:

@@ -20,8 +20,14 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program.binding._aggregation import keeps_own_values
 from distribute_jax.program.binding._arguments import Arguments
 from distribute_jax.program.binding._bind import Binding
-from distribute_jax.program.binding._swap import swapped_arrays, swapped_state
+from distribute_jax.program.binding._swap import (
+    Rebuilt,
+    check_rebuilt,
+    swapped_arrays,
+    swapped_state,
+)
 from distribute_jax.program.proof._marks import ClosedJaxpr
+from distribute_jax.program.proof._unchanged import is_unchanged
 from distribute_jax.program.tracing._axis_name import with_mesh_axis
 from distribute_jax.program.tracing._constants import arrays_now, check_constants
 from distribute_jax.program.tracing._created import kept_variables
@@ -146,6 +152,8 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
             raws, [abstract(array) for array in arrays], shares, counts
         )
     jaxpr = with_mesh_axis(jaxpr, name)
+    if recorder.rebuilt:
+        jaxpr = recorder.without_rebuilt(jaxpr, len(jax.tree.leaves(raws)))
     check_constants(jaxpr, arrays, older)
     return recorder.traced(jaxpr, (raws, arrays, shares, counts))
 
@@ -160,6 +168,8 @@ class _Recorder:
         self.written_trees: tuple[Any, ...] = ()
         self.results: Results | None = None
         self.created: tuple[nnx.Variable[Any], ...] = ()
+        self.rebuilt: list[Rebuilt] = []
+        self._array_at: dict[int, int] = {}
 
     def step(self, raws: list[Any], arrays: list[Any], data: list[Any], counts: list[Any]) -> Any:
         """The function that is traced: swaps the tracers in, runs ``fn``, collects the outcome."""
@@ -169,7 +179,7 @@ class _Recorder:
         nodes = [node for ref in binding.nodes if (node := ref()) is not None]
         with ExitStack() as stack:
             stack.enter_context(swapped_arrays(binding, arrays))
-            stack.enter_context(swapped_state(binding.variables, nodes, raws))
+            stack.enter_context(swapped_state(binding.variables, nodes, raws, self.rebuilt))
             stack.enter_context(_context.frame(call.strategy, context))
             given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
             noted = stack.enter_context(noting_created())
@@ -188,7 +198,9 @@ class _Recorder:
             self.results, arrays_out = sort_results(result, binding, nodes)
             self.written_trees = tuple(jax.tree.structure(now[i]) for i in self.written)
         self.written_sizes = tuple(map(len, new_values))
-        return [leaf for leaves in new_values for leaf in leaves] + arrays_out
+        self._array_at = {id(array): i for i, array in enumerate(arrays)}
+        outs = [leaf for leaves in new_values for leaf in leaves] + arrays_out
+        return outs + [array.new for array in self.rebuilt]
 
     def _removed(self, nodes: list[Any], attributes: list[set[str]]) -> set[int]:
         """Finds variables that the step took off their module, as nnx.pop does: they end with it."""
@@ -206,6 +218,16 @@ class _Recorder:
         write_raw(self.created, [abstract(raw) for raw in arrays])
         self.results, arrays = sort_results(arrays, self.call.binding, [])
         return arrays
+
+    def without_rebuilt(self, jaxpr: ClosedJaxpr, first_array: int) -> ClosedJaxpr:
+        """Proves of the last outputs that they are captured arrays unchanged, and takes them off."""
+        body = jaxpr.jaxpr
+        kept = len(body.outvars) - len(self.rebuilt)
+        for output, array in enumerate(self.rebuilt, kept):
+            at = self._array_at.get(id(array.old))
+            same = at is not None and is_unchanged(body, output, first_array + at)
+            check_rebuilt(array, unchanged=same)
+        return ClosedJaxpr(body.replace(outvars=body.outvars[:kept]), jaxpr.consts)
 
     def _positional(self, data: list[Any]) -> tuple[Any, ...]:
         arguments = self.call.arguments

@@ -1,0 +1,32 @@
+"""In no random program is a captured value stale, or another's: the programs of benchmarks/capture.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.capture import judge
+
+FEW, MANY = 25, 500
+
+
+def _judge(first: int, number: int) -> Counter[str]:
+    outcomes = {seed: judge(seed) for seed in range(first, first + number)}
+    bad = {seed: o.text for seed, o in outcomes.items() if o.kind in ("wrong", "foreign")}
+    assert not bad
+    return Counter(outcome.kind for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_hundred_random_programs_are_right_or_refused(part: int) -> None:
+    """After each call the result and all variables are those of plain Python on one device."""
+    kinds = _judge(part * FEW, FEW)
+    assert kinds["right"] > 0.9 * FEW
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", range(4))
+def test_two_thousand_random_programs_are_right_or_refused(part: int) -> None:
+    kinds = _judge(part * MANY, MANY)
+    assert kinds["right"] > 0.95 * MANY
