@@ -69,7 +69,8 @@ def keyword_default(value: Any) -> Place:
     def read(*, held: Any = value) -> Any:
         return held
 
-    return Place(read, lambda new: read.__kwdefaults__.__setitem__("held", new))
+    defaults: Any = read.__kwdefaults__
+    return Place(read, lambda new: defaults.__setitem__("held", new))
 
 
 def in_partial(value: Any) -> Place:
