@@ -209,3 +209,18 @@ def call_in_c(compiled: Any) -> Callable[..., list[Any]] | None:
     """
     call = getattr(compiled, "_call", None)
     return call if type(call) is _JITTED else None
+
+
+_PACKED = frozenset({"int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
+
+
+def with_packed_numbers(compiled: Any, avals: Sequence[Any]) -> Any:
+    """Returns a compiled program as it is, or, where it takes numbers of less than a byte, without a check.
+
+    JAX 0.10 says of such arrays on a CPU that they are not packed, and of the program that it wants them
+    packed, and refuses every call; ``jax.jit`` does not look. The shardings and shapes are checked by XLA.
+    """
+    packed = any(getattr(getattr(aval, "dtype", None), "name", "") in _PACKED for aval in avals)
+    if not packed or jax.__version_info__ >= (0, 12):
+        return compiled
+    return compiled._executable.unsafe_call

@@ -343,3 +343,16 @@ def test_array_is_the_type_of_arrays_and_of_no_tracer_or_key() -> None:
         assert type(jnp.ones(3)) is _internals.ARRAY
         assert type(jax.random.key(0)) is not _internals.ARRAY
         jax.jit(lambda x: None if type(x) is not _internals.ARRAY else 1 / 0)(1.0)
+
+
+def test_with_packed_numbers_takes_what_a_callback_has_put_on_the_devices() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    host = np.arange(4).astype(jnp.int4)
+    array = jax.make_array_from_callback((4,), split, lambda index: np.array(host[index]))
+    jitted = jax.jit(lambda x: [x + x], in_shardings=split, out_shardings=[split])
+    with promised("with_packed_numbers", "JAX"):
+        compiled = jitted.lower(array).compile()
+        (result,) = _internals.with_packed_numbers(compiled, [array])(array)
+        np.testing.assert_array_equal(result, host + host)
+        assert _internals.with_packed_numbers(compiled, [jnp.ones(3)]) is compiled

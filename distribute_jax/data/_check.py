@@ -81,6 +81,9 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
     raise ArgumentError(f"{where} cannot be divided among the replicas:\n{reasons}")
 
 
+_LONG = (np.dtype(np.longdouble), np.dtype(np.clongdouble))
+
+
 def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Gives the dtype that a host array has on the devices: 32-bit for 64-bit unless x64 is on."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).newbyteorder("=")
@@ -133,7 +136,8 @@ def _is_not_numeric(leaf: Any) -> bool:
     dtype = leaf.dtype
     # NumPy takes a timedelta64 for a signed integer.
     numeric = (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_) and dtype.kind != "m"
-    return not numeric or dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble))
+    unheld = dtype.name.startswith("float6") or dtype in _LONG
+    return not numeric or unheld
 
 
 def _is_too_large(leaf: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from distribute_jax._internals import with_packed_numbers
 from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
 from distribute_jax.program.lowering._cut import Cut
 from distribute_jax.program.lowering._lower import Layouts
@@ -73,7 +74,7 @@ def compile_whole(
         out_shardings=lies.out_shardings(call.mesh),
         donate_argnums=tuple(donated),
     )
-    compiled: Callable[..., list[Any]] = jitted.lower(*avals).compile()
+    compiled: Callable[..., list[Any]] = with_packed_numbers(jitted.lower(*avals).compile(), avals)
     return compiled
 
 

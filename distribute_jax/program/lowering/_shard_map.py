@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from distribute_jax._internals import with_packed_numbers
 from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax.program.lowering._lower import Layouts
 from distribute_jax.program.lowering._vmap import compile_vmap
@@ -50,7 +51,9 @@ def compile_shard_map(
         donate_argnums=tuple(donated),
     )
     lowered = jitted.lower(*avals)
-    compiled: Callable[..., list[jax.Array]] = lowered.compile(_compiler_options(mesh))
+    compiled: Callable[..., list[jax.Array]] = with_packed_numbers(
+        lowered.compile(_compiler_options(mesh)), avals
+    )
     return compiled
 
 

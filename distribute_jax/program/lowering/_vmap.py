@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from distribute_jax._internals import with_packed_numbers
 from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax.program.lowering._lower import Layouts
 from distribute_jax.program.tracing._trace import Call
@@ -47,7 +48,9 @@ def compile_vmap(
         out_shardings=lies.out_shardings(mesh),
         donate_argnums=tuple(donated),
     )
-    compiled: Callable[..., list[jax.Array]] = jitted.lower(*avals).compile()
+    compiled: Callable[..., list[jax.Array]] = with_packed_numbers(
+        jitted.lower(*avals).compile(), avals
+    )
     return compiled
 
 
