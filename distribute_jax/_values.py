@@ -127,6 +127,7 @@ class PerReplica(DistributedValues):
         counts: the real examples of each replica where shares are padded; None where all is real.
         ambiguous: why it is not known which rows are real, or None.
         step: the name of the step that gave it, or None; copies made by tree functions forget it.
+        is_part_of_mean: whether its parts are known to be those of a mean, of which the sum is the mean.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
@@ -142,6 +143,7 @@ class PerReplica(DistributedValues):
         counts: tuple[int, ...] | None = None,
         ambiguous: str | None = None,
         step: str | None = None,
+        is_part_of_mean: bool = False,
     ) -> None:
         """Wraps a global array; see the class for the arguments."""
         self.global_array = global_array
@@ -150,6 +152,7 @@ class PerReplica(DistributedValues):
         self.counts = counts
         self.ambiguous = ambiguous
         self.step = step
+        self.is_part_of_mean = is_part_of_mean
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -199,6 +202,7 @@ class UnevenPerReplica(PerReplica):
         self.counts = None
         self.ambiguous = None
         self.step = None
+        self.is_part_of_mean = False
 
     @property
     def values(self) -> tuple[jax.Array, ...]:

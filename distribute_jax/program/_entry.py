@@ -193,11 +193,13 @@ class Entry:
         if self._all_mirrored:
             mark_all_mirrored(arrays, self.step)
         else:
-            mirrored = program.plan.mirrored
+            mirrored, parts = program.plan.mirrored, program.plan.parts
             mark_all_mirrored(list(compress(arrays, mirrored)), self.step)
             arrays = [
-                array if same else PerReplica(array, program.mesh, step=self.step)
-                for array, same in zip(arrays, mirrored, strict=True)
+                array
+                if same
+                else PerReplica(array, program.mesh, step=self.step, is_part_of_mean=part)
+                for array, same, part in zip(arrays, mirrored, parts, strict=True)
             ]
         if self._plain_results:
             return jax.tree.unflatten(program.results.treedef, arrays)

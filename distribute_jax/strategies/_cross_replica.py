@@ -55,6 +55,10 @@ _EQUAL = (
     "of the %d replicas: %d times the value, as in TensorFlow. What the step has reduced already is used as "
     "it is, such as float(loss)."
 )
+_MEAN_OF_PARTS = (
+    "strategy.reduce('mean', ...) got what compute_average_loss returned in %s: parts of which the sum "
+    "is the loss of the batch. Their mean is %d times too small: write strategy.reduce('sum', loss)."
+)
 
 Axes = tuple[int, ...] | None
 
@@ -72,6 +76,8 @@ def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
     check_summable((("the value", array) for array in _arrays(value)), "strategy.reduce")
     if mirrored and op is ReduceOp.SUM:
         _note_equal(value, num_replicas(mesh))
+    if op is ReduceOp.MEAN and isinstance(value, PerReplica) and value.is_part_of_mean:
+        log_once(_MEAN_OF_PARTS, value.step, num_replicas(mesh), about=value.step)
     with with_all_processes("strategy.reduce", mesh), reading(value):
         return _reduce(op, value, axes, num_replicas(mesh), mirrored=mirrored)
 

@@ -321,3 +321,26 @@ def test_a_sum_of_what_the_step_has_reduced_already_is_named_once(
     [record] = caplog.records
     assert "got a result of test_a_sum_of_what" in record.getMessage()
     assert "4 times the value" in record.getMessage()
+
+
+def test_a_mean_of_the_parts_of_a_mean_is_named_once(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """On full and partial batches; the sum is the loss, and other results may be averaged."""
+    monkeypatch.setattr(_warn, "_logged", set())
+
+    def step(x: jax.Array) -> Any:
+        return {"loss": dj.compute_average_loss(x), "id": replica_id()}
+
+    for batch in s4.distribute_dataset([np.arange(8.0), np.arange(5.0)]):
+        parts = s4.run(step, args=(batch,))
+        loss = float(s4.reduce("sum", parts["loss"]))
+        s4.reduce("mean", parts["id"])
+        assert not caplog.records
+        assert float(s4.reduce("mean", parts["loss"])) == loss / 4
+        [record] = caplog.records
+        caplog.clear()
+        monkeypatch.setattr(_warn, "_logged", set())
+    assert "Their mean is 4 times too small: write strategy.reduce('sum', loss)" in (
+        record.getMessage()
+    )

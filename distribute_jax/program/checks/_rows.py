@@ -132,8 +132,8 @@ def wrap_partial(call: Call, entry: Entry, arrays: Sequence[Any]) -> Any:
     """Turns the result's arrays into the result that the user sees, without the padding."""
     program, counts = entry.program, call.arguments.counts or ()
     wrapped: list[Any] = []
-    for array, mirrored, rows in zip(
-        arrays, program.plan.mirrored, program.per_example or (), strict=True
+    for array, mirrored, part, rows in zip(
+        arrays, program.plan.mirrored, program.plan.parts, program.per_example or (), strict=True
     ):
         if mirrored:
             real = array[: counts[0]] if _is_one(call, rows) else array
@@ -142,7 +142,14 @@ def wrap_partial(call: Call, entry: Entry, arrays: Sequence[Any]) -> Any:
             known = counts if rows is True else None
             why = rows.text if isinstance(rows, Unknown) else None
             wrapped.append(
-                PerReplica(array, program.mesh, counts=known, ambiguous=why, step=entry.step)
+                PerReplica(
+                    array,
+                    program.mesh,
+                    counts=known,
+                    ambiguous=why,
+                    step=entry.step,
+                    is_part_of_mean=part,
+                )
             )
     return rebuild(program.results, wrapped, entry.binding)
 

@@ -55,7 +55,7 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     if replicas == 1:
         own = (keeps_own_values(variable) for variable, *_ in state_outputs(call, traced))
         rules = (Combine.OWN if is_own else Combine.MIRRORED for is_own in own)
-        return Plan(tuple(rules), (True,) * results)
+        return Plan(tuple(rules), (True,) * results, parts=(False,) * results)
     before = input_marks(call, traced)
     marks = prove(traced.jaxpr, before, axis_size=replicas)
     metrics = list(written_metrics(call, traced))

@@ -319,7 +319,7 @@ _CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "rema
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "cross_device_sum")
 _IDENTITIES = (
     *("optimization_barrier", "mirrored", "unreduced", "device_put", "name", "reshard"),
-    "sharding_constraint",
+    *("part_of_mean", "sharding_constraint"),
 )
 
 STRUCTURE: dict[str, Structure] = {
