@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distribute_jax._instead import missing
 from distribute_jax._public import publish
 
 
@@ -27,7 +28,7 @@ def load_later(
         if name in parts:
             return importlib.import_module(f"{package}.{name}")
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+            raise missing(package, f"module {package!r}", name)
         namespace[name] = getattr(load(home[name]), name)
         publish(namespace, [name], public or package)
         return namespace[name]

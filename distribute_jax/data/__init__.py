@@ -9,6 +9,9 @@ replica. Elements (``_element``, ``_parts``) put themselves on the devices, read
 reads, and ``_ends`` and ``_agreement`` how several end an epoch together.
 """
 
+from typing import TYPE_CHECKING
+
+from distribute_jax._instead import answering_module
 from distribute_jax._public import publish
 from distribute_jax.data._dataset import DistributedDataset, DistributedIterator
 from distribute_jax.data._input_context import InputContext
@@ -35,3 +38,6 @@ __all__ = [
 publish(
     globals(), ["ArrayDataset", "FileDataset", "from_arrays", "from_files"], "distribute_jax.data"
 )
+
+if not TYPE_CHECKING:
+    __getattr__ = answering_module("distribute_jax.data")

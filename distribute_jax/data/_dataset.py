@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from jax.sharding import Mesh
 
 from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
+from distribute_jax._instead import answering
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._tracebacks import frames_hidden, hide_frames
 from distribute_jax._typing import PyTree
@@ -66,6 +67,9 @@ class DistributedDataset:
     """
 
     __module__ = "distribute_jax"
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("DistributedDataset")
 
     def __init__(
         self,

@@ -4,6 +4,9 @@ They have the names and the methods of ``flax.nnx.metrics``, or those of Keras. 
 counts, ``_confusion`` counts answers, each other file is one metric.
 """
 
+from typing import TYPE_CHECKING
+
+from distribute_jax._instead import answering_module
 from distribute_jax._public import publish
 from distribute_jax.metrics._accuracy import Accuracy as Accuracy
 from distribute_jax.metrics._auc import AUC as AUC
@@ -25,3 +28,6 @@ __all__ = [
 ]
 
 publish(globals(), __all__, "distribute_jax.metrics")
+
+if not TYPE_CHECKING:
+    __getattr__ = answering_module("distribute_jax.metrics")

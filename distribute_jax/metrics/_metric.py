@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
+
+from distribute_jax._instead import answering
 
 
 class Metric(nnx.metrics.Metric):
@@ -40,6 +42,9 @@ class Metric(nnx.metrics.Metric):
 
     Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
     """
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("Metric")
 
     def __init__(self) -> None:
         """Makes a metric without state; a subclass adds its own."""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, cast, final
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import jax
 from flax import nnx
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ContextError
+from distribute_jax._instead import answering
 from distribute_jax._mesh import DATA, is_local, num_replicas
 from distribute_jax._tracebacks import frames_hidden, hide_frames
 from distribute_jax._typing import Kwargs, PyTree, StepFunction
@@ -62,6 +63,9 @@ class Strategy(InputMethods, OlderNames):
     """
 
     __module__ = "distribute_jax"
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("Strategy")
 
     def __init__(
         self,

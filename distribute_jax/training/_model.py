@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._instead import answering
 from distribute_jax._tracebacks import frames_hidden
 from distribute_jax._tree import leaf_text
 from distribute_jax._typing import PyTree
@@ -72,6 +73,9 @@ class Model(Stored):
     _followed_in_steps = ("module",)
     """What a step that captures a model may use of it."""
 
+    if not TYPE_CHECKING:
+        __getattr__ = answering("Model")
+
     def __init__(self, module: Any, sample_input: PyTree = None, *, rngs: Any = None) -> None:
         self.strategy: Strategy = get_strategy()
         self.stop_training = False
@@ -81,6 +85,11 @@ class Model(Stored):
         self._predictor: Trainer | None = None
 
     @frames_hidden
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, as ``model.module(x)``."""
+        module: Any = self.module
+        return module(*args, **kwargs)
+
     def compile(
         self,
         optimizer: Any = "rmsprop",

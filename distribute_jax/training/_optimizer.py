@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -11,6 +11,7 @@ from flax import nnx
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError
 from distribute_jax._fitting import promoting
+from distribute_jax._instead import answering
 from distribute_jax._tree import leaf_text
 from distribute_jax.collectives._unreduced import unreduced
 from distribute_jax.training._accumulation import (
@@ -66,6 +67,9 @@ class Optimizer(nnx.Optimizer[Any]):
     """
 
     __module__ = "distribute_jax"
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("Optimizer")
 
     def __init__(
         self,

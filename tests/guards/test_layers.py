@@ -10,7 +10,7 @@ import pytest
 from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
-    ("_errors", "_interrupts", "_public", "_typing", "_warn"),
+    ("_errors", "_instead", "_interrupts", "_public", "_typing", "_warn"),
     ("_later", "_tracebacks"),
     ("_mesh", "_tree"),
     ("_fitting",),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._instead import answering
 from distribute_jax._typing import PyTree
 from distribute_jax.data.sources._checked import (
     checked_buffer,
@@ -48,6 +49,9 @@ class ArrayDataset:
     _passes: int = 1
     """Passes over the batches in one epoch."""
     _seed: int | None = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("ArrayDataset")
 
     def shuffle(self, buffer_size: int | None = None, *, seed: int = 0) -> ArrayDataset:
         """Shuffles all examples, in another order each epoch; after ``batch``, the batches.
@@ -203,12 +207,13 @@ class ArraySource(Seekable):
         return len(self._dataset)
 
 
-def from_arrays(tree: PyTree) -> ArrayDataset:
+def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
     """Makes a dataset of the rows of arrays in memory.
 
     Args:
         tree: a NumPy or JAX array, or a nest of them (dicts, tuples, registered dataclasses; None stays
             None); dim 0 of each counts the examples. JAX arrays are copied to the host once.
+        *more: is refused: several arrays are one tuple.
 
     Returns:
         The dataset of single examples. Call ``batch`` on it, and ``shuffle``, ``map`` and ``repeat`` as
@@ -230,6 +235,10 @@ def from_arrays(tree: PyTree) -> ArrayDataset:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/data/Dataset#from_tensor_slices
     """
+    if more:
+        raise ArgumentTypeError(
+            "dj.data.from_arrays takes one nest of arrays: dj.data.from_arrays((x, y))."
+        )
     rows = check_rows(tree, "dj.data.from_arrays")
     on_host = jax.tree.map(
         lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, tree
