@@ -67,6 +67,14 @@ def test_read_metadata_returns_the_dict_that_set_metadata_changes() -> None:
         assert _internals.read_metadata([variable])[0]["rate"] == 3
 
 
+def test_metadata_entries_counts_what_set_metadata_adds() -> None:
+    with promised("metadata_entries", "Flax"):
+        variables = [nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2), rate=1)]
+        before = _internals.metadata_entries(variables)
+        variables[0].set_metadata(rate=2)
+        assert _internals.metadata_entries(variables) == before + 1
+
+
 class Doubling(nnx.Variable[jax.Array]):
     """A variable whose own reading and writing change the value."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distribute_jax._internals import read_metadata
+from distribute_jax._internals import metadata_entries, read_metadata
 from distribute_jax.program.binding._place import UNASSIGNED, cell_value
 
 
@@ -81,6 +81,7 @@ class Watch:
         self._tables, self._keys = list(self._items.values()), [key for _, key in self._items]
         self._class_tables = list(self._class_items.values())
         self._class_keys = [key for _, key in self._class_items]
+        self._metadata = metadata_entries(self._variables)
         self._owners = [owner for owner, _ in self._attributes]
         self._names = [name for _, name in self._attributes]
 
@@ -91,18 +92,23 @@ class Watch:
             *map(dict.get, self._tables, self._keys),
             *map(types.MappingProxyType.get, self._class_tables, self._class_keys),
             *map(getattr, self._owners, self._names, repeat(UNASSIGNED)),
-            *map(len, read_metadata(self._variables)),
             *chain.from_iterable(map(dict.values, read_metadata(self._with_metadata))),
             *map(cell_value, self._cells),
         ]
 
     def same_numbers(self) -> bool:
-        """Whether no small NumPy array was changed in place, and no weak type got a dtype."""
-        return (not self._bytes or all(array.tobytes() == old for array, old in self._bytes)) and (
-            not self.weak or all(getattr(v.get_raw_value(), "weak_type", False) for v in self.weak)
+        """Whether no small NumPy array was changed in place, no metadata added, no weak type got a dtype."""
+        return (
+            metadata_entries(self._variables) == self._metadata
+            and (not self._bytes or all(array.tobytes() == old for array, old in self._bytes))
+            and (not self.weak or all(map(_is_weak, self.weak)))
         )
 
     def release(self) -> None:
         """Lets go of everything."""
         self.__init__()  # type: ignore[misc]
         self.seal()
+
+
+def _is_weak(variable: Any) -> bool:
+    return bool(getattr(variable.get_raw_value(), "weak_type", False))
