@@ -136,7 +136,7 @@ def _is_not_numeric(leaf: Any) -> bool:
     dtype = leaf.dtype
     # NumPy takes a timedelta64 for a signed integer.
     numeric = (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_) and dtype.kind != "m"
-    unheld = dtype.name.startswith("float6") or dtype in _LONG
+    unheld = dtype.name.startswith("float6_") or dtype in _LONG
     return not numeric or unheld
 
 
