@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from input_helpers import all_values, batches, distribute, values
 
+import distribute_jax as dj
 from distribute_jax import data
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax.data import InputOptions, PartialPolicy
@@ -468,3 +469,10 @@ def test_a_tuple_of_equally_long_arrays_is_no_dataset():
     assert len(list(distribute([x, x], 2))) == 2
     assert len(list(distribute((x, x[:8]), 2))) == 2
     assert len(list(distribute(((x, y), (x, y)), 2))) == 2
+
+
+def test_float64_goes_with_integers_of_64_bits(s2: dj.MirroredStrategy):
+    """NumPy's default dtypes, in a batch and in args, become those of 32 bits."""
+    (batch,) = s2.distribute_dataset([(np.ones((4, 2)), np.arange(4))])
+    total = s2.run(lambda x, y, w: jnp.sum(x * w) + jnp.sum(y), args=(*batch, np.ones(2)))
+    assert float(s2.reduce("sum", total)) == 8 + 6

@@ -175,7 +175,7 @@ def _check_array(array: Any) -> None:
             f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
             "Devices know no masks: pass array.filled(0) and np.ma.getmaskarray(array) as two arguments."
         )
-    unheld = array.dtype.kind in "OSUMm" or array.dtype.name.startswith("float6")
+    unheld = array.dtype.kind in "OSUMm" or array.dtype.name.startswith("float6_")
     if unheld or array.dtype.names is not None:
         raise ArgumentError(
             f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers: "
