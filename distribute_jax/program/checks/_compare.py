@@ -77,12 +77,15 @@ def compared(
     eps = eps or float(np.finfo(right.dtype).eps)
     left, right, old = finite(left), finite(right), finite(np.broadcast_to(old, right.shape))
     moved, apart = np.abs(right - old), np.abs(left - right)
+    spacing = 2 * eps * np.maximum(np.abs(right), np.abs(old)) + noise
     # Sums are as exact as their terms, which may be as large as other entries' changes.
-    floor = 2 * eps * np.maximum(np.abs(right), np.abs(old)) + 16 * eps * largest(moved) + noise
+    floor = spacing + 16 * eps * largest(moved)
     if np.any(apart > floor + (_SPACINGS * eps if relative is None else relative) * moved):
         return Verdict.UNEQUAL
-    # Half or twice a change of four floors differs from it by more than the one that fits.
-    hidden = (moved < 4 * floor) & ((moved > 0) | (apart > 0))
+    # Half or twice a change of four floors differs from it by more than the one that fits; so it does
+    # from a smaller one that agrees with the other outcome in its first digits.
+    agrees = (moved >= 4 * spacing) & (apart <= 0.01 * moved)
+    hidden = (moved < 4 * floor) & ~agrees & ((moved > 0) | (apart > 0))
     return Verdict.TOO_SMALL if _FEW * np.count_nonzero(hidden) > hidden.size else Verdict.EQUAL
 
 

@@ -1,0 +1,142 @@
+"""What the comparison with one device costs: the first call of a step with it, beside one without.
+
+    python -m benchmarks.verify_cost             measures, and prints JSON lines
+    python -m benchmarks.verify_cost --report    also writes a dated report to benchmarks/reports/
+    python -m benchmarks.verify_cost --quick     a minute's look: few rounds, wide intervals
+
+The first call traces, proves, compiles and runs the step; the comparison compiles and runs it for one
+device besides, and in float64 where float32 cannot tell. Each call is made with a new model and empty
+caches. Later calls are compared no more.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+import distribute_jax as dj
+from benchmarks._benchmark import Benchmark, Row, main, there
+from benchmarks._harness import Log, Ratio, in_turns, interval_text, ratio, table
+from benchmarks._steps import mirrored
+from benchmarks._workloads import CNN, DEEP, MLP, TRANSFORMER, Workload
+
+OFF, AUTO, FLOAT64 = "verify off", "verify auto", "verify auto, decided in float64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A workload whose step is called first, and how often."""
+
+    work: Workload
+    replicas: int = 4
+    rounds: int = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is measured, and how often."""
+
+    cases: tuple[Case, ...] = (
+        Case(work=MLP),
+        Case(work=DEEP),
+        Case(work=CNN),
+        Case(work=TRANSFORMER, rounds=10),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuses counts with which nothing would be measured."""
+        if min(case.rounds for case in self.cases) < 1:
+            raise ValueError(f"{self}: every count is at least 1.")
+
+
+FULL = Options()
+QUICK = Options(cases=(Case(work=MLP, rounds=4), Case(work=CNN, rounds=4)))
+
+
+def tiny_steps() -> optax.GradientTransformation:
+    """An optimizer whose first change is hardly larger than the rounding of the weights."""
+    return optax.sgd(1e-7)
+
+
+def measure(options: Options) -> Log:
+    """Times the first calls of every case, in turns."""
+    log = Log()
+    log.start()
+    for case in there(options.cases, lambda case: case.replicas):
+        timings = in_turns(first_calls(case), case.rounds)
+        for name, times in timings.items():
+            log.add(
+                "first call", workload=case.work.name, replicas=case.replicas, column=name,
+                ms=1e3 * statistics.median(times), ratio=ratio(times, timings[OFF]),
+            )  # fmt: skip
+    return log
+
+
+def first_calls(case: Case) -> dict[str, Callable[[], float]]:
+    """Returns for each column what makes a first call, and how long that took."""
+    tiny = Workload(**{**vars(case.work), "optimizer": tiny_steps})
+    return {
+        OFF: partial(first_call_seconds, case.work, case.replicas, "off"),
+        AUTO: partial(first_call_seconds, case.work, case.replicas, "auto"),
+        FLOAT64: partial(first_call_seconds, tiny, case.replicas, "auto"),
+    }
+
+
+def first_call_seconds(work: Workload, replicas: int, verify: Any) -> float:
+    """Times the first call of a new model's step, until its result is there."""
+    trained = mirrored(work, replicas)
+    jax.block_until_ready(jax.tree.leaves(trained.batch))
+    jax.clear_caches()
+    start = time.perf_counter()
+    options = dj.RunOptions(verify=verify)
+    jax.block_until_ready(trained.strategy.run(trained.step, args=trained.batch, options=options))
+    return time.perf_counter() - start
+
+
+def report(log: Log) -> str:
+    """Writes the records as a page."""
+    rows = [
+        [r["workload"], r["replicas"], r["column"], f"{r['ms']:.0f}", interval_text(r["ratio"]),
+         r["ratio"]["rounds"]]
+        for r in log.of("first call")
+    ]  # fmt: skip
+    parts = [
+        "# The cost of the comparison with one device",
+        "The first call of a training step, in ms: tracing, proving, compiling and running it; with the "
+        "comparison also for one device with the whole batch. Each call with a new model and empty caches. "
+        "The ratio is the median over the rounds of the time by that without the comparison, with its 95% "
+        "interval. Later calls are compared no more, and cost the same with and without.",
+        table(["workload", "replicas", "first call", "ms", "ratio", "rounds"], rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def headline(log: Log) -> list[Row]:
+    """Returns the ratios of the default."""
+    return [
+        Row(f"first call of a step, {r['workload']}", r["column"], Ratio(**r["ratio"]))
+        for r in log.of("first call")
+        if r["column"] == AUTO
+    ]
+
+
+BENCHMARK = Benchmark(
+    name="verify_cost",
+    question="What the comparison with one device adds to the first call of a step.",
+    quick=QUICK,
+    full=FULL,
+    minutes=(1, 8),
+    measure=measure,
+    report=report,
+    headline=headline,
+)
+
+if __name__ == "__main__":
+    main(BENCHMARK)

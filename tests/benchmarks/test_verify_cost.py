@@ -1,0 +1,29 @@
+"""The benchmark of the comparison with one device runs and its record is complete; no time is asserted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from benchmark_shape import TINY, answers_of
+
+from benchmarks import verify_cost
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_measurement_has_the_first_call_with_and_without() -> None:
+    """With it, the step is compiled for one device as well."""
+    options = verify_cost.Options(cases=(verify_cost.Case(work=TINY, replicas=2, rounds=1),))
+    log, page, rows = answers_of(verify_cost.BENCHMARK, options)
+    calls = {r["column"]: r["ms"] for r in log.of("first call")}
+    assert list(calls) == [verify_cost.OFF, verify_cost.AUTO, verify_cost.FLOAT64]
+    assert min(calls.values()) > 1  # a compilation, not a look into a cache
+    assert all(name in page for name in calls)
+    assert [row.column for row in rows] == [verify_cost.AUTO]
+
+
+def test_counts_that_measure_nothing_are_refused() -> None:
+    case = verify_cost.QUICK.cases[0]
+    with pytest.raises(ValueError, match="at least 1"):
+        replace(verify_cost.QUICK, cases=(replace(case, rounds=0),))
