@@ -70,10 +70,10 @@ def wide(dtype: Any) -> Any:
 
 
 def _widely(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    return lambda *inputs: _evaluated(jaxpr, inputs)
+    return lambda *inputs: evaluated(jaxpr, inputs)
 
 
-def _evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr, closed or open, with every floating number in float64."""
     consts = getattr(jaxpr, "consts", ())
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -137,16 +137,15 @@ def _outputs(eqn: Any, outs: Any) -> Sequence[Any]:
 
 
 def _scatter(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    # Without its program, which is written for other dtypes, a scatter makes one of its own.
-    return _outputs(
-        eqn,
-        eqn.primitive.bind(*values, **{**eqn.params, "update_jaxpr": None, "update_consts": ()}),
-    )
+    # Its program of one addition is written for another dtype: JAX's function makes it for this one.
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    scatter = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
+    return [scatter(*values, **{name: eqn.params[name] for name in names})]
 
 
 def _inlined(eqn: Any, values: list[Any]) -> Sequence[Any]:
     names = ("call_jaxpr", "jaxpr", "fun_jaxpr")
-    return _evaluated(next(eqn.params[name] for name in names if name in eqn.params), values)
+    return evaluated(next(eqn.params[name] for name in names if name in eqn.params), values)
 
 
 def _scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -154,7 +153,7 @@ def _scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
     fixed, size = p["num_consts"], p["num_carry"]
 
     def body(carry: Any, x: Any) -> Any:
-        outs = _evaluated(p["jaxpr"], [*values[:fixed], *carry, *x])
+        outs = evaluated(p["jaxpr"], [*values[:fixed], *carry, *x])
         return outs[:size], outs[size:]
 
     carry, stacked = jax.lax.scan(
@@ -172,15 +171,15 @@ def _while(eqn: Any, values: list[Any]) -> Sequence[Any]:
     p = eqn.params
     first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     outs: list[Any] = jax.lax.while_loop(
-        lambda carry: _evaluated(p["cond_jaxpr"], [*values[:first], *carry])[0],
-        lambda carry: _evaluated(p["body_jaxpr"], [*values[first:second], *carry]),
+        lambda carry: evaluated(p["cond_jaxpr"], [*values[:first], *carry])[0],
+        lambda carry: evaluated(p["body_jaxpr"], [*values[first:second], *carry]),
         values[second:],
     )
     return outs
 
 
 def _cond(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    branches = [lambda *x, b=branch: _evaluated(b, x) for branch in eqn.params["branches"]]
+    branches = [lambda *x, b=branch: evaluated(b, x) for branch in eqn.params["branches"]]
     index, *operands = values
     outs: list[Any] = jax.lax.switch(index, branches, *operands)
     return outs
@@ -190,16 +189,16 @@ _CALLS = (
     *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 )
-_SCATTERS = ("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+_SCATTERS = ("add", "sub", "mul", "min", "max")
 
 _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
     **dict.fromkeys(_CALLS, _inlined),
-    **dict.fromkeys(_SCATTERS, _scatter),
+    **{f"scatter{sign}{name}": _scatter for name in _SCATTERS for sign in "-_"},
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    # What it does to the bits of a number holds for its own dtype only.
-    "bitcast_convert_type": _narrow,
+    # What is done to the bits of a number, or outside of JAX, is done to those of its own dtype.
+    **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
     "reduce_precision": lambda eqn, values: values,
 }
 """How equations are computed that hold programs, or that depend on the dtype of their operands."""
