@@ -971,7 +971,7 @@ def test_the_message_says_where_why_and_what_to_type() -> None:
         "Every replica must run the same collectives equally often and in the same order; "
         "one that leaves one out keeps the others waiting for ever.\n"
         "Reduce the predicate first, so that all replicas decide alike:\n"
-        "    dj.get_replica_context().all_reduce('max', pred)\n"
+        "    dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0\n"
         "or move the collective out of the branch or loop."
     )
 

@@ -40,7 +40,7 @@ DEADLOCK = """\
 Every replica must run the same collectives equally often and in the same order; one that leaves \
 one out keeps the others waiting for ever.
 Reduce the predicate first, so that all replicas decide alike:
-    dj.get_replica_context().all_reduce('max', pred)
+    dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0
 or move the collective out of the branch or loop."""
 
 REDUCED = """\
