@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._benchmark import Benchmark, Row, main, replicas_text, there
+from benchmarks._functional import FUNCTIONAL, JIT, RUN as RUN_FUNCTIONAL
 from benchmarks._harness import (
     Log,
     Ratio,
@@ -63,11 +64,15 @@ class Options:
     """Calls whose host time is taken."""
     equal_steps: int = 5
     """First steps whose losses must agree in all columns."""
+    functional: tuple[str, ...] = tuple(FUNCTIONAL)
+    """Programs whose state goes in and out of the step, on one replica."""
+    functional_calls: int = 100
+    """Steps in one turn of such a program."""
 
     def __post_init__(self) -> None:
         """Refuses counts with which nothing would be measured."""
         counts = (self.rounds, self.calls, self.loop_calls, self.host_calls, self.equal_steps)
-        if min(counts) < 1 or not self.cases:
+        if min(counts) < 1 or not (self.cases or self.functional):
             raise ValueError(f"{self}: every count is at least 1, and there is at least one case.")
 
 
@@ -85,7 +90,24 @@ def measure(options: Options) -> Log:
         case = {"workload": work.name, "replicas": replicas, "variables": work.variables()}
         _step_times(log, case, work, replicas, options)
         log.add("host", **case, **_host_times(work, replicas, options.host_calls))
+    for name in options.functional:
+        log.add("functional", program=name, **_functional(name, options))
     return log
+
+
+def _functional(name: str, options: Options) -> dict[str, Any]:
+    """Times a program of state in and out under ``run`` and under ``jit``, each step waited for."""
+    program = FUNCTIONAL[name]
+    steps = program.steps()
+    calls = calls_within(options.turn, steps[JIT], options.functional_calls, least=1)
+    timings = interleaved(steps, rounds=options.rounds, calls=calls, ahead=0)
+    ours, theirs = timings[RUN_FUNCTIONAL], timings[JIT]
+    us = {"run_us": 1e6 * statistics.median(ours), "jit_us": 1e6 * statistics.median(theirs)}
+    if program.beyond_us is None:
+        return {**us, "target": program.ratio, "ratio": ratio(ours, theirs)}
+    beyond = [run - jit for run, jit in zip(ours, theirs, strict=True)]
+    limit = [1e-6 * program.beyond_us] * len(beyond)
+    return {**us, "beyond_us": program.beyond_us, "target": 1.0, "ratio": ratio(beyond, limit)}
 
 
 def _step_times(
@@ -148,6 +170,11 @@ def report(log: Log) -> str:
         "`by hand` are the calls until they return, in turns in one loop where each step is waited "
         "for, so that caches are cold.",
         _host_table(log),
+        "## State in and out",
+        "Programs as JAX's own examples are written, whose state is an argument and a result, on one "
+        "replica, beside the same step under `jax.jit`; each step is waited for. Target: at most 40 µs "
+        "more, 100 µs with a new batch from the host each step, and 1.05 times where a step is long.",
+        _functional_table(log),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -186,6 +213,14 @@ def _host_table(log: Log) -> str:
     return table([*head, "run µs", "by hand µs"], rows)
 
 
+def _functional_table(log: Log) -> str:
+    rows = [
+        [r["program"], f"{r['run_us']:.0f}", f"{r['jit_us']:.0f}", interval_text(r["ratio"])]
+        for r in log.of("functional")
+    ]
+    return table(["program", "run µs", "jit µs", "by its target, or by jit"], rows)
+
+
 def headline(log: Log) -> list[Row]:
     """Gives ours by the yardstick for each case, and the host time by its target."""
     rows = [
@@ -202,6 +237,9 @@ def headline(log: Log) -> list[Row]:
         question = f"host time, {r['variables']} variables, {replicas_text(r['replicas'])}"
         limit = f"run beyond the program / {r['target_us']:.0f} µs"
         rows.append(Row(question, limit, Ratio(**r["ratio"]), 1.0))
+    for r in log.of("functional"):
+        limit = f"run beyond jit / {r['beyond_us']:.0f} µs" if "beyond_us" in r else "run / jit"
+        rows.append(Row(f"step, {r['program']}", limit, Ratio(**r["ratio"]), r["target"]))
     return rows
 
 

@@ -68,6 +68,7 @@ class Entry:
         self._pending: list[list[Any]] = []
         self._steady: dict[Any, Any] = {}
         self._all_mirrored = all(program.plan.mirrored)
+        self._some_mirrored = any(program.plan.mirrored)
         arrays = range(len(program.plan.mirrored))
         self._plain_results = program.results.leaves == tuple(("array", k) for k in arrays)
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
@@ -113,7 +114,9 @@ class Entry:
         untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
         # Another step, or the user's own, may have taken what the last call left.
         alive = not self._crashes_on_deleted or _all_alive(self._known)
-        self.check_readable(flat, state if untouched and alive else 0)
+        first = state if untouched and alive else 0
+        if not _all_alive(flat[first:]):
+            self.check_readable(flat, first)
         if given and self._loose:
             self._donated = self._donated or Donated(flat, range(self.program.donated))
             flat = self._donated.apart(flat, range(state, len(flat)))
@@ -193,13 +196,12 @@ class Entry:
         if self._all_mirrored:
             mark_all_mirrored(arrays, self.step)
         else:
-            mirrored, parts = program.plan.mirrored, program.plan.parts
-            mark_all_mirrored(list(compress(arrays, mirrored)), self.step)
+            mirrored = program.plan.mirrored
+            if self._some_mirrored:
+                mark_all_mirrored(list(compress(arrays, mirrored)), self.step)
             arrays = [
-                array
-                if same
-                else PerReplica(array, program.mesh, step=self.step, is_part_of_mean=part)
-                for array, same, part in zip(arrays, mirrored, parts, strict=True)
+                array if same else PerReplica(array, program.mesh, step=self.step)
+                for array, same in zip(arrays, mirrored, strict=True)
             ]
         if self._plain_results:
             return jax.tree.unflatten(program.results.treedef, arrays)
@@ -271,6 +273,7 @@ class Entry:
 
 _PULSE = pulse()
 _CONFIG: Any = jax.config
+_ARRAYS = {ARRAY}
 _placement = operator.attrgetter("sharding", "committed")
 _is_deleted = operator.methodcaller("is_deleted")
 
@@ -288,6 +291,6 @@ def _all_alive(state: Sequence[Any]) -> bool:
 
 def _placements(values: Sequence[Any]) -> Iterable[Any]:
     """Returns where values are stored, which tells whether JAX has called a program with such before."""
-    if not all(type(value) is ARRAY for value in values):
+    if set(map(type, values)) != _ARRAYS:
         return [_placement(v) if isinstance(v, jax.Array) else type(v) for v in values]
     return map(_placement, values)

@@ -18,7 +18,14 @@ pytestmark = pytest.mark.slow
 def test_a_measurement_is_complete_and_its_columns_train_alike(tmp_path) -> None:
     """All five ways to write a step, at four replicas; the picture is small."""
     options = step_time.Options(
-        cases=((TINY, 4),), rounds=2, calls=1, loop_calls=3, turn=60, host_calls=2, equal_steps=3
+        cases=((TINY, 4),),
+        rounds=2,
+        calls=1,
+        loop_calls=3,
+        turn=60,
+        host_calls=2,
+        equal_steps=3,
+        functional=(),
     )
     log, page, rows = answers_of(step_time.BENCHMARK, options)
     (record,) = log.of("losses")
@@ -40,7 +47,7 @@ def test_a_measurement_is_complete_and_its_columns_train_alike(tmp_path) -> None
 
 
 def test_more_replicas_than_devices_stay_out() -> None:
-    log = step_time.measure(step_time.Options(cases=((TINY, 1024),), rounds=1))
+    log = step_time.measure(step_time.Options(cases=((TINY, 1024),), rounds=1, functional=()))
     assert [r["kind"] for r in log.records] == ["environment"]
 
 
@@ -58,3 +65,11 @@ def test_the_number_of_variables_is_the_number_that_the_step_writes() -> None:
 def test_counts_that_measure_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         replace(step_time.QUICK, rounds=0)
+
+
+def test_programs_of_state_in_and_out_run_beside_jit() -> None:
+    options = step_time.Options(cases=(), rounds=2, functional_calls=1)
+    log, page, rows = answers_of(step_time.BENCHMARK, options)
+    assert [r["program"] for r in log.of("functional")] == list(step_time.FUNCTIONAL)
+    assert [row.target for row in rows] == [1.0, 1.0, 1.0, 1.05]
+    assert "## State in and out" in page

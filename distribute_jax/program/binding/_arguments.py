@@ -26,6 +26,7 @@ _NUMBERS = (int, float, complex)
 # Whatever else might be a pytree: only these leaf types skip the flattening.
 _FLAT = (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
 _MOST_TYPES = 1024
+_BATCHES = {PerReplica}
 
 
 class _ByType(dict[type, bool]):
@@ -92,6 +93,23 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     """Sorts the leaves of the arguments by what ``run`` does with them."""
     leaves, treedef = _flattened(args, kwargs)
     signature: list[Any] = [treedef, trace_settings()]
+    bound: list[Any] = []
+    if set(map(type, leaves)) == _BATCHES:
+        signature += [_batch_signature(leaf, mesh) for leaf in leaves]
+        kinds, data, batches = ["data"] * len(leaves), leaves, leaves
+    else:
+        data, kinds, bound, batches = _sorted_leaves(leaves, signature, mesh)
+    joined = [b for b in batches if b.layout is Layout.JOINED]
+    counts = _common_counts(joined, leaves, treedef) if joined else None
+    return Arguments(
+        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches)
+    )
+
+
+def _sorted_leaves(
+    leaves: list[Any], signature: list[Any], mesh: Mesh
+) -> tuple[list[Any], list[str], list[Any], list[PerReplica]]:
+    """Returns data, kinds, bound leaves and batches, and adds each leaf to the signature."""
     data: list[Any] = []
     kinds: list[str] = []
     bound: list[Any] = []
@@ -122,11 +140,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
         kinds.append(kind)
         if kind == "data":
             data.append(leaf)
-    joined = [b for b in batches if b.layout is Layout.JOINED]
-    counts = _common_counts(joined, leaves, treedef) if joined else None
-    return Arguments(
-        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches)
-    )
+    return data, kinds, bound, batches
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
