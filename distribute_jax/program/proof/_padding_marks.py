@@ -138,11 +138,11 @@ def operand_pad(mark: Mark, rows: Rows | None) -> Padded:
     """Returns what an operand holds in the padding of a dim; ``rows`` is None where it lacks the dim."""
     if mark.const is not None:
         return Padded(mark.const, True)
-    if rows is None:
-        return Padded(ANY, False) if mark.is_wild else Padded(PURE, True)
-    if not _is_pad(rows.pad):
-        return Padded(rows.pad, False)
-    return Padded(ANY, False) if mark.is_wild else Padded(rows.pad, rows.pad is PURE)
+    pad = PURE if rows is None else rows.pad
+    if not _is_pad(pad):
+        return Padded(pad, False)
+    # The same function for each row, though what stands in the padding of another dim may spoil it.
+    return Padded(ANY if mark.is_wild else pad, pad is PURE)
 
 
 def joined_pad(operands: Sequence[Padded]) -> Any:
@@ -173,7 +173,7 @@ def _may_be_computed_with(pad: Any) -> bool:
 
 
 def known_number(value: Any) -> Any:
-    """Returns a number or bool as Python's, None for anything else and for NaN."""
+    """Returns a number or bool as Python's, None for anything else."""
     try:
         array = np.asarray(value)
         if array.ndim or array.dtype.kind == "c":
@@ -181,7 +181,9 @@ def known_number(value: Any) -> Any:
         number = array.item() if array.dtype.kind in "biuf" else float(array)
     except (TypeError, ValueError):
         return None
-    return None if number != number else number
+    return (
+        math.nan if number != number else number
+    )  # one object, so that marks that hold it are equal
 
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
@@ -217,7 +219,7 @@ _NEUTRAL: dict[str, tuple[float, bool]] = {
 
 
 def evaluated(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> Any:
-    """Computes an operation on known numbers; None where it is not known how, or gives NaN."""
+    """Computes an operation on known numbers; None where it is not known how."""
     with np.errstate(all="ignore"):
         try:
             return known_number(_computed(name, params, numbers))

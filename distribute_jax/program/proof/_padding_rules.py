@@ -45,7 +45,9 @@ from distribute_jax.program.proof._padding_shapes import (
     slice_,
     split,
     squeeze,
+    stack,
     transpose,
+    unstack,
 )
 
 # Reductions
@@ -62,9 +64,10 @@ def reduce(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
             certain = r.pad is PURE and pair.name in ("reduce_sum", "reduce_prod")
             return [leaking(pair.where, certain=certain)]
         amount = pair.where
-    rows = tuple(
-        replace(r, pad=_reduced_pad(pair.name, mark, r)) for r in mark.rows if r.dim not in axes
-    )
+    kept = tuple(r for r in mark.rows if r.dim not in axes)
+    # What stands in padding that the reduction does not see spoils nothing.
+    seen = mark if amount else Mark(kept, mark.const)
+    rows = tuple(replace(r, pad=_reduced_pad(pair.name, seen, r)) for r in kept)
     out = _without(Mark(rows), axes, len(pair.operand(0)[0]))
     return [replace(out, amount=amount)]
 
@@ -407,6 +410,8 @@ RULES: dict[str, Rule] = {
     "transpose": transpose,
     "squeeze": squeeze,
     "concatenate": concatenate,
+    "stack": stack,
+    "unstack": unstack,
     "slice": slice_,
     "split": split,
     "pad": pad,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from distribute_jax.program.proof._padding_marks import (
+    ANY,
     FINITE,
     PURE,
     Mark,
@@ -67,6 +68,9 @@ def select(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
         pads = [operand_pad(mark, part) for mark, part in zip(cases, parts[1:], strict=True)]
         if not isinstance(decided.pad, Pad) and not decided.is_pure:
             pad = pads[int(decided.pad)].pad
+            chosen = parts[1 + int(decided.pad)]
+            if pad is PURE and (chosen is None or not chosen.data):
+                pad = ANY  # no real row need hold what only stands in the padding
         else:
             pad = joined_pad(pads)
             pad = FINITE if pad is PURE and not decided.is_pure else pad
@@ -84,7 +88,7 @@ def broadcast(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
     rows = {}
     for dim in pair.varying():
         old = mark.at(places.index(dim)) if dim in places else None
-        pad = operand_pad(mark, None).pad
+        pad = PURE if mark.const is None else mark.const
         rows[dim] = replace(old, dim=dim) if old else Rows(dim, 0, 0, pad, data=False)
     index = places[mark.index] if mark.index is not None else None
     return [Mark(tuple(rows.values()), mark.const, index)]
@@ -181,6 +185,29 @@ def _one_after_the_other(walk: Walk, pair: Pair, parts: Sequence[Rows]) -> tuple
     inner = inners.pop() if inners else 1
     total = pair.out()[0][parts[0].dim]
     return total // (walk.shares[0] * inner), inner
+
+
+def stack(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+    """Arrays of the same rows along a new dim."""
+    axis = pair.eqn.params["axis"]
+    rows = []
+    for dim in pair.varying():
+        known = [r for mark in marks if (r := mark.at(dim - (dim > axis))) is not None]
+        layout = common_layout(known)
+        if dim == axis or len(known) != len(marks) or layout is None:
+            return [leaking(pair.where)]
+        pads = [operand_pad(m, r) for m, r in zip(marks, known, strict=True)]
+        rows.append(Rows(dim, *layout, joined_pad(pads), any(r.data for r in known)))
+    return [Mark(tuple(rows))]
+
+
+def unstack(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+    """Parts along a dim that holds no rows."""
+    axis = pair.eqn.params["axis"]
+    if marks[0].at(axis) is not None:
+        return None
+    part = _without(marks[0], {axis}, len(pair.operand(0)[0]))
+    return [part] * len(pair.eqn.outvars)
 
 
 def _column(pair: Pair, marks: Sequence[Mark], along: int) -> tuple[int, int] | None:

@@ -1,0 +1,219 @@
+"""What the proof of padding decides about single steps, read off their traces and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from distribute_jax.collectives._real_rows import real_rows
+from distribute_jax.program.proof._padding import GaveUpError, prove_padding
+from distribute_jax.program.proof._padding_marks import CLEAN, Mark, Rows
+
+SHARE, LARGER, REPLICAS = 4, 12, 2
+
+Step = Callable[..., Any]
+
+
+def proved(step: Step, share: int = SHARE) -> list[Mark]:
+    """The marks of the results of a step of weights (3, 5), rows (share, 3), classes, mask, counts."""
+    jaxprs = []
+    for rows in (share, 3 * share):
+
+        def masked(w: Any, x: Any, y: Any, counts: Any, rows: int = rows) -> Any:
+            mask = real_rows(jnp.arange(rows) < counts[lax.axis_index("data")])
+            return step(w, x, y, mask, counts)
+
+        inputs = [np.ones((3, 5), np.float32), np.ones((rows, 3), np.float32)]
+        inputs += [np.zeros(rows, np.int32), np.ones(REPLICAS, np.int32)]
+        jaxprs.append(jax.make_jaxpr(masked, axis_env=[("data", REPLICAS)])(*inputs))
+    row = Mark((Rows(0),))
+    return prove_padding(*jaxprs, (share, 3 * share), [CLEAN, row, row, CLEAN])
+
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def real_mean(losses: Any, mask: Any, counts: Any) -> Any:
+    """What ``compute_average_loss`` does."""
+    return jnp.sum(jnp.where(mask, losses, 0)) / counts.sum()
+
+
+CLEAN_STEPS: dict[str, Step] = {
+    "the gradient of a masked loss": lambda w, x, y, m, c: jax.value_and_grad(
+        lambda w: real_mean(cross_entropy(x @ w, y), m, c)
+    )(w),
+    "a loss times the mask": lambda w, x, y, m, c: jax.grad(
+        lambda w: (cross_entropy(x @ w, y) * m).sum() / c.sum()
+    )(w),
+    "weights over the sum of all": lambda w, x, y, m, c: (
+        jnp.sum(x[:, 0] * m * (y > 0)) / lax.psum((m * (y > 0)).sum(), "data")
+    ),
+    "the loss of each class by index": lambda w, x, y, m, c: jax.grad(
+        lambda w: -real_mean(jax.nn.log_softmax(x @ w)[jnp.arange(len(x)), y], m, c)
+    )(w),
+    "an embedding": lambda w, x, y, m, c: jax.grad(lambda w: real_mean(w[y].sum(1), m, c))(w),
+    "a histogram of real rows": lambda w, x, y, m, c: jnp.zeros(5).at[y].add(m.astype(float)),
+    "the largest real number": lambda w, x, y, m, c: jnp.where(m[:, None], x, -jnp.inf).max(0),
+    "the least with an initial": lambda w, x, y, m, c: x.min(0, where=m[:, None], initial=jnp.inf),
+    "all and any of real rows": lambda w, x, y, m, c: (
+        jnp.all((y > 0) | ~m),
+        jnp.any((y > 0) & m),
+        m.any(),
+    ),
+    "mean and variance with where": lambda w, x, y, m, c: (
+        x.mean(0, where=m[:, None]),
+        x.var(0, where=m[:, None]),
+    ),
+    "dropout": lambda w, x, y, m, c: real_mean(
+        jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0).sum(1), m, c
+    ),
+    "pairs of real rows": lambda w, x, y, m, c: real_mean(
+        jax.nn.softmax(jnp.where(m, x @ x.T, -jnp.inf)) @ x[:, 0], m, c
+    ),
+    "tokens": lambda w, x, y, m, c: jax.grad(
+        lambda w: real_mean(
+            cross_entropy((x.reshape(-1, 1) * w[0]).reshape(-1, 5), jnp.repeat(y, 3))
+            .reshape(-1, 3)
+            .sum(1),
+            m,
+            c,
+        )
+    )(w),
+    "two batches in one": lambda w, x, y, m, c: jax.grad(
+        lambda w: real_mean(jnp.split(jnp.concatenate([x, -x]) @ w, 2)[1].sum(1), m, c)
+    )(w),
+    "a convolution": lambda w, x, y, m, c: jax.grad(
+        lambda k: real_mean(lax.conv_general_dilated(x[:, None], k, (1,), "SAME").max((1, 2)), m, c)
+    )(w.T[:, None]),
+    "pooling": lambda w, x, y, m, c: jax.grad(
+        lambda w: real_mean(
+            lax.reduce_window(x @ w, -jnp.inf, lax.max, (1, 2), (1, 2), "SAME").sum(1), m, c
+        )
+    )(w),
+    "recomputation": lambda w, x, y, m, c: jax.grad(
+        lambda w: real_mean(jax.checkpoint(lambda w: jnp.tanh(x @ w).sum(1))(w), m, c)
+    )(w),
+    "a scan": lambda w, x, y, m, c: lax.scan(
+        lambda a, _: (a + jnp.where(m[:, None], x, 0).sum(0), a), jnp.zeros(3), None, length=3
+    ),
+    "a loop": lambda w, x, y, m, c: lax.while_loop(
+        lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + real_mean(x[:, 0], m, c)), (0, 0.0)
+    ),
+    "a branch": lambda w, x, y, m, c: lax.cond(
+        c.sum() > 3, lambda: real_mean(x[:, 0], m, c), lambda: 0.0
+    ),
+    "a function for each row": lambda w, x, y, m, c: real_mean(
+        jax.vmap(lambda r, t: jnp.where(t > 0, (r @ w).sum(), 1.0))(x, y), m, c
+    ),
+    "the best two": lambda w, x, y, m, c: real_mean(lax.top_k(x, 2)[0].sum(1), m, c),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN_STEPS)
+def test_what_leaves_the_padding_out_is_proved_clean(name: str):
+    marks = proved(CLEAN_STEPS[name])
+    assert marks
+    assert all(mark.is_clean and not mark.amount for mark in marks), marks
+
+
+def test_a_result_with_a_row_for_each_example_keeps_its_rows():
+    for mark in proved(lambda w, x, y, m, c: (x @ w, jnp.argmax(x, axis=1) == y, x.T.sum(0))):
+        [rows] = mark.rows
+        assert (rows.dim, rows.outer, rows.inner) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "where"),
+    [
+        (lambda w, x, y, m, c: lax.psum((y == 2).sum(), "data"), "reduce_sum"),
+        (
+            lambda w, x, y, m, c: jax.grad(lambda w: cross_entropy(x @ w, y).mean())(w),
+            "dot_general",
+        ),
+        (lambda w, x, y, m, c: real_mean(((x - x.mean(0)) ** 2).sum(1), m, c), "reduce_sum"),
+        (lambda w, x, y, m, c: jnp.zeros(5).at[y].add(1), "scatter-add"),
+        (lambda w, x, y, m, c: lax.psum(x, "data"), "psum"),
+        (lambda w, x, y, m, c: jnp.where(m[:, None], 0, x).sum(), "reduce_sum"),
+    ],
+    ids=[
+        "counted",
+        "gradient of a mean",
+        "less the mean",
+        "histogram",
+        "rows summed",
+        "only padding",
+    ],
+)
+def test_what_takes_in_padding_is_a_certain_leak_at_its_line(step: Step, where: str):
+    [mark] = proved(step)
+    assert mark.leak is not None
+    assert mark.leak.certain
+    assert mark.leak.where.startswith(f"{where} at test_padding_proof.py:")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda w, x, y, m, c: x.max(),
+        lambda w, x, y, m, c: x[0],
+        lambda w, x, y, m, c: jnp.sort(x, axis=0)[:, 0].sum() * 0,
+        lambda w, x, y, m, c: 0 * x.sum() + real_mean(x[:, 0], m, c),
+        lambda w, x, y, m, c: x.sum() - jnp.where(m[:, None], 0, x).sum(),
+        lambda w, x, y, m, c: (x > 100).sum() > 0,
+        lambda w, x, y, m, c: jnp.where(m, x[:, 0], 0).sum() / jnp.where(m, x[:, 0], jnp.nan).max(),
+        lambda w, x, y, m, c: jnp.where(m, 0, (x / m[:, None]).sum(1)).sum(),
+        lambda w, x, y, m, c: lax.scan(lambda a, r: (a + r, None), jnp.zeros(3), x)[0],
+        lambda w, x, y, m, c: lax.all_gather(x, "data").sum(),
+    ],
+)
+def test_what_may_or_may_not_show_padding_is_neither_proved_nor_refused(step: Step):
+    [mark] = proved(step)
+    assert mark.leak is not None
+    assert not mark.leak.certain
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda w, x, y, m, c: jnp.float32(len(x)),
+        lambda w, x, y, m, c: jnp.where(m, x[:, 0], 0).sum() / (4 * len(x)),
+        lambda w, x, y, m, c: jnp.where(m, x[:, 0], 0).mean(),
+        lambda w, x, y, m, c: jnp.ones(len(x)).sum(),
+        lambda w, x, y, m, c: (~m).sum(),
+        lambda w, x, y, m, c: jnp.where(m, 1, 2).sum(),
+        lambda w, x, y, m, c: jnp.asarray(np.arange(6) * len(x))[1],
+        lambda w, x, y, m, c: real_mean(x[:, 0], m, c) ** len(x),
+    ],
+)
+def test_a_number_made_of_the_length_of_a_share_is_not_proved(step: Step):
+    [mark] = proved(step)
+    assert mark.amount or mark.leak
+    assert not (mark.leak and mark.leak.certain)
+
+
+def test_a_zero_that_may_meet_a_nan_of_the_padding_is_not_proved():
+    """Where the mask made what stands in the padding, it need not be what a real row could give."""
+    for fill in (jnp.nan, jnp.inf):
+        [mark] = proved(lambda w, x, y, m, c, f=fill: (jnp.where(m, x[:, 0], f) * m).sum())
+        assert mark.leak or mark.amount
+    [mark] = proved(lambda w, x, y, m, c: (jnp.log(m * x[:, 0]) * m).sum())
+    assert mark.leak or mark.amount
+
+
+def test_a_ref_and_a_step_that_becomes_another_one_are_given_up():
+    def writes(w: Any, x: Any, y: Any, m: Any, c: Any) -> Any:
+        ref = jax.new_ref(jnp.zeros(()))
+        ref[...] = x.sum()
+        return ref[...]
+
+    with pytest.raises(GaveUpError, match="a ref"):
+        proved(writes)
+    with pytest.raises(GaveUpError, match="another"):
+        proved(lambda w, x, y, m, c: jnp.sin(c.sum()) if len(x) > 5 else jnp.cos(c.sum()))

@@ -1,0 +1,83 @@
+"""No random program has an output that is proved not to show the padding and yet changes with it.
+
+The programs are those of ``benchmarks/_row_programs.py``, run with other padding and with more of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, note, reject, settings
+
+from benchmarks._row_programs import Statement, row_programs
+from benchmarks.padding_proof import Judged, count, judge
+
+
+def check_one(statements: list[Statement], figures: Counter[str]) -> None:
+    judged = judge(statements)
+    if judged is None:
+        reject()
+    note(f"{statements}\n{judged}")
+    assert judged.false_proofs == 0
+    count(judged, figures, Counter())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "examples",
+    [10, pytest.param(500, marks=pytest.mark.exhaustive)],
+    ids=["few", "many"],
+)
+def test_what_is_proved_clean_changes_with_no_padding(examples: int) -> None:
+    figures: Counter[str] = Counter()
+
+    @settings(
+        max_examples=examples,
+        derandomize=examples < 100,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(row_programs)
+    def search(statements: list[Statement]) -> None:
+        check_one(statements, figures)
+
+    search()
+    print(dict(figures))
+    # A proof that proves nothing, or refuses everything, would be safe as well.
+    assert figures["proved_unchanged"] > figures["undecided_unchanged"]
+    assert figures["refused_changed"] >= 10 * figures["refused_unchanged"]
+
+
+def judged(*statements: tuple[str, str]) -> Judged:
+    """Judges a program whose statements take the newest values."""
+    result = judge([Statement(kinds, name, "plainly", (0, 0)) for kinds, name in statements])
+    assert result is not None
+    return result
+
+
+def test_a_nan_that_only_padding_holds_is_not_taken_for_a_number() -> None:
+    """Its product with a gradient of zero is NaN."""
+    result = judged(
+        ("rows>rows", "nan in padding"),
+        ("rows,vector>rows", "dense"),
+        ("rows,vector>vector", "gradient of the real mean"),
+    )
+    assert result.false_proofs == 0
+    assert "undecided" in result.verdicts
+
+
+def test_programs_with_and_without_the_mask_are_told_apart() -> None:
+    """The oracle sees a leak, and the proof sees what the mask leaves out."""
+    assert judged(("rows>vector", "sum")) == (["refused"], result_where("sum"), [False])
+    assert judged(("rows>vector", "real sum"))[::2] == (["proved"], [True])
+    assert judged(("rows>rows", "attention to real"))[::2] == (["proved"], [True])
+    assert judged(("row>number", "number of rows"))[::2] == (["undecided"], [False])
+
+
+def result_where(name: str) -> list[str]:
+    """The line that a sum over rows is refused for."""
+    where = judged(("rows>vector", name)).where
+    assert where[0].startswith("reduce_sum at _row_programs.py:")
+    return where
