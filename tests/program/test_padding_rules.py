@@ -155,7 +155,7 @@ def test_what_takes_in_padding_is_a_certain_leak_at_its_line(step: Step, where: 
     [mark] = proved(step)
     assert mark.leak is not None
     assert mark.leak.certain
-    assert mark.leak.where.startswith(f"{where} at test_padding_proof.py:")
+    assert mark.leak.where.startswith(f"{where} at test_padding_rules.py:")
 
 
 @pytest.mark.parametrize(
