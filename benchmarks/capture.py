@@ -10,6 +10,7 @@ what it captures is replaced, reordered, added, removed, frozen, changed in plac
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -49,6 +50,7 @@ def judge(seed: int) -> Outcome:
     program, plain = Program(seed, _average, strategy.scope), Program(seed, jnp.mean, nullcontext)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        logging.getLogger("distribute_jax").setLevel(logging.ERROR)
         for number, x in enumerate(batches(seed, CALLS)):
             step, arguments = plain.call()
             expected = step(jnp.asarray(x), *arguments)

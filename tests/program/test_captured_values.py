@@ -600,6 +600,39 @@ def test_metadata_that_is_added_is_seen(s2: dj.MirroredStrategy):
     assert float(s2.run(step)) == 3.0
 
 
+def test_a_method_that_is_replaced_on_the_object_hides_that_of_its_class(s2: dj.MirroredStrategy):
+    class Head:
+        def rate(self) -> float:
+            return 1.0
+
+    head = Head()
+
+    def step() -> jax.Array:
+        return jnp.float32(head.rate())
+
+    assert float(s2.run(step)) == 1.0
+    head.rate = lambda: 2.0  # type: ignore[method-assign]
+    assert float(s2.run(step)) == 2.0
+    Head.rate = lambda self: 3.0  # type: ignore[method-assign]
+    assert float(s2.run(step)) == 2.0
+    del head.rate
+    assert float(s2.run(step)) == 3.0
+
+
+def test_attributes_that_are_looked_through_are_met_in_their_order(s2: dj.MirroredStrategy):
+    held = types.SimpleNamespace(first=jnp.float32(2.0), second=jnp.float32(3.0))
+
+    def step() -> jax.Array:
+        first, second = vars(held).values()
+        return first**second
+
+    assert float(s2.run(step)) == 8.0
+    first = held.first
+    del held.first
+    held.first = first
+    assert float(s2.run(step)) == 9.0
+
+
 # What a call inside the step remembers.
 
 
@@ -820,6 +853,7 @@ def test_a_captured_model_may_be_called_by_its_module(s2: dj.MirroredStrategy):
     with s2.scope():
         model.module = nnx.Linear(3, 1, rngs=nnx.Rngs(1))
     np.testing.assert_allclose(s2.run(lambda x: model.module(x), args=(x,)), model.module(x))
+    np.testing.assert_allclose(s2.run(lambda x: model(x), args=(x,)), model.module(x))
 
 
 def test_a_captured_array_that_changes_its_weak_type_is_another_program(s2: dj.MirroredStrategy):

@@ -125,6 +125,8 @@ class Walker:
         if isinstance(value, (deque, ContextVar, weakref.ref, types.MappingProxyType)):
             _check_holds_no_numpy(value, name)
             return Identity(value)
+        if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
+            return (type(value), self._items(vars(value), followed, name))
         if callable(value) and not isinstance(value, type):
             return self._callable(value, name)
         return self._object(value, name)
@@ -262,8 +264,6 @@ class Walker:
         if isinstance(value, type):
             return (value, self._class(value, name, every=False, makes=True))
         home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-        if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
-            return (type(value), self._items(vars(value), followed, name))
         if is_library(home) and not is_whole(value):
             return opaque_key(value)
         return (type(value), self._attributes(value, name))
@@ -276,13 +276,16 @@ class Walker:
             self.graph.watch.containers.append(table)
             if whole or self._used.any:
                 self.graph.watch.contents(table.keys())
+        # Who looks through all attributes meets them in their order.
+        order = tuple(table) if whole or self._used.any else ()
         children = self._items(table, sorted(self._used.of_table(table, whole=whole)), name)
         slots = []
         for key in self._used.without_table(value):
             self.graph.watch.attribute(value, key)
             held = Attribute(value, key)
             slots.append((key, self.visit(held.get(), f"{name}.{key}", held)))
-        return (children, tuple(slots), self._class(type(value), name, every=False))
+        of_class = self._class(type(value), name, every=False, hidden_by=table)
+        return (order, children, tuple(slots), of_class)
 
     def _items(self, table: dict[str, Any], keys: Iterable[str], name: str) -> Any:
         found = []
@@ -292,11 +295,24 @@ class Walker:
             found.append((key, self.visit(table[key], _attribute(name, key), Item(table, key))))
         return tuple(found)
 
-    def _class(self, cls: type, name: str, *, every: bool, makes: bool = False) -> Any:
-        """Walks the methods and class attributes that a step may use, in the user's classes only."""
+    def _class(
+        self,
+        cls: type,
+        name: str,
+        *,
+        every: bool,
+        makes: bool = False,
+        hidden_by: dict[str, Any] | None = None,
+    ) -> Any:
+        """Walks the methods and class attributes that a step may use, in the user's classes only.
+
+        An attribute of the object itself, in ``hidden_by``, hides that of its class, also one that is set later.
+        """
         found = []
         for owner, key, member in self._used.of_class(cls, every=every, makes=makes):
             self.graph.watch.class_item(owner, key)
+            if hidden_by is not None:
+                self.graph.watch.item(hidden_by, key)
             function = function_of(member)
             if function is not None:
                 found.append(self.visit(function, f"{name}.{key}", Fixed(function)))
