@@ -306,7 +306,7 @@ class Walker:
     ) -> Any:
         """Walks the methods and class attributes that a step may use, in the user's classes only.
 
-        An attribute of the object itself, in ``hidden_by``, hides that of its class, also one that is set later.
+        What is set on the object itself, in ``hidden_by``, now or later, hides what its class has.
         """
         found = []
         for owner, key, member in self._used.of_class(cls, every=every, makes=makes):
