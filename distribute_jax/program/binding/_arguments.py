@@ -26,7 +26,7 @@ _NUMBERS = (int, float, complex)
 # Whatever else might be a pytree: only these leaf types skip the flattening.
 _FLAT = (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
 _MOST_TYPES = 1024
-_BATCHES = {PerReplica}
+_PLAIN = frozenset({PerReplica, ARRAY})
 
 
 class _ByType(dict[type, bool]):
@@ -94,9 +94,17 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     leaves, treedef = _flattened(args, kwargs)
     signature: list[Any] = [treedef, trace_settings()]
     bound: list[Any] = []
-    if set(map(type, leaves)) == _BATCHES:
-        signature += [_batch_signature(leaf, mesh) for leaf in leaves]
-        kinds, data, batches = ["data"] * len(leaves), leaves, leaves
+    if _PLAIN.issuperset(map(type, leaves)):
+        batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
+        signature += [
+            _batch_signature(leaf, mesh)
+            if type(leaf) is PerReplica
+            else (aval.shape, aval.dtype, aval.weak_type)
+            if (aval := leaf.aval).shape
+            else _scalar_signature(aval)
+            for leaf in leaves
+        ]
+        kinds, data = ["data"] * len(leaves), leaves
     else:
         data, kinds, bound, batches = _sorted_leaves(leaves, signature, mesh)
     joined = [b for b in batches if b.layout is Layout.JOINED]
