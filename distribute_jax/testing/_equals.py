@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 
+from distribute_jax._tracebacks import frames_hidden
 from distribute_jax._typing import StepFunction
 from distribute_jax._values import DistributedValues
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
 
 
+@frames_hidden
 def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) -> Any:
     """Runs a step on all replicas, and from a copy of the state on one device with the whole batch.
 
