@@ -1,6 +1,6 @@
 """How often the proof of padding errs on random programs: never unsafely, and how often too carefully.
 
-    python -m benchmarks.padding_proof             600 programs, and prints JSON lines
+    python -m benchmarks.padding_proof             300 programs, and prints JSON lines
     python -m benchmarks.padding_proof --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.padding_proof --quick     a minute's look: few programs
 
@@ -180,7 +180,7 @@ def count(judged: Judged, figures: Counter[str], causes: Counter[str]) -> None:
 class Options:
     """What is counted."""
 
-    programs: int = 600
+    programs: int = 300
     """Programs that run."""
     start: int = 0
     """The first seed."""
@@ -274,7 +274,7 @@ BENCHMARK = Benchmark(
     question="How often the proof of padding errs on random programs.",
     quick=QUICK,
     full=FULL,
-    minutes=(0.7, 6),
+    minutes=(1, 5),
     measure=measure,
     report=report,
     headline=headline,
