@@ -77,9 +77,9 @@ def compared(
     eps = eps or float(np.finfo(right.dtype).eps)
     left, right, old = finite(left), finite(right), finite(np.broadcast_to(old, right.shape))
     moved, apart = np.abs(right - old), np.abs(left - right)
-    spacing = 2 * eps * np.maximum(np.abs(right), np.abs(old)) + noise
+    spacing = 2 * eps * np.maximum(np.abs(right), np.abs(old))
     # Sums are as exact as their terms, which may be as large as other entries' changes.
-    floor = spacing + 16 * eps * largest(moved)
+    floor = spacing + 16 * eps * largest(moved) + noise
     if np.any(apart > floor + (_SPACINGS * eps if relative is None else relative) * moved):
         return Verdict.UNEQUAL
     # Half or twice a change of four floors differs from it by more than the one that fits; so it does

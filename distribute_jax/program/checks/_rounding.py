@@ -58,13 +58,13 @@ def nudged_outcome(
     with outside_mesh():
         inputs = [_nudged(x, change) for x in flat]
         moved = [
-            None if i is None or not _is_inexact(flat[i]) else jnp.nan_to_num(inputs[i] - flat[i])
+            None if i is None or not _is_inexact(flat[i]) else _changed(_moved, inputs[i], flat[i])
             for i in old
         ]
     outs = run(inputs)
     with outside_mesh():
         back = [
-            out if by is None else (out - by).astype(out.dtype)
+            out if by is None else _changed(_less, out, by)
             for out, by in zip(outs, moved, strict=False)
         ]
     return [*back, *outs[len(back) :]]
@@ -94,7 +94,26 @@ def _nudged(x: Any, change: float) -> Any:
     if not _is_inexact(x):
         return jnp.copy(x)
     size = max(abs(change), spacing_of(x))
-    return (x * (1 + math.copysign(size, change))).astype(x.dtype)
+    return _changed(lambda x: x * (1 + math.copysign(size, change)), x)
+
+
+def _moved(new: Any, old: Any) -> Any:
+    np_or_jnp: Any = np if isinstance(old, np.ndarray) else jnp
+    return np_or_jnp.where(np_or_jnp.isfinite(old), new - old, 0)
+
+
+def _less(out: Any, by: Any) -> Any:
+    return out - by
+
+
+def _changed(change: Callable[..., Any], x: jax.Array, *more: jax.Array) -> jax.Array:
+    """Applies a function of arrays on the host, where nothing is compiled for each shape."""
+    if not all(array.is_fully_addressable for array in (x, *more)):
+        there: jax.Array = change(x, *more).astype(x.dtype)
+        return there
+    with np.errstate(invalid="ignore", over="ignore"):
+        new = np.asarray(change(*map(np.asarray, (x, *more)))).astype(x.dtype)
+    return jax.device_put(new, x.sharding)
 
 
 def _is_inexact(x: Any) -> bool:
