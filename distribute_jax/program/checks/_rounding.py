@@ -109,11 +109,11 @@ def _less(out: Any, by: Any) -> Any:
 def _changed(change: Callable[..., Any], x: jax.Array, *more: jax.Array) -> jax.Array:
     """Applies a function of arrays on the host, where nothing is compiled for each shape."""
     if not all(array.is_fully_addressable for array in (x, *more)):
-        there: jax.Array = change(x, *more).astype(x.dtype)
-        return there
+        return jnp.asarray(change(x, *more), x.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         new = np.asarray(change(*map(np.asarray, (x, *more)))).astype(x.dtype)
-    return jax.device_put(new, x.sharding)
+    there: jax.Array = jax.device_put(new, x.sharding)
+    return there
 
 
 def _is_inexact(x: Any) -> bool:
