@@ -90,6 +90,7 @@ class Model(Stored):
         module: Any = self.module
         return module(*args, **kwargs)
 
+    @frames_hidden
     def compile(
         self,
         optimizer: Any = "rmsprop",
