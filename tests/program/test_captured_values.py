@@ -873,3 +873,23 @@ def test_a_captured_array_that_changes_its_weak_type_is_another_program(s2: dj.M
     assert [y.dtype for y in s2.run(step, args=(x,))] == [jnp.float32, jnp.float32]
     held.scale = jnp.ones(3, jnp.bfloat16)
     assert [y.dtype for y in s2.run(step, args=(x,))] == [jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.parametrize("holder", ["cell", "attribute", "item"])
+@pytest.mark.parametrize("first", [jnp.ones(3), np.ones(20_000)], ids=["jax", "numpy"])
+def test_an_array_of_which_only_python_reads_something_is_not_stale(
+    s2: dj.MirroredStrategy, holder: str, first: Any
+):
+    """Whether there is one, and its shape, decide in Python, so that the program has no such input."""
+    cell: Any = first
+    plain, table = Plain(mask=first), {"mask": first}
+
+    def step() -> jax.Array:
+        mask = {"cell": cell, "attribute": plain.mask, "item": table["mask"]}[holder]
+        return jnp.float32(-1.0 if mask is None else mask.shape[0])
+
+    for value in (first, None, first, first[:2], 3 * [1.0], first):
+        if isinstance(value, list):
+            value = jnp.ones((7, 1))
+        cell = plain.mask = table["mask"] = value
+        assert float(s2.run(step)) == (-1.0 if value is None else value.shape[0])

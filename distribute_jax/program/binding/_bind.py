@@ -43,7 +43,7 @@ class Binding:
         self.watch = graph.watch
         self.watch.seal()
         self._below = self.watch.look()
-        self._weak = self._weak_types(values)
+        self._types = self._array_types(values)
         self._hold(values)
 
     def with_arrays(self, arrays: list[Any]) -> Binding:
@@ -81,7 +81,7 @@ class Binding:
             return False
         if not self.watch.same_numbers():
             return False
-        if self.arrays and self._weak_types(values) != self._weak:
+        if self.arrays and self._array_types(values) != self._types:
             return False
         below = self.watch.look()
         if len(below) != len(self._below):
@@ -92,10 +92,10 @@ class Binding:
             below[i] = None
         return all(map(operator.is_, below, self._below))
 
-    def _weak_types(self, values: list[Any]) -> list[bool]:
-        """Says of each captured array whether it takes on the dtype of what it meets."""
+    def _array_types(self, values: list[Any]) -> list[Any]:
+        """Says of each captured array what it is: the step may read no more of it than its shape."""
         return [
-            getattr(place.get() if root is None else values[root], "weak_type", False)
+            _array_type(place.get() if root is None else values[root])
             for _, place, root in self.arrays
         ]
 
@@ -151,6 +151,16 @@ def _array_sources(graph: Graph, values: list[Any]) -> list[tuple[str, Place, in
     """Says of each captured array whether it is read from the roots of the call or from below."""
     at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
     return [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
+
+
+_read_type = operator.attrgetter("shape", "dtype", "weak_type")
+
+
+def _array_type(value: Any) -> Any:
+    try:
+        return _read_type(value)
+    except AttributeError:  # a NumPy array, a key, or no array any more
+        return (type(value), getattr(value, "shape", None), getattr(value, "dtype", None))
 
 
 def _is_node(value: Any) -> bool:

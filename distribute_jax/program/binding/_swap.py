@@ -59,8 +59,8 @@ def swapped_state(
     before = read_raw(variables)
     tables = [(node, vars(node), dict(vars(node))) for node in nodes]
     with owned_by_current_trace(variables, nodes), readable_elsewhere(variables, before):
-        write_raw(variables, raws)
         try:
+            write_raw(variables, raws)
             yield
         except BaseException:
             for _, table, old in tables:

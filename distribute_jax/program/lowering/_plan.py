@@ -107,7 +107,9 @@ def _combine(
         to_old = Relation.PLUS
         if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
             to_old = relation(traced.jaxpr.jaxpr, output, old, beside)
-        if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
+        # What no sum can be made of is refused for its dtype, which says more.
+        unsummed = dtype_refused(rule, traced.jaxpr.jaxpr.outvars[output].aval.dtype)
+        if rule is Combine.INCREMENTS and to_old is not Relation.PLUS and not unsummed:
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
             if isinstance(variable, nnx.RngKey) and is_unchanged(traced.jaxpr.jaxpr, output, old):
