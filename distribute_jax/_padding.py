@@ -6,7 +6,7 @@ Zeros can turn into NaNs in a step (a division, a logarithm), and a NaN survives
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import num_replicas, split_sharding
+from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
 from distribute_jax._tree import leaf_text, listed
 from distribute_jax._values import Layout, PerReplica
 
@@ -104,63 +104,74 @@ def _check_parts(parts: Sequence[Any], mesh: Mesh) -> None:
     )
 
 
-def other_padding(values: Sequence[PerReplica]) -> list[PerReplica]:
-    """Gives the same batch with other rows in its padding; real rows are not touched.
+def rows_to_joined(value: PerReplica) -> PerReplica:
+    """Joins the rows that each replica returned for a partial batch, so that they are a batch again."""
+    with outside_mesh():
+        array = _joiner(value.mesh)(value.global_array)
+    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=value.counts)
 
-    A step whose result changes with this lets padding leak. Every padded row changes wherever its
-    dtype has another value: it becomes another real example, the same one in each leaf, and where
-    that is equal to what was there, floats are halved, integers become 0 or 1, and bools flip. No
-    value becomes NaN or leaves the range of the data and {0, 0.5, 1}. The same call gives the same
-    rows.
+
+@functools.lru_cache(maxsize=16)
+def _joiner(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    def join(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, *array.shape[2:])
+
+    return jax.jit(join, out_shardings=split_sharding(mesh))
+
+
+def other_paddings(values: Sequence[PerReplica]) -> Iterator[list[PerReplica]]:
+    """Yields the same batch twice with other rows in its padding; real rows are not touched.
+
+    A step whose result changes with this lets padding leak. All padding becomes one real example, the
+    same one in each leaf: the first, then the last, so that what depends on how often a row occurs is
+    seen. Where all examples are equal there is no other: then floats are halved, integers become 0 or 1,
+    and bools flip. No value becomes NaN or leaves the range of the data and {0, 0.5, 1}.
 
     Args:
         values: the leaves of a batch (global view), joined; leaves with the same ``counts`` and
             share stay together.
 
-    Returns:
+    Yields:
         The leaves in the same order with the same shardings; those without padding as they are.
     """
-    changed = list(values)
-    alike: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i, value in enumerate(values):
         if value.counts is not None:
-            alike.setdefault((value.mesh, value.counts, value.part_shape[0]), []).append(i)
-    for (mesh, counts, share), places in alike.items():
-        rows, real = _other_rows(counts, share), is_real(counts, share)
-        arrays = _replacer(mesh)([values[i].global_array for i in places], rows, real)
-        for i, array in zip(places, arrays, strict=True):
-            changed[i] = PerReplica(array, mesh, layout=values[i].layout, counts=counts)
-    return changed
+            groups.setdefault((value.mesh, value.counts, value.part_shape[0]), []).append(i)
+    for which in (0, -1):
+        changed = list(values)
+        for (mesh, counts, share), places in groups.items():
+            rows, real = _one_row(counts, share, which), is_real(counts, share)
+            arrays = _replacer(mesh)([values[i].global_array for i in places], rows, real)
+            for i, array in zip(places, arrays, strict=True):
+                changed[i] = PerReplica(array, mesh, layout=values[i].layout, counts=counts)
+        yield changed
 
 
-def _other_rows(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Says which row of the padded batch replaces each row: a real one for padding, else itself."""
+def _one_row(counts: Sequence[int], share: int, which: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Returns which row of the padded batch replaces each row: one real row for padding, else itself."""
     real = is_real(counts, share)
-    places = np.flatnonzero(real)
-    now = padded_rows(counts, share)[~real]
-    # Each padded row takes a real row further away, never the one that it holds now.
-    steps = 1 + np.arange(len(now)) % max(len(places) - 1, 1)
     rows = np.arange(len(real), dtype=np.int32)
-    rows[~real] = places[(now + steps) % len(places)]
+    rows[~real] = np.flatnonzero(real)[which]
     return rows
 
 
 @functools.lru_cache(maxsize=16)
 def _replacer(mesh: Mesh) -> Callable[..., list[jax.Array]]:
     def replace(arrays: list[jax.Array], rows: jax.Array, real: jax.Array) -> list[jax.Array]:
-        return [_replaced(array, rows, real) for array in arrays]
+        others = [array[rows] for array in arrays]
+        equal = [(a == b).all() for a, b in zip(arrays, others, strict=True)]
+        unchanged = jnp.stack(equal).all()
+        return [
+            jnp.where(
+                real.reshape(-1, *[1] * (array.ndim - 1)),
+                array,
+                jnp.where(unchanged, _another_value(array), other),
+            )
+            for array, other in zip(arrays, others, strict=True)
+        ]
 
     return jax.jit(replace, out_shardings=split_sharding(mesh))
-
-
-def _replaced(array: jax.Array, rows: jax.Array, real: jax.Array) -> jax.Array:
-    def along_rows(flags: jax.Array) -> jax.Array:
-        return flags.reshape(-1, *[1] * (array.ndim - 1))
-
-    other = array[rows]
-    same = (other == array).all(axis=tuple(range(1, array.ndim)))
-    other = jnp.where(along_rows(same), _another_value(array), other)
-    return jnp.where(along_rows(real), array, other)
 
 
 def _another_value(array: jax.Array) -> jax.Array:

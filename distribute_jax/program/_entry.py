@@ -200,8 +200,10 @@ class Entry:
             if self._some_mirrored:
                 mark_all_mirrored(list(compress(arrays, mirrored)), self.step)
             arrays = [
-                array if same else PerReplica(array, program.mesh, step=self.step)
-                for array, same in zip(arrays, mirrored, strict=True)
+                array
+                if same
+                else PerReplica(array, program.mesh, step=self.step, is_part_of_mean=part)
+                for array, same, part in zip(arrays, mirrored, program.plan.parts, strict=True)
             ]
         if self._plain_results:
             return jax.tree.unflatten(program.results.treedef, arrays)

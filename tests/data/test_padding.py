@@ -13,8 +13,9 @@ from distribute_jax._mesh import split_sharding
 from distribute_jax._padding import (
     _replacer,
     is_real,
-    other_padding,
+    other_paddings,
     padded_rows,
+    rows_to_joined,
     uneven_to_joined,
 )
 from distribute_jax._values import Layout, PerReplica
@@ -132,32 +133,49 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_other_padding_changes_every_padded_row_and_no_real_one(name: str):
-    """Real rows keep their bits, each padded row changes, and no wild value appears."""
+def test_other_paddings_change_padding_and_no_real_row(name: str):
+    """Real rows keep their bits, every padded row changes in one of the two, and no wild value appears."""
     rows = ROWS[name]
     counts = (2, 1, 0, 0) if len(rows) == 3 else (1, 0, 0, 0)
     batch = padded_batch(rows, counts)
-    [changed] = other_padding([batch])
     real = is_real(counts, batch.part_shape[0])
-    old, new = np.asarray(batch.global_array), np.asarray(changed.global_array)
-    assert changed.counts == counts
-    assert changed.global_array.sharding == batch.global_array.sharding
-    np.testing.assert_array_equal(new[real], old[real])
-    differs = (new != old).reshape(len(new), -1).any(axis=1)
-    assert differs.tolist() == (~real).tolist()
-    allowed = {*rows.ravel().tolist(), *(rows / 2).ravel().tolist(), 0, 1, 0.5}
-    assert set(new.ravel().tolist()) <= allowed
+    old = np.asarray(batch.global_array)
+    differs = np.zeros(len(old), bool)
+    for (changed,) in other_paddings([batch]):
+        new = np.asarray(changed.global_array)
+        assert changed.counts == counts
+        assert changed.global_array.sharding == batch.global_array.sharding
+        np.testing.assert_array_equal(new[real], old[real])
+        differs |= (new != old).reshape(len(new), -1).any(axis=1)
+        allowed = {*rows.ravel().tolist(), *(rows / 2).ravel().tolist(), 0, 1, 0.5}
+        assert set(new.ravel().tolist()) <= allowed
+    first_is_unlike_last = (rows[0] != rows[-1]).any()
+    assert (
+        differs[~real].all() if first_is_unlike_last or (rows == rows[0]).all() else differs.any()
+    )
+    assert not differs[real].any()
 
 
-def test_other_padding_takes_whole_examples():
-    """Where rows differ, image and label of a padded row come from the same real example."""
+def test_other_paddings_take_whole_examples():
+    """Image and label of a padded row come from the same real example: the first, then the last."""
     images = np.array([[10.0], [20], [30], [40], [50]], np.float32)
     labels = np.array([1, 2, 3, 4, 5], np.int32)
     batch = [padded_batch(leaf, (2, 2, 1, 0)) for leaf in (images, labels)]
-    image, label = (np.asarray(leaf.global_array) for leaf in other_padding(batch))
-    np.testing.assert_array_equal(image[:, 0], label * 10)
-    # Copies of one row become different rows: three rows were repeated, and four replace them.
-    assert len(set(label[~is_real((2, 2, 1, 0), 3)].tolist())) == 4
+    padding = ~is_real((2, 2, 1, 0), 3)
+    for changed, wanted in zip(other_paddings(batch), (1, 5), strict=True):
+        image, label = (np.asarray(leaf.global_array) for leaf in changed)
+        np.testing.assert_array_equal(image[:, 0], label * 10)
+        assert set(label[padding].tolist()) == {wanted}
+
+
+def test_rows_that_were_returned_are_a_batch_again():
+    """Stacked shares become one array divided over the replicas, with the same real rows."""
+    batch = padded_batch(np.arange(5.0, dtype=np.float32), (2, 2, 1, 0))
+    stacked = PerReplica(batch.global_array.reshape(4, -1), batch.mesh, counts=batch.counts)
+    joined = rows_to_joined(stacked)
+    assert (joined.layout, joined.counts) == (Layout.JOINED, batch.counts)
+    assert joined.global_array.sharding == batch.global_array.sharding
+    np.testing.assert_array_equal(joined.global_array, batch.global_array)
 
 
 def test_other_padding_is_the_same_every_time_and_compiles_once():
@@ -165,10 +183,10 @@ def test_other_padding_is_the_same_every_time_and_compiles_once():
     mesh = mesh_of(2)
     _replacer.cache_clear()
     batch = padded_batch(np.arange(4.0, dtype=np.float32), (2, 2))
-    once, again = other_padding([batch])[0], other_padding([batch])[0]
+    (once,), (again,) = (next(other_paddings([batch])) for _ in range(2))
     np.testing.assert_array_equal(once.global_array, again.global_array)
     other = PerReplica(batch.global_array, mesh, layout=Layout.JOINED, counts=(2, 1))
-    other_padding([other])
+    list(other_paddings([other]))
     assert _replacer(mesh)._cache_size() == 1
 
 
@@ -177,16 +195,18 @@ def test_leaves_of_other_shares_are_changed_too():
     short = padded_batch(np.array([1, 2, 3]), (2, 1))
     long = uneven_to_joined([jnp.arange(1), jnp.arange(4)], mesh_of(2))
     full = PerReplica(jnp.ones(4), mesh_of(2), layout=Layout.JOINED)
-    one, same, other = other_padding([short, full, long])
-    assert same is full
-    for old, new in ((short, one), (long, other)):
-        real = is_real(new.counts, new.part_shape[0])
-        equal = np.asarray(new.global_array) == np.asarray(old.global_array)
-        assert equal.tolist() == real.tolist()
+    first, last = other_paddings([short, full, long])
+    assert first[1] is last[1] is full
+    for i, old in ((0, short), (2, long)):
+        real = is_real(old.counts, old.part_shape[0])
+        equal = [
+            np.asarray(new[i].global_array) == np.asarray(old.global_array) for new in (first, last)
+        ]
+        assert (equal[0] & equal[1]).tolist() == real.tolist()
 
 
 def test_leaves_without_padding_are_not_touched():
     """A full batch has no padding to replace: the same objects come back."""
     full = PerReplica(jnp.ones(4), mesh_of(2), layout=Layout.JOINED)
-    assert other_padding([full])[0] is full
-    assert other_padding([]) == []
+    assert [changed[0] is full for changed in other_paddings([full])] == [True, True]
+    assert list(other_paddings([])) == [[], []]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._internals import ARRAY, trace_settings
-from distribute_jax._padding import uneven_to_joined
+from distribute_jax._padding import rows_to_joined, uneven_to_joined
 from distribute_jax._tree import leaf_text, listed, path_text
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
@@ -96,6 +96,9 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     bound: list[Any] = []
     if _PLAIN.issuperset(map(type, leaves)):
         batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
+        if any(map(_has_padded_rows, batches)):
+            leaves = [_as_batch(leaf) if type(leaf) is PerReplica else leaf for leaf in leaves]
+            batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
         signature += [
             _batch_signature(leaf, mesh)
             if type(leaf) is PerReplica
@@ -127,8 +130,7 @@ def _sorted_leaves(
         if type(leaf) is ARRAY:
             signature.append(_array_signature(leaf.aval))
         elif type(leaf) is PerReplica or isinstance(leaf, PerReplica):
-            if isinstance(leaf, UnevenPerReplica):
-                leaf = leaves[index] = uneven_to_joined(leaf.parts, mesh)
+            leaf = leaves[index] = _as_batch(leaf)
             signature.append(_batch_signature(leaf, mesh))
             batches.append(leaf)
         elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
@@ -149,6 +151,22 @@ def _sorted_leaves(
         if kind == "data":
             data.append(leaf)
     return data, kinds, bound, batches
+
+
+def _has_padded_rows(value: PerReplica) -> bool:
+    """Whether a value is what a step returned for a partial batch, of which some rows may be padding."""
+    cut = value.counts is not None or value.ambiguous is not None
+    return cut and value.layout is Layout.STACKED
+
+
+def _as_batch(value: PerReplica) -> PerReplica:
+    """Joins values of different lengths, and rows that a step returned for a partial batch, to a batch."""
+    if isinstance(value, UnevenPerReplica):
+        return uneven_to_joined(value.parts, value.mesh)
+    if not _has_padded_rows(value):
+        return value
+    value.check_rows_known()
+    return rows_to_joined(value)
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
