@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -105,25 +106,24 @@ def _compare(
 class Options:
     """What is counted."""
 
-    programs: int = 2000
-    start: int = 0
-    """The first seed."""
+    cases: tuple[range, ...] = tuple(range(k, k + 100) for k in range(0, 2000, 100))
+    """The seeds of the programs, a hundred in each case."""
 
     def __post_init__(self) -> None:
         """Refuses a count of nothing."""
-        if self.programs < 1:
+        if not any(self.cases):
             raise ValueError(f"{self}: at least one program.")
 
 
 FULL = Options()
-QUICK = Options(programs=60)
+QUICK = Options(cases=(range(60),))
 
 
 def measure(options: Options) -> Log:
-    """Runs the programs of consecutive seeds, and counts what came of them."""
+    """Runs the program of each seed, and counts what came of it."""
     log, figures, reasons = Log(), Counter[str](), Counter[str]()
     log.start()
-    for seed in range(options.start, options.start + options.programs):
+    for seed in chain.from_iterable(options.cases):
         outcome = judge(seed)
         figures["programs"] += 1
         figures["calls"] += outcome.calls
