@@ -511,9 +511,8 @@ def test_a_gradient_that_is_only_rounding_is_no_leak(s4: dj.MirroredStrategy):
     def counts_rows(x: jax.Array):
         optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(x) ** 2) / x.shape[0])(model))
 
-    with pytest.raises(dj.PaddingLeakError) as caught:
+    with pytest.raises(dj.PaddingLeakError, match=r"depends on it: .* at test_partial\.py"):
         s4.run(counts_rows, args=(batch,))
-    assert "query.kernel" in str(caught.value)
 
 
 def _added(values: jax.Array) -> jax.Array:

@@ -252,12 +252,12 @@ def test_a_mirrored_result_that_depends_on_the_number_of_replicas_is_named(s4: d
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_only_rounding_cannot_be_told(
+def test_a_gradient_that_is_only_rounding_is_no_difference(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
     """What all logits are shifted by changes no loss; Adam makes whole steps of the rounding.
 
-    A wrong factor of the others is found all the same.
+    In float64 it is told, without a word; a wrong factor of the others is found all the same.
     """
 
     class Shifted(nnx.Linear):
@@ -283,7 +283,7 @@ def test_a_gradient_that_is_only_rounding_cannot_be_told(
     x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
     labels = np.arange(12) % 5
     dj.testing.check_equals_one_device(s4, lambda x, y: step(x, y, "sum"), (x, labels))
-    assert "model.shift: changed by up to" in caplog.text
+    assert not caplog.text
     with pytest.raises(dj.NotEqualError, match=r"\['kernel'\]: differs") as caught:
         dj.testing.check_equals_one_device(s4, lambda x, y: step(x, y, "mean"), (x, labels))
     assert "shift" not in str(caught.value)
