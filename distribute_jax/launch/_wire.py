@@ -51,14 +51,19 @@ class Wire:
             self._connection.sendall(self._code(text) + b" " + text + b"\n")
 
     def receive(self, seconds: float = SILENCE) -> Message | None:
-        """Gives the next message; None where the other side has closed.
+        """Returns the next message; None where either side has closed the connection.
 
         Raises:
-            OSError: nothing has come for so many seconds, or the connection is broken.
-            WireError: what has come is no message.
+            OSError: nothing was received for this many seconds, or the connection is broken.
+            WireError: what was received is not a message of this job.
         """
-        self._connection.settimeout(seconds)
-        line = self._lines.readline(_LONGEST)
+        try:
+            self._connection.settimeout(seconds)
+            line = self._lines.readline(_LONGEST)
+        except (OSError, ValueError):
+            if self._lines.closed:  # another thread closed this wire while this one waited
+                return None
+            raise
         if not line:
             return None
         code, _, text = line.removesuffix(b"\n").partition(b" ")

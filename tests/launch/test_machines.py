@@ -81,6 +81,19 @@ def test_machines_begin_fail_and_agree_together(port, tmp_path):
         pass  # and the port is free again
 
 
+def test_a_connection_closed_by_another_thread_has_no_next_message():
+    """Wherever the thread that listens stands at that moment: also between two messages."""
+    here, there = (Wire(each) for each in socket.socketpair())
+    waiting = []
+    listener = threading.Thread(target=lambda: waiting.append(here.receive()))
+    listener.start()
+    here.close()
+    listener.join(5)
+    assert waiting == [None]
+    assert here.receive() is None
+    there.close()
+
+
 def test_a_machine_that_is_lost_is_named_to_all(port):
     """Instead of a wait without end."""
     (a, a_inbox), (b, _), (c, c_inbox) = together(*(lambda i=i: link(port, i, 3) for i in range(3)))
