@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,18 @@ def pulse() -> Pulse:
     return _pulse
 
 
-@contextmanager
-def doing(phase: str) -> Iterator[None]:
-    """Says for a ``with`` block what this process does; other threads than the main one say nothing."""
+def doing(phase: str) -> AbstractContextManager[None]:
+    """Reports what this process does during a ``with`` block; threads other than the main one do not."""
     if not _pulse.watched or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+        return _NOT_REPORTED
+    return _reported(phase)
+
+
+_NOT_REPORTED = nullcontext()
+
+
+@contextmanager
+def _reported(phase: str) -> Iterator[None]:
     before = _pulse.phase, _pulse.since
     _pulse.since = time.monotonic()
     _pulse.phase = phase

@@ -23,7 +23,7 @@ from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._mesh import put
 from distribute_jax._tree import is_given_away, listed
 from distribute_jax._values import PerReplica, mark_all_mirrored
-from distribute_jax.processes import doing, pulse
+from distribute_jax.processes import doing
 from distribute_jax.program._failed import failed, is_runtime_failure, not_finite
 from distribute_jax.program._memory import Donated, memory, unshared
 from distribute_jax.program._program import Program
@@ -93,7 +93,7 @@ class Entry:
             flat.append(place.get() if root is None else values[root])
         captured = len(flat) - self._state_inputs
         flat += [v.global_array if type(v) is PerReplica else v for v in arguments.data]
-        self._loose = captured + arguments.kinds.count("data") - arguments.batches
+        self._loose = captured + len(arguments.data) - arguments.batches
         if arguments.counts is not None:
             flat.append(np.asarray(arguments.counts, np.int32))
         return flat
@@ -124,8 +124,6 @@ class Entry:
             # State that is just what the last call left is distinct; arguments may not be.
             flat = unshared(flat, given, memory)
         try:
-            if not _PULSE.watched:
-                return self._done(self._dispatch(compiled, flat, untouched))
             with doing(f"running {self.step}"):
                 return self._done(self._dispatch(compiled, flat, untouched))
         except Exception as error:
@@ -273,7 +271,6 @@ class Entry:
         return [names[i] if i < len(names) else "a later batch" for i in indices]
 
 
-_PULSE = pulse()
 _CONFIG: Any = jax.config
 _ARRAYS = {ARRAY}
 _placement = operator.attrgetter("sharding", "committed")

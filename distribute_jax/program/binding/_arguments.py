@@ -91,12 +91,17 @@ class Arguments:
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
     """Sorts the leaves of the arguments by what ``run`` does with them."""
-    leaves, treedef = _flattened(args, kwargs)
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        # Nothing to flatten: most steps take batches and arrays only.
+        leaves, treedef, plain = list(args), _flat_treedef(len(args)), True
+    else:
+        leaves, treedef = _flattened(args, kwargs)
+        plain = _PLAIN.issuperset(map(type, leaves))
     signature: list[Any] = [treedef, trace_settings()]
     bound: list[Any] = []
-    if _PLAIN.issuperset(map(type, leaves)):
+    if plain:
         batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
-        if any(map(_has_padded_rows, batches)):
+        if any([b.layout is Layout.STACKED and _has_padded_rows(b) for b in batches]):
             leaves = [_as_batch(leaf) if type(leaf) is PerReplica else leaf for leaf in leaves]
             batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
         signature += [
@@ -171,7 +176,6 @@ def _as_batch(value: PerReplica) -> PerReplica:
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     if not kwargs and all(map(_is_flat, args)):
-        # Nothing to flatten: most steps take batches and arrays only.
         return list(args), _flat_treedef(len(args))
     return jax.tree.flatten((args, kwargs), is_leaf=_stops)
 

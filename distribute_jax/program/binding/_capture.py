@@ -25,6 +25,7 @@ from distribute_jax.program.binding._place import (
     Item,
     Place,
     cell_value,
+    cell_values,
 )
 
 _LIBRARIES = frozenset({
@@ -198,7 +199,7 @@ def _collect_function(fn: types.FunctionType, found: Roots) -> None:
     names = [name for name in global_names(code) if name in scope]
     if found.names is None:
         if fn.__closure__:
-            values += map(cell_value, fn.__closure__)
+            values += cell_values(fn.__closure__)
         values += map(scope.__getitem__, names)
     else:
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
+from collections.abc import Iterable
 from typing import Any
 
 UNASSIGNED = object()
@@ -175,6 +177,17 @@ def anchor(place: Place) -> Place:
     while isinstance(place, Member):
         place = place.owner
     return place
+
+
+_contents = operator.attrgetter("cell_contents")
+
+
+def cell_values(cells: Iterable[types.CellType]) -> list[Any]:
+    """Reads closure cells, in C where all are assigned: this is done at every call of ``run``."""
+    try:
+        return list(map(_contents, cells))
+    except ValueError:
+        return list(map(cell_value, cells))
 
 
 def cell_value(cell: types.CellType) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distribute_jax._internals import metadata_entries, read_metadata
-from distribute_jax.program.binding._place import UNASSIGNED, cell_value
+from distribute_jax.program.binding._place import UNASSIGNED, cell_values
 
 
 class Watch:
@@ -93,7 +93,7 @@ class Watch:
             *map(types.MappingProxyType.get, self._class_tables, self._class_keys),
             *map(getattr, self._owners, self._names, repeat(UNASSIGNED)),
             *chain.from_iterable(map(dict.values, read_metadata(self._with_metadata))),
-            *map(cell_value, self._cells),
+            *cell_values(self._cells),
         ]
 
     def same_numbers(self) -> bool:
