@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import repeat
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import jax
@@ -247,11 +247,13 @@ jax.tree_util.register_pytree_node(
 
 _mirrored: dict[int, tuple[weakref.ref[jax.Array], str | None]] = {}
 _most_mirrored = 1024
+_latest: deque[tuple[list[weakref.ref[jax.Array]], str | None]] = deque()
+_MOST_LATEST = 64
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
-        entry = _mirrored.get(id(value))
+        entry = _marks().get(id(value))
         return entry is not None and entry[0]() is value
 
 
@@ -274,18 +276,27 @@ def mark_mirrored(array: jax.Array, step: str | None) -> jax.Array:
 
 
 def mark_all_mirrored(arrays: Sequence[jax.Array], step: str | None) -> None:
-    """Remembers it of several arrays.
+    """Remembers it of several arrays; most are gone before anyone asks, when they are entered by id."""
+    _latest.append((list(map(weakref.ref, arrays)), step))
+    if len(_latest) > _MOST_LATEST:
+        _marks()
 
-    Those that are gone are looked for now and then: a callback for each array would take longer, and
-    what Ctrl-C raises in it would be lost.
-    """
+
+def _marks() -> dict[int, tuple[weakref.ref[jax.Array], str | None]]:
+    """Returns the arrays known to be mirrored, by their ids."""
     global _most_mirrored
-    _mirrored.update(zip(map(id, arrays), zip(map(weakref.ref, arrays), repeat(step))))  # noqa: B905
+    for _ in range(len(_latest)):
+        with suppress(IndexError):  # another thread was first
+            refs, step = _latest.popleft()
+            _mirrored.update(
+                {id(array): (ref, step) for ref in refs if (array := ref()) is not None}
+            )
     if len(_mirrored) > _most_mirrored:
         for key, (array, _) in list(_mirrored.items()):
             if array() is None:
                 del _mirrored[key]
         _most_mirrored = max(1024, 2 * len(_mirrored))
+    return _mirrored
 
 
 @contextmanager
