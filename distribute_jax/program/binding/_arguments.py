@@ -101,7 +101,8 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
     bound: list[Any] = []
     if plain:
         batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
-        if any([b.layout is Layout.STACKED and _has_padded_rows(b) for b in batches]):
+        joined = [batch for batch in batches if batch.layout is Layout.JOINED]
+        if len(joined) < len(batches) and any(map(_has_padded_rows, batches)):
             leaves = [_as_batch(leaf) if type(leaf) is PerReplica else leaf for leaf in leaves]
             batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
         signature += [
