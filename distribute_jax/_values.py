@@ -292,8 +292,8 @@ def _marks() -> dict[int, tuple[weakref.ref[jax.Array], str | None]]:
                 {id(array): (ref, step) for ref in refs if (array := ref()) is not None}
             )
     if len(_mirrored) > _most_mirrored:
-        for key, (array, _) in list(_mirrored.items()):
-            if array() is None:
+        for key, (ref, _) in list(_mirrored.items()):
+            if ref() is None:
                 del _mirrored[key]
         _most_mirrored = max(1024, 2 * len(_mirrored))
     return _mirrored

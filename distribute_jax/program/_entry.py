@@ -115,7 +115,7 @@ class Entry:
         # Another step, or the user's own, may have taken what the last call left.
         alive = not self._crashes_on_deleted or _all_alive(self._known)
         first = state if untouched and alive else 0
-        if self._crashes_on_deleted and not _all_alive(flat[first:]):
+        if not _all_alive(flat[first:]):
             self.check_readable(flat, first)
         if given and self._loose:
             self._donated = self._donated or Donated(flat, range(self.program.donated))
