@@ -11,14 +11,14 @@ import jax
 
 from benchmarks._harness import stopwatch
 from benchmarks._steps import Trained
-from distribute_jax.program import RunOptions, _entry
-from distribute_jax.program._entry import Entry
+from distribute_jax.program import RunOptions, _call as _entry
+from distribute_jax.program._arguments import take_apart
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._call import Entry
+from distribute_jax.program._plan import input_marks
 from distribute_jax.program._program import build
-from distribute_jax.program.binding._arguments import take_apart
-from distribute_jax.program.binding._bind import Binding
-from distribute_jax.program.lowering._plan import input_marks
-from distribute_jax.program.proof._prove import prove
-from distribute_jax.program.tracing._trace import Call, trace
+from distribute_jax.program._replication import prove
+from distribute_jax.program._trace import Call, trace
 
 
 def entry_of(trained: Trained) -> tuple[Entry, list[Any]]:

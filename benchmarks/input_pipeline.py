@@ -28,7 +28,7 @@ from benchmarks._loops import Loop, hand_written_loop, training_loop
 from benchmarks._sources import SOURCES
 from benchmarks._steps import mesh_of, mirrored, shard_map_parts
 from benchmarks._workloads import MLP, Array
-from distribute_jax.data._source import find_source
+from distribute_jax.data.sources import find_source
 
 Batch = tuple[Array, Array]
 OURS = "distribute_dataset and run"

@@ -28,9 +28,9 @@ from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, counted, table
 from benchmarks._row_programs import WIDTH, Setting, Statement, outputs_of, row_programs
 from distribute_jax._padding import padded_rows
-from distribute_jax.collectives._real_rows import real_rows
-from distribute_jax.program.proof._padding import GaveUpError, prove_padding
-from distribute_jax.program.proof._padding_marks import CLEAN, Mark, Rows, leaking
+from distribute_jax.collectives._markers import real_rows
+from distribute_jax.program._padding_marks import CLEAN, Mark, Rows, leaking
+from distribute_jax.program._padding_proof import GaveUpError, prove_padding
 
 REPLICAS = 2
 SHARE, LARGER = 4, 12

@@ -27,7 +27,7 @@ import distribute_jax as dj
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, counted, table
 from benchmarks._programs import N, Statement, Values, outputs_of, programs
-from distribute_jax.program.proof._prove import prove
+from distribute_jax.program._replication import prove
 
 W = np.array([0.5, -1.25, 2.0, 1.5], np.float32)
 X = np.array([[1, 2, 3, 4], [-2, 5, 1, 7], [3, -1, 2, 9], [-4, 2, 8, 1]], np.float32) / 3

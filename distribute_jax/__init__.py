@@ -3,7 +3,7 @@
 Pick a strategy, build the model under ``strategy.scope()``, write the step for one replica, and
 ``strategy.run`` executes it on all. A tour of the folders, each importing only from those above it:
 
-- ``cluster``, shown to users as ``cluster_resolver``: how many processes there are, and which one this is;
+- ``cluster_resolver``: how many processes there are, and which one this is;
 - ``processes``: how the processes of a job start, meet, wait for each other, and end;
 - ``tpu``: how the cores of a TPU lie, and which of them make a replica;
 - ``collectives``: sums, means and gathers over the replicas;
@@ -64,14 +64,12 @@ from distribute_jax._errors import (
     TracedValueError as TracedValueError,
     UnsupportedError as UnsupportedError,
 )
-from distribute_jax._later import load_later
-from distribute_jax._public import publish
+from distribute_jax._lazy import load_later, publish
 from distribute_jax._values import (
     DistributedValues as DistributedValues,
     Mirrored as Mirrored,
     PerReplica as PerReplica,
 )
-from distribute_jax.cluster import report_step as report_step
 from distribute_jax.collectives import (
     CrossDeviceOps as CrossDeviceOps,
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -91,7 +89,11 @@ from distribute_jax.data import (
     InputReplicationMode as InputReplicationMode,
     PartialPolicy as PartialPolicy,
 )
-from distribute_jax.processes import ClusterOptions as ClusterOptions, is_chief as is_chief
+from distribute_jax.processes import (
+    ClusterOptions as ClusterOptions,
+    is_chief as is_chief,
+    report_step as report_step,
+)
 from distribute_jax.program import (
     ReplicaContext as ReplicaContext,
     RunOptions as RunOptions,
@@ -114,7 +116,7 @@ from distribute_jax.strategies import (
     has_strategy as has_strategy,
     in_cross_replica_context as in_cross_replica_context,
 )
-from distribute_jax.tpu._start import (
+from distribute_jax.tpu._system import (
     experimental_connect_to_cluster as experimental_connect_to_cluster,
     initialize_tpu_system as initialize_tpu_system,
 )

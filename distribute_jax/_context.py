@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distribute_jax._errors import ContextError, MixedStrategiesError
-from distribute_jax._internals import at_top_level
+from distribute_jax._jax_private import at_top_level
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
-from distribute_jax._tree import leaf_text, listed
+from distribute_jax._messages import leaf_text, listed
 from distribute_jax._values import Layout, PerReplica
 
 

@@ -20,9 +20,9 @@ from distribute_jax._errors import (
     PerReplicaTypeError,
     StepFailedError,
 )
-from distribute_jax._internals import at_top_level, uncommitted
+from distribute_jax._jax_private import at_top_level, uncommitted
 from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh
-from distribute_jax._tree import error_text, is_given_away, is_key, leaf_text
+from distribute_jax._messages import error_text, is_given_away, is_key, leaf_text
 
 
 class Layout(enum.Enum):

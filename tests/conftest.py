@@ -49,7 +49,7 @@ ONCE = (
         "api",
         "benchmarks",
         "cli",
-        "cluster",
+        "cluster_resolver",
         "data",
         "docs",
         "examples",
@@ -57,7 +57,7 @@ ONCE = (
         "launch",
         "losses",
     ),
-    *("summary", "test_dev", "test_fitting", "training/callbacks"),
+    *("summary", "test_dev", "test_messages", "training/callbacks"),
 )
 """What tells nothing new on another version of JAX."""
 

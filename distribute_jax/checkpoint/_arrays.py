@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from distribute_jax._errors import CheckpointDamagedError
-from distribute_jax._tree import error_text, leaf_text
+from distribute_jax._messages import error_text, leaf_text
 
 _STORED = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
     "bool",

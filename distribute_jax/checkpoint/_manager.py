@@ -17,22 +17,20 @@ from distribute_jax._errors import (
     CheckpointFileError,
 )
 from distribute_jax.checkpoint import _steps
-from distribute_jax.checkpoint._background import Background
-from distribute_jax.checkpoint._content import Content
-from distribute_jax.checkpoint._places import directory_of
-from distribute_jax.checkpoint._preemptible import Preemptible, preemptible
-from distribute_jax.checkpoint._schedule import Schedule
-from distribute_jax.checkpoint._state import check_place, check_target, content_of, restored
-from distribute_jax.checkpoint._together import (
+from distribute_jax.checkpoint._agreement import (
+    Background,
     await_written,
     by_chief,
     check_shared,
     taken_error,
 )
-from distribute_jax.checkpoint._writing import write_checkpoint
-from distribute_jax.cluster._status import own_status
+from distribute_jax.checkpoint._save_load import check_place, check_target, content_of, restored
+from distribute_jax.checkpoint._steps import Preemptible, Schedule, preemptible
+from distribute_jax.checkpoint._storage import directory_of
+from distribute_jax.checkpoint._write import Content, write_checkpoint
 from distribute_jax.data import DistributedIterator
 from distribute_jax.processes import is_chief, job
+from distribute_jax.processes._status import own_status
 
 _SAVE, _RESTORE = "CheckpointManager.save", "CheckpointManager.restore"
 _LATEST, _LIST = "CheckpointManager.restore_latest", "CheckpointManager.all_steps"

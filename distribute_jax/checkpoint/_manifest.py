@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint: written last, so that what has one is complete."""
+"""The manifest of a checkpoint, written last: its files, their names and their digests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from distribute_jax import _context
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError
-from distribute_jax.checkpoint._leaf import Spec, digest_of_text
-from distribute_jax.checkpoint._names import MANIFEST
+from distribute_jax._messages import listed
+from distribute_jax.checkpoint._leaves import Spec, digest_of_text
 
 FORMAT = 1
 _OURS = re.compile(r"[a-z]+-[0-9a-f]+")
@@ -173,3 +173,28 @@ def part_in(saved: Mapping[str, Any]) -> Part:
     """Reads the entry of a part."""
     start, shape = tuple(saved["start"]), tuple(saved["shape"])
     return Part(saved["folder"], saved["name"], start, shape, saved["sha256"])
+
+
+MANIFEST = "manifest.json"
+ARRAYS = "arrays-"
+"""How the name of a folder with arrays begins; a token follows."""
+WHOLE, PARTS = "whole-0", "parts-"
+"""Below it: what process 0 writes by Orbax, and how the name begins of what each writes as bytes."""
+DAMAGED = "damaged"
+"""What is added to the name of what was set aside."""
+
+
+def is_step(name: str) -> bool:
+    """Tells whether a name is that of a step."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def check_files(folder: object, found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raises before Orbax reads bytes that it did not write: its threads would outlive the error."""
+    faults = [
+        f"{name}: {'other bytes than were written' if name in found else 'missing'}"
+        for name, digest in wanted.items()
+        if found.get(name) != digest
+    ]
+    if faults:
+        raise CheckpointDamagedError(f"{folder} is not what was written:\n{listed(faults)}")

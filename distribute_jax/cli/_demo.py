@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from distribute_jax.cluster import LaunchedClusterResolver
+from distribute_jax.cluster_resolver import LaunchedClusterResolver
 from distribute_jax.losses import compute_average_loss
 from distribute_jax.strategies import (
     MirroredStrategy,

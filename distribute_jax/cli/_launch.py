@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.cluster._resolver import with_port
+from distribute_jax.cluster_resolver._base import with_port
 from distribute_jax.launch import (
     CACHE,
     Inbox,

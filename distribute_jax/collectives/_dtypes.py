@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._tree import leaf_text, listed
+from distribute_jax._messages import leaf_text, listed
 
 _REFUSED = """\
 {method} got leaves that cannot be combined over the replicas:

@@ -1,4 +1,4 @@
-"""How collectives are to be done: packing, timeouts, and which algorithm."""
+"""Options of collectives: the reduction, packing, and the implementation as TensorFlow names it."""
 
 from __future__ import annotations
 
@@ -144,3 +144,31 @@ def _is_timeout(value: object) -> bool:
         return False
     seconds = cast("float", value)
     return seconds >= 0 and not math.isnan(seconds)
+
+
+class ReduceOp(enum.Enum):
+    """How the replicas' values are combined into one.
+
+    Every method that takes one also takes its name as a string, in any letter case.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReduceOp
+    """
+
+    __module__ = "distribute_jax"
+
+    SUM = "SUM"
+    """Add the replicas' values."""
+    MEAN = "MEAN"
+    """Add them and divide by the number of replicas, or of elements where a dim is reduced too."""
+
+
+def reduce_op(value: ReduceOp | str) -> ReduceOp:
+    """Turns a name in any letter case into a ``ReduceOp``."""
+    if isinstance(value, ReduceOp):
+        return value
+    if isinstance(value, str) and value.upper() in ReduceOp.__members__:
+        return ReduceOp[value.upper()]
+    raise ArgumentError(
+        f"{value!r} is not a valid ReduceOp. Use 'sum' or 'mean', or dj.ReduceOp.SUM or "
+        "dj.ReduceOp.MEAN; only these two combine replicas."
+    )

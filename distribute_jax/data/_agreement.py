@@ -1,22 +1,107 @@
-"""Several processes agree on the steps of an epoch, a few steps at a time."""
+"""When an epoch ends on all processes: they agree on its steps, a few at a time."""
 
 from __future__ import annotations
 
 import json
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._tree import error_text
+from distribute_jax._mesh import is_local, local_replicas
+from distribute_jax._messages import error_text
 from distribute_jax.data._element import HostElement
-from distribute_jax.data._policies import PartialPolicy
+from distribute_jax.data._options import InputOptions, PartialPolicy
+from distribute_jax.data._partial import ALONE
 from distribute_jax.data._split import Worker
+from distribute_jax.processes import Job, job
+
+
+def worker_of(mesh: Mesh) -> Worker:
+    """Tells how many processes share a mesh, and which of them this is."""
+    found = job()
+    if is_local(mesh) or found is None:
+        return ALONE
+    return Worker(found.count, found.index)
+
+
+def ends_of_epochs(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[], EndOfData]:
+    """Gives what makes, for each pass over a new dataset, the agreement on its steps.
+
+    All processes distribute the same datasets and pass over them in the same order. Each pass talks
+    about itself alone, so that one which is left early does not disturb the next.
+
+    Args:
+        mesh: the strategy's mesh.
+        options: what becomes of partial batches.
+        common: whether all processes read the same batches.
+    """
+    found = job()
+    if is_local(mesh) or found is None:
+        return OneProcess
+    _made["datasets"] += 1
+    number, passes = _made["datasets"], Counter[str]()
+    worker, replicas = Worker(found.count, found.index), len(local_replicas(mesh))
+
+    def next_pass() -> EndOfData:
+        passes["all"] += 1
+        talk = _Talk(found, f"the batches of dataset {number}, pass {passes['all']}")
+        policy = PartialPolicy(options.partial)
+        return Agreed(talk, worker, replicas, policy=policy, common=common)
+
+    return next_pass
+
+
+class _Talk:
+    """Rounds of talk over the coordination service: an ``Exchange``."""
+
+    def __init__(self, found: Job, topic: str) -> None:
+        self._job, self._topic = found, topic
+
+    def __call__(self, said: Said) -> Sequence[Said]:
+        """See ``Exchange``."""
+        return [from_text(text) for text in self._job.exchange(self._topic, as_text(said))]
+
+
+_made: Counter[str] = Counter()
+"""How many datasets were distributed so far, which is the same number on every process."""
+
+
+class EndOfData(Protocol):
+    """An agreement between processes on how many steps an epoch has.
+
+    All processes run the same compiled steps together, so a process whose data has ended goes on
+    with elements of padding alone until the data of every process has ended.
+    """
+
+    def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
+        """Gives the elements of one process for each step that the processes take together.
+
+        Args:
+            elements: this process's own.
+            length: how many they are, or None where that is not known before the end.
+
+        Returns:
+            The same elements, and then ``last.masked(replicas)`` for each step for which only other
+            processes have data.
+        """
+
+
+class OneProcess:
+    """One process agrees with itself: the epoch ends with its own elements."""
+
+    def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
+        """See ``EndOfData.steps``."""
+        del length
+        return elements
+
 
 _SECONDS = 1.0
 """How long the steps of one round should last, so that a thousand processes do not talk all the time."""

@@ -1,4 +1,4 @@
-"""Refuses batches that cannot be divided, with every bad leaf named."""
+"""Checks batches: that they can be divided, and that shapes and dtypes stay the same in an epoch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._tree import error_text, is_array, is_given_away, leaf_text, listed, path_text
-from distribute_jax._typing import KeyPath, PyTree
+from distribute_jax._messages import (
+    KeyPath,
+    PyTree,
+    error_text,
+    is_array,
+    is_given_away,
+    leaf_text,
+    listed,
+    path_text,
+)
 from distribute_jax._values import DistributedValues
 
 UNBATCHED = "Every leaf of a batch is an array whose dim 0 counts the examples."
@@ -159,3 +167,62 @@ _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda leaf: not is_array(leaf), NOT_ARRAYS),
     (_is_too_large, TOO_LARGE),
 )
+
+
+_ANOTHER_STRUCTURE = (
+    "One step takes all batches, so every batch must have the same keys and nesting. Fill in what is "
+    "missing, or distribute the two kinds as two datasets."
+)
+_ANOTHER_KIND = (
+    "One step takes all batches, so a leaf keeps its dtype and its number of dims. Convert the batches "
+    "to one of the two, for example with astype or reshape."
+)
+
+
+class Alike:
+    """Compares the checked batches of one epoch with the first of them.
+
+    The sizes of the dims may differ, as where sentences are padded batch by batch: the step is then
+    compiled for each.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[jax.ShapeDtypeStruct] = []
+        self._structure: Any = None
+        self._kinds: list[Any] = []
+
+    def check(self, batch: PyTree, where: str) -> None:
+        """Raises an ArgumentError where a batch has another structure, or a leaf another kind."""
+        leaves, structure = jax.tree.flatten(batch)
+        kinds = [_kind(leaf) for leaf in leaves]
+        if self._structure is None:
+            self._structure, self._kinds = structure, kinds
+            self._first = [_described(leaf) for leaf in leaves]
+        elif structure != self._structure:
+            raise ArgumentError(
+                f"{where} has another structure than the first one:\n  it is  {structure}\n"
+                f"  first: {self._structure}\n{_ANOTHER_STRUCTURE}"
+            )
+        elif kinds != self._kinds:
+            raise self._another_kind(batch, kinds, where)
+
+    def _another_kind(self, batch: PyTree, kinds: list[Any], where: str) -> ArgumentError:
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        compared = zip(leaves, kinds, self._first, self._kinds, strict=True)
+        lines = [
+            f"{path_text(path, 'batch')}: {leaf_text(_described(leaf))}, "
+            f"in the first batch {leaf_text(before)}"
+            for (path, leaf), kind, before, before_kind in compared
+            if kind != before_kind
+        ]
+        return ArgumentError(
+            f"{where} is of another kind than the first one:\n{listed(lines)}\n{_ANOTHER_KIND}"
+        )
+
+
+def _kind(leaf: Any) -> tuple[int, Any]:
+    return leaf.ndim, leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
+
+
+def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, _kind(leaf)[1])

@@ -1,4 +1,4 @@
-"""The dataset that a strategy distributes, and its iterator."""
+"""``DistributedDataset`` and its iterator."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from jax.sharding import Mesh
 
 from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
-from distribute_jax._instead import answering
+from distribute_jax._lazy import answering
 from distribute_jax._mesh import is_local, num_replicas
-from distribute_jax._tracebacks import frames_hidden, hide_frames
-from distribute_jax._typing import PyTree
-from distribute_jax.data._element import HostElement
-from distribute_jax.data._ends import EndOfData, OneProcess
+from distribute_jax._messages import PyTree
+from distribute_jax._user_frames import frames_hidden, hide_frames
+from distribute_jax.data._agreement import EndOfData, OneProcess
+from distribute_jax.data._element import HostElement, Seen
 from distribute_jax.data._feed import Feed
-from distribute_jax.data._optional import OptionalElement
-from distribute_jax.data._pace import Pace
 from distribute_jax.data._partial import warn_of_idle_replicas
-from distribute_jax.data._prefetch import Prefetcher
-from distribute_jax.data._seen import Seen
+from distribute_jax.data._prefetch import Pace, Prefetcher, surroundings
 from distribute_jax.data._state import State
-from distribute_jax.data._surroundings import surroundings
 from distribute_jax.processes import doing
 
 _Placed: TypeAlias = tuple[HostElement, PyTree]
@@ -289,3 +285,28 @@ def is_infinite(dataset: DistributedDataset) -> bool:
 def start_at(dataset: DistributedDataset, epoch: int) -> None:
     """Makes the next pass over a dataset that of an epoch, whose order a resumed run goes on with."""
     dataset._epoch = epoch
+
+
+class OptionalElement:
+    """What ``get_next_as_optional`` gives: an element, or the fact that the data has ended.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/experimental/Optional
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(self, *element: PyTree) -> None:
+        self._element = element
+
+    def has_value(self) -> bool:
+        """Tells whether there is an element."""
+        return bool(self._element)
+
+    def get_value(self) -> PyTree:
+        """Gives the element; an ArgumentError where there is none."""
+        if not self._element:
+            raise ArgumentError(
+                "get_value() was called on an optional element without a value: the dataset has "
+                "ended. Ask has_value() first."
+            )
+        return self._element[0]

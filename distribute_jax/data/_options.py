@@ -1,4 +1,4 @@
-"""Options of a distributed dataset."""
+"""Options of distributed datasets, TensorFlow's policies, and ``InputContext``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,61 @@ from dataclasses import dataclass
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.data._policies import AutoShardPolicy, InputReplicationMode, PartialPolicy
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """Which part of the data each process reads, where a strategy spans several.
+
+    Each is also accepted by its name, for example ``auto_shard_policy="data"``.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy
+    """
+
+    __module__ = "distribute_jax"
+
+    OFF = -1
+    """Every process reads everything, and cuts each batch by a fixed schedule."""
+    AUTO = 0
+    """FILE where the source reads at least one file for each process, else DATA."""
+    FILE = 1
+    """Process w reads the files w, w + W, … of W processes."""
+    DATA = 2
+    """Every process reads everything, and takes its part of each batch."""
+    HINT = 3
+    """TensorFlow's placeholder in the user's own ``shard``. Nothing here can read it."""
+
+
+class InputReplicationMode(enum.Enum):
+    """For whom ``distribute_datasets_from_function`` calls its function.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputReplicationMode
+    """
+
+    __module__ = "distribute_jax"
+
+    PER_WORKER = "PER_WORKER"
+    """Once for each process; its replicas take the batches in turn."""
+    PER_REPLICA = "PER_REPLICA"
+    """Once for each replica, which takes all of its batches."""
+
+
+class PartialPolicy(enum.Enum):
+    """What becomes of a batch that does not fill every replica's share.
+
+    Each is also accepted by its name, for example ``partial="drop"``.
+    """
+
+    __module__ = "distribute_jax"
+
+    MASK = "mask"
+    """Pad it to the shape of the full batches, and mask the padding: one more program in all."""
+    SHRINK = "shrink"
+    """Make shares no longer than needed, padded only where they differ: one program per size."""
+    DROP = "drop"
+    """Skip it, so that every element has the same shape and no padding."""
+    ERROR = "error"
+    """Raise an ArgumentError."""
+
 
 HINT_REFUSED = (
     "AutoShardPolicy.HINT puts numbers into a placeholder of the user's own ds.shard(…), which only "
@@ -121,3 +175,66 @@ def _check_depth(value: Any) -> None:
             "that may be ready ahead of the step is an int of at least 0; 0 prepares each when it "
             "is asked for."
         )
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """For which part of the input a function makes its dataset.
+
+    Raises:
+        ArgumentError: a number is no int, a count is below 1, or the id is not below the count.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> context = dj.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
+        >>> context.get_per_replica_batch_size(12)
+        2
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext
+    """
+
+    __module__ = "distribute_jax"
+
+    num_input_pipelines: int = 1
+    """How many datasets are made: one for each process, or each replica."""
+    input_pipeline_id: int = 0
+    """Which of them this is, from 0."""
+    num_replicas_in_sync: int = 1
+    """The number of all replicas."""
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that no input has."""
+        for name, value in vars(self).items():
+            least = 0 if name == "input_pipeline_id" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ArgumentError(
+                    f"InputContext({name}={value!r}): {name} must be an int of at least {least}."
+                )
+        if self.input_pipeline_id >= self.num_input_pipelines:
+            raise ArgumentError(
+                f"{self!r}: input_pipeline_id counts from 0, so it must be below "
+                "num_input_pipelines."
+            )
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Gives the batch size with which all replicas together take a global batch.
+
+        Args:
+            global_batch_size: the number of examples of one step.
+
+        Returns:
+            The number of examples of one replica.
+
+        Raises:
+            ArgumentError: the replicas do not divide it.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext#get_per_replica_batch_size
+        """
+        share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise ArgumentError(
+                f"The `global_batch_size` {global_batch_size} is not divisible by "
+                f"`num_replicas_in_sync` {self.num_replicas_in_sync}. Choose a multiple of it, or "
+                "let strategy.distribute_dataset divide global batches of any size."
+            )
+        return share

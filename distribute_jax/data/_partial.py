@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._warn import warn_user
-from distribute_jax.data._policies import PartialPolicy
-from distribute_jax.data._seen import Seen
+from distribute_jax._user_frames import warn_user
+from distribute_jax.data._element import Seen
+from distribute_jax.data._options import PartialPolicy
 from distribute_jax.data._split import (
     Cut,
     Division,

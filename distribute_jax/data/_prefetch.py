@@ -1,4 +1,4 @@
-"""A background thread that stays a bounded number of elements ahead of the loop."""
+"""Prefetching: a bounded background thread, its context variables, and a warning about stalls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import jax
+
+from distribute_jax import _context
 from distribute_jax._interrupts import interrupts_held_back
 
 T = TypeVar("T")
@@ -184,3 +187,80 @@ def _end_all() -> None:
         buffer.stop()
     for thread in list(_running):
         thread.join(timeout=_AT_EXIT)
+
+
+_ELEMENTS, _SECONDS = 20, 5.0
+"""What is judged: this many elements, or more of them until this much time has passed."""
+
+_SHARE = 0.2
+"""The part of the time that a loop may wait for its batches without a word."""
+
+
+class Pace:
+    """Adds up, over one loop, how long ``next`` waited; says once where it is much.
+
+    The first element of each stretch is left out: it comes with starting the source and compiling.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new stretch, as each loop over a dataset does."""
+        self._start: float | None = None
+        self._elements, self._waiting = 0, 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Counts one element that the loop waited for."""
+        now = time.perf_counter()
+        if self._said:
+            return
+        if self._start is None:
+            self._start = now
+            return
+        self._elements += 1
+        self._waiting += seconds
+        passed = now - self._start
+        if self._elements < _ELEMENTS or passed < _SECONDS:
+            return
+        if self._waiting > _SHARE * passed:
+            self._say(passed)
+        self.restart()
+
+    def _say(self, passed: float) -> None:
+        self._said = True
+        _log.warning(
+            "The devices wait for the input pipeline: over the last %d batches the loop waited for "
+            "data %.0f %% of the time, %.0f of %.0f ms for each batch. Make the pipeline faster (read "
+            "and decode in several workers, as Grain's mp_prefetch and the num_workers of a DataLoader "
+            "do; cache what fits in memory; send uint8 and convert on the device), or accept it. This "
+            "is said once for each dataset.",
+            self._elements,
+            100 * self._waiting / passed,
+            1000 * self._waiting / self._elements,
+            1000 * passed / self._elements,
+        )
+
+
+def surroundings() -> Callable[[], AbstractContextManager[None]]:
+    """Gives a function that makes the surroundings of this thread in another one.
+
+    Sources are the user's code: what they make lies where it would in the loop, with the same
+    precision, and ``get_strategy`` gives the same strategy.
+    """
+    top = _context.entered()
+    config: Any = jax.config
+    x64, device = config.jax_enable_x64, config.jax_default_device
+
+    @contextmanager
+    def same() -> Iterator[None]:
+        with ExitStack() as entered:
+            entered.enter_context(jax.enable_x64(x64))
+            entered.enter_context(jax.default_device(device))
+            if top is not None:
+                entered.enter_context(top.strategy.scope())
+            entered.enter_context(_context.reading_ahead())
+            yield
+
+    return same

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.data._seen import Seen
-from distribute_jax.data._source import Source
+from distribute_jax.data._element import Seen
+from distribute_jax.data.sources import Source
 
 State: TypeAlias = Mapping[str, Any]
 

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._fitting import promoting
+from distribute_jax._messages import promoting
 from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
-from distribute_jax.collectives._part_of_mean import part_of_mean
-from distribute_jax.losses._reduction import over_sum
-from distribute_jax.losses._terms import examples, real_rows, real_terms, replica_context
+from distribute_jax.collectives._markers import part_of_mean
+from distribute_jax.losses._loss import examples, over_sum, real_rows, real_terms, replica_context
 
 
 @promoting

@@ -1,4 +1,4 @@
-"""Losses of numbers against numbers: formulas with one loss for each example, and their classes."""
+"""Losses of numbers: regression, divergences of distributions, and hinge losses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax.losses._loss import FormulaLoss
-from distribute_jax.losses._shapes import checked_axis, pair
-
-EPSILON = 1e-7
-"""Keras's epsilon, which keeps divisors and logarithms away from 0."""
+from distribute_jax.losses._shapes import EPSILON, checked_axis, pair
 
 
 def mean_squared_error(y_true: Any, y_pred: Any) -> jax.Array:
@@ -167,3 +164,78 @@ class Huber(FormulaLoss):
     ) -> None:
         """Takes the error from which on the loss is a line; see the class."""
         super().__init__(reduction, name, dtype, delta=delta)
+
+
+def kl_divergence(y_true: Any, y_pred: Any) -> jax.Array:
+    """Gives ``sum(y_true * log(y_true / y_pred))`` over the last axis, both cut to 1e-7 ... 1."""
+    labels, predicted = pair("kl_divergence", y_true, y_pred)
+    labels, predicted = jnp.clip(labels, EPSILON, 1), jnp.clip(predicted, EPSILON, 1)
+    return jnp.sum(labels * jnp.log(labels / predicted), axis=-1)
+
+
+def poisson(y_true: Any, y_pred: Any) -> jax.Array:
+    """Gives ``mean(y_pred - y_true * log(y_pred + 1e-7))`` over the last axis: predictions are rates."""
+    labels, predicted = pair("poisson", y_true, y_pred)
+    return jnp.mean(predicted - labels * jnp.log(predicted + EPSILON), axis=-1)
+
+
+class KLDivergence(FormulaLoss):
+    """The Kullback-Leibler divergence; see ``kl_divergence``, and ``Loss`` for the arguments."""
+
+    formula = staticmethod(kl_divergence)
+    _expects = "probability"
+
+
+class Poisson(FormulaLoss):
+    """The Poisson loss of rates; see ``poisson``, and ``Loss`` for the arguments."""
+
+    formula = staticmethod(poisson)
+
+
+def hinge(y_true: Any, y_pred: Any) -> jax.Array:
+    """Gives ``mean(max(1 - y_true * y_pred, 0))`` over the last axis, for labels -1 and 1, or 0 and 1.
+
+    Every 0 counts as -1, whatever the labels of other examples are, so that the loss of an example
+    does not depend on its batch; Keras looks at the whole batch. Shapes as ``mean_squared_error``.
+    """
+    return jnp.mean(_margins("hinge", y_true, y_pred), axis=-1)
+
+
+def squared_hinge(y_true: Any, y_pred: Any) -> jax.Array:
+    """Gives ``mean(max(1 - y_true * y_pred, 0) ** 2)`` over the last axis; labels as ``hinge``."""
+    return jnp.mean(jnp.square(_margins("squared_hinge", y_true, y_pred)), axis=-1)
+
+
+def _margins(name: str, y_true: Any, y_pred: Any) -> jax.Array:
+    labels, predicted = pair(name, y_true, y_pred)
+    labels = jnp.where(labels == 0, -1, labels)
+    return jnp.maximum(1.0 - labels * predicted, 0.0)
+
+
+def categorical_hinge(y_true: Any, y_pred: Any) -> jax.Array:
+    """Gives ``max(neg - pos + 1, 0)`` for one-hot labels, shape (batch, ..., classes).
+
+    ``pos`` is the prediction of the right class, ``neg`` the largest of the others, at least 0.
+    """
+    labels, predicted = pair("categorical_hinge", y_true, y_pred)
+    right = jnp.sum(labels * predicted, axis=-1)
+    wrong = jnp.max((1.0 - labels) * predicted, axis=-1)
+    return jnp.maximum(wrong - right + 1.0, 0.0)
+
+
+class Hinge(FormulaLoss):
+    """The hinge loss for two classes; see ``hinge``, and ``Loss`` for the arguments."""
+
+    formula = staticmethod(hinge)
+
+
+class SquaredHinge(FormulaLoss):
+    """The squared hinge loss for two classes; see ``squared_hinge``, and ``Loss`` for the arguments."""
+
+    formula = staticmethod(squared_hinge)
+
+
+class CategoricalHinge(FormulaLoss):
+    """The hinge loss for several classes; see ``categorical_hinge``, and ``Loss`` for the arguments."""
+
+    formula = staticmethod(categorical_hinge)

@@ -1,4 +1,4 @@
-"""Labels and predictions of one shape, without ever broadcasting one example against another."""
+"""Checks of labels and predictions: equal shapes without broadcasting, clipping, probabilities."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax.losses._loss import Loss
 
 
 def pair(name: str, y_true: Any, y_pred: Any, hint: str = "") -> tuple[jax.Array, jax.Array]:
@@ -97,4 +98,83 @@ def mismatch(name: str, true: Any, predicted: Any, hint: str) -> ArgumentError:
     """Says which shapes do not go together, and what to type."""
     return ArgumentError(
         f"{name} got y_true of shape {tuple(true)} and y_pred of shape {tuple(predicted)}. {hint}"
+    )
+
+
+EPSILON = 1e-7
+"""Keras's epsilon, which keeps divisors and logarithms away from 0."""
+
+
+def clipped(probabilities: jax.Array) -> jax.Array:
+    """Cuts probabilities to 1e-7 ... 1 - 1e-7, or to what a narrower dtype can tell from 0 and 1."""
+    finfo: Any = jnp.finfo
+    epsilon = max(EPSILON, float(finfo(probabilities.dtype).epsneg))
+    return jnp.clip(probabilities, epsilon, 1.0 - epsilon)
+
+
+def log_probabilities(predicted: jax.Array, axis: int, from_logits: bool) -> jax.Array:
+    """Gives the logarithms of probabilities that sum to 1 over an axis."""
+    if from_logits:
+        return jax.nn.log_softmax(predicted, axis=axis)
+    return jnp.log(clipped(predicted / jnp.sum(predicted, axis=axis, keepdims=True)))
+
+
+def smoothing(name: str, label_smoothing: Any) -> float:
+    """Checks how far labels are moved towards equal probabilities."""
+    is_number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
+    if not is_number or not 0 <= label_smoothing <= 1:
+        raise ArgumentError(
+            f"{name}(label_smoothing={label_smoothing!r}): a number between 0, which leaves the labels "
+            "as they are, and 1. Pass label_smoothing=0.1, say."
+        )
+    return float(label_smoothing)
+
+
+TOLERANCE = 1e-3
+"""How far probabilities may be from what they should be: rounding, and no more."""
+
+
+def check_probabilities(loss: Loss, y_pred: Any) -> None:
+    """Raises where a loss that expects probabilities got something else, most likely logits.
+
+    Args:
+        loss: the loss.
+        y_pred: outputs as a concrete array, shape (batch, ..., classes) or (batch, ...). NaN is not
+            judged.
+
+    Raises:
+        ArgumentError: a value is outside of 0 to 1, or those of an example do not sum to 1 over the
+            classes of a loss that expects it.
+    """
+    if loss.expects is None:
+        return
+    # A narrow dtype rounds each probability by a share of itself, so their sum by that share at most.
+    found = np.asarray(y_pred)
+    tolerance = max(TOLERANCE, _rounding(found.dtype))
+    values = found.astype(np.float64)
+    outside = values[(values < -tolerance) | (values > 1 + tolerance)]
+    if outside.size:
+        raise _no_probabilities(loss, f"one of them is {outside.flat[0]:.6g}, outside of 0 to 1")
+    if loss.expects == "probabilities" and values.ndim > 1:
+        sums = values.sum(axis=getattr(loss, "axis", -1))
+        off = sums[np.abs(sums - 1) > tolerance]
+        if off.size:
+            raise _no_probabilities(loss, f"those of an example sum to {off.flat[0]:.6g}, not 1")
+
+
+def _rounding(dtype: Any) -> float:
+    """Gives the relative rounding error of a floating dtype, bfloat16 included."""
+    return 2.0**-8 if dtype.itemsize == 2 else 0.0
+
+
+def _no_probabilities(loss: Loss, found: str) -> ArgumentError:
+    kind = type(loss).__name__
+    if "from_logits" in vars(loss):
+        advice = f"For logits say dj.losses.{kind}(from_logits=True)"
+    else:
+        advice = "Give the model's outputs a softmax, jax.nn.softmax(outputs)"
+    over = "over the classes" if loss.expects == "probabilities" else "between 0 and 1"
+    return ArgumentError(
+        f"The loss {loss.name} expects probabilities {over}, and the first outputs of the model are "
+        f"none: {found}. {advice}."
     )

@@ -1,20 +1,20 @@
 """Metrics that are exact for any number of replicas, to the last example of a partial batch.
 
-They have the names and the methods of ``flax.nnx.metrics``, or those of Keras. ``_terms`` decides what
-counts, ``_confusion`` counts answers, each other file is one metric.
+They have the names and the methods of ``flax.nnx.metrics``, or those of Keras. ``_metric`` decides what
+counts, ``_confusion`` counts answers, ``_means`` averages.
 """
 
 from typing import TYPE_CHECKING
 
-from distribute_jax._instead import answering_module
-from distribute_jax._public import publish
-from distribute_jax.metrics._accuracy import Accuracy as Accuracy
-from distribute_jax.metrics._auc import AUC as AUC
-from distribute_jax.metrics._average import Average as Average
+from distribute_jax._lazy import answering_module, publish
+from distribute_jax.metrics._confusion import AUC as AUC, Precision as Precision, Recall as Recall
+from distribute_jax.metrics._means import (
+    Accuracy as Accuracy,
+    Average as Average,
+    MultiMetric as MultiMetric,
+    Welford as Welford,
+)
 from distribute_jax.metrics._metric import Metric as Metric
-from distribute_jax.metrics._multi_metric import MultiMetric as MultiMetric
-from distribute_jax.metrics._precision import Precision as Precision, Recall as Recall
-from distribute_jax.metrics._welford import Welford as Welford
 
 __all__ = [
     "AUC",

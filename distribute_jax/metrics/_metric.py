@@ -1,13 +1,21 @@
-"""The base of all metrics: state that the replicas add to."""
+"""The base of all metrics, and which values of an update count: mask, weights and padding."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from distribute_jax._instead import answering
+from distribute_jax._errors import ArgumentError, PerReplicaError
+from distribute_jax._lazy import answering
+from distribute_jax._messages import leaf_text
+from distribute_jax._values import DistributedValues
+from distribute_jax.strategies import get_replica_context
 
 
 class Metric(nnx.metrics.Metric):
@@ -66,3 +74,139 @@ class Metric(nnx.metrics.Metric):
     def compute(self) -> Any:
         """Gives the value of the metric; a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has to define compute(self)")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The values of one update with their weights, in float32."""
+
+    values: jax.Array
+    """0 where a value does not count, so that its NaN does not either."""
+    weights: jax.Array
+    """Of the values' shape: 0 where a value does not count, else its sample weight or 1."""
+    count: jax.Array
+    """int32: how many values count; 0 where they have sample weights."""
+    weight: jax.Array
+    """The sum of the sample weights; 0 where there are none."""
+
+
+def taken(metric: object, name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Gives the argument that a metric is made of."""
+    if name not in kwargs:
+        raise ArgumentError(
+            f"{_method(metric)} needs {name}=, and got {sorted(kwargs) or 'nothing'}. A metric reads "
+            "the keyword that its argname names: pass it, or make the metric with another argname."
+        )
+    return kwargs[name]
+
+
+def terms(metric: object, name: str, values: Any, mask: Any, sample_weight: Any) -> Terms:
+    """Sorts out what counts.
+
+    Args:
+        metric: the metric, for messages.
+        name: the keyword of the values, for messages.
+        values: real numbers or bools of any shape (per-replica view inside ``run``).
+        mask: bools or 0 and 1, True where a value counts; dims match those of the values from the left.
+        sample_weight: how much each value counts; dims match from the left.
+
+    Raises:
+        ValueError: no numbers, a per-replica value, or shapes that do not match.
+    """
+    if isinstance(values, (np.ndarray, np.generic)) and values.dtype.kind in "iu":
+        values = values.astype(np.float32)  # JAX would cut 64-bit integers to 32 bits
+    values = as_array(metric, name, values)
+    check_real(metric, name, values)
+    keep = _kept(metric, name, values.shape, mask)
+    values = values.astype(jnp.float32)
+    if keep is not None:
+        values = jnp.where(keep, values, 0)
+    ones = jnp.ones(values.shape, jnp.float32) if keep is None else keep.astype(jnp.float32)
+    nothing = jnp.zeros((), jnp.float32)
+    if sample_weight is None:
+        count = values.size if keep is None else keep.sum(dtype=jnp.int32)
+        return Terms(values, ones, jnp.asarray(count, jnp.int32), nothing)
+    given = as_array(metric, "sample_weight", sample_weight)
+    check_real(metric, "sample_weight", given)
+    weights = _aligned(metric, name, "sample_weight", given, values.shape).astype(jnp.float32)
+    if keep is not None:
+        weights = jnp.where(keep, weights, 0)
+    return Terms(values, weights, jnp.zeros((), jnp.int32), weights.sum())
+
+
+def as_array(metric: object, name: str, value: Any) -> jax.Array:
+    """Makes an array of an argument of ``update``."""
+    if isinstance(value, DistributedValues):
+        raise PerReplicaError(
+            f"{_method(metric)} got {name}={value!r} outside of run, one value for each replica. "
+            "Update the metric inside the function given to strategy.run, or pass "
+            "strategy.gather(value, axis=0)."
+        )
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("text")
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(
+            f"{_method(metric)} got {name}={leaf_text(value)}, which is no array of numbers. Pass one "
+            "number for each example."
+        ) from error
+
+
+def check_real(metric: object, name: str, array: jax.Array) -> None:
+    """Refuses what is no real number."""
+    kinds = (jnp.floating, jnp.integer, np.bool_)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        raise ArgumentError(
+            f"{_method(metric)} got {name} of dtype {array.dtype}. It takes real numbers and bools: "
+            "pass jnp.abs(value), or the part that you mean."
+        )
+
+
+def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.Array | None:
+    """Gives where values count, of their shape; None where all do."""
+    padding = _real_rows(metric, name, shape)
+    if mask is None:
+        return padding
+    given = as_array(metric, "mask", mask)
+    if jnp.issubdtype(given.dtype, jnp.inexact):
+        raise ArgumentError(
+            f"{_method(metric)} got a mask of dtype {given.dtype}. A mask says whether a value counts: "
+            "pass mask > 0; or pass how much it counts as sample_weight=."
+        )
+    keep = _aligned(metric, name, "mask", given.astype(bool), shape)
+    return keep if padding is None else keep & padding
+
+
+def _real_rows(metric: object, name: str, shape: tuple[int, ...]) -> jax.Array | None:
+    """Gives the mask of a partial batch, spread over the values; None for one number, or no padding."""
+    context = get_replica_context()
+    if context is None or not context.is_padded or not shape:
+        return None
+    mask = context.batch_mask
+    if shape[0] != mask.shape[0]:
+        raise ArgumentError(
+            f"{_method(metric)} got {name} with {shape[0]} rows for a replica's share of "
+            f"{mask.shape[0]} examples, so it cannot tell which belong to the padding of this partial "
+            "batch. Give it a row for each example: keep the batch as dim 0 and do not flatten it."
+        )
+    return _aligned(metric, name, "mask", mask, shape)
+
+
+def _aligned(
+    metric: object, name: str, what: str, array: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """Spreads a mask or weights over the values; dims match from the left, as the batch does."""
+    fits = all(n in (1, size) for n, size in zip(array.shape, shape, strict=False))
+    if array.ndim > len(shape) or not fits:
+        raise ArgumentError(
+            f"{_method(metric)} got {what} of shape {array.shape} for {name} of shape {shape}. Its "
+            "dims are matched with those of the values from the left: pass one number for each "
+            "example, shape (batch,), or one for each value."
+        )
+    more = (1,) * (len(shape) - array.ndim)
+    return jnp.broadcast_to(array.reshape(array.shape + more), shape)
+
+
+def _method(metric: object) -> str:
+    return f"{type(metric).__name__}.update"

@@ -1,20 +1,22 @@
-"""The processes that compute together: which one this is, and how they talk."""
+"""The job: which process this is, how the processes exchange text, cluster and timeouts."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from distribute_jax._errors import ArgumentError, DeadlineExceededError
-from distribute_jax.processes._course import Course
-from distribute_jax.processes._options import ClusterOptions
-from distribute_jax.processes._pulse import doing
-from distribute_jax.processes._store import Store
+from distribute_jax import cluster_resolver
+from distribute_jax._errors import ArgumentError, DeadlineExceededError, NoClusterError
+from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
+from distribute_jax.processes._divergence import Course, Store
+from distribute_jax.processes._status import doing
 
 _SLACK = 1.0
 """Seconds that the others wait longer than process 0, so that they hear from it who is missing."""
@@ -180,3 +182,78 @@ def checked_barrier(name: object, timeout: object) -> None:
             f"strategy.barrier(timeout={timeout!r:.80}): a positive number of seconds, or None for "
             "ClusterOptions.step_seconds."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """How long the processes of a job wait for each other before they say who is missing, and end.
+
+    Args:
+        start_seconds: from the making of the strategy until every process has come.
+        heartbeat_seconds: after so long without a sign of life a process counts as dead; whole seconds.
+        shutdown_seconds: how long a process that is done waits for the others; whole seconds.
+        step_seconds: how long a step, a collective or a wait inside the library may make no progress.
+            Compiling has ten times as long.
+
+    Raises:
+        ValueError: a number is not positive, or a fraction where whole seconds are wanted.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.ClusterOptions(step_seconds=30).heartbeat_seconds
+        10
+    """
+
+    __module__ = "distribute_jax"
+
+    start_seconds: float = 60.0
+    """Until every process has come."""
+    heartbeat_seconds: int = 10
+    """Without a sign of life a process counts as dead after so long."""
+    shutdown_seconds: int = 10
+    """How long a process that is done waits for the others."""
+    step_seconds: float = 300.0
+    """How long nothing may move."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is no time to wait."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            whole = option.type == "int"
+            kinds = int if whole else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ArgumentError(
+                    f"ClusterOptions({option.name}={value!r}): {option.name} must be a positive number of "
+                    f"{'whole ' if whole else ''}seconds, such as {option.default}."
+                )
+
+
+_LOG = logging.getLogger("distribute_jax")
+
+
+def found_resolver(given: Any, caller: str) -> ClusterResolver:
+    """Gives the resolver of a strategy: the one given, the one found, or one of this process alone."""
+    if given is not None:
+        if not isinstance(given, ClusterResolver):
+            raise ArgumentError(
+                f"{caller} got {given!r:.80}, which is no ClusterResolver. Pass one of "
+                'dj.cluster_resolver, such as TPUClusterResolver("local"), or leave it out.'
+            )
+        return given
+    try:
+        return cluster_resolver.detect()  # loaded here, with all it looks for
+    except NoClusterError:
+        _LOG.info("%s: no cluster was found around this process, so it is the only worker.", caller)
+        return SimpleClusterResolver(ClusterSpec({}), task_type="worker", task_id=0)
+
+
+def checked_cluster_options(given: Any, caller: str) -> ClusterOptions:
+    """Gives the options of a strategy, defaults for None, or raises for another object."""
+    if given is None:
+        return ClusterOptions()
+    if not isinstance(given, ClusterOptions):
+        raise ArgumentError(
+            f"{caller}(cluster_options={given!r:.80}): pass dj.ClusterOptions(start_seconds=..., "
+            "step_seconds=...), or leave it out."
+        )
+    return given

@@ -17,10 +17,9 @@ from typing import Self
 import jax
 
 from distribute_jax.processes._job import Job, job
-from distribute_jax.processes._last_words import leave
-from distribute_jax.processes._notes import note_failed
-from distribute_jax.processes._pulse import doing
-from distribute_jax.processes._terminate import instead
+from distribute_jax.processes._liveness import note_failed
+from distribute_jax.processes._signals import instead, leave
+from distribute_jax.processes._status import doing
 
 TERMINATED = 143
 """The exit code of a process that SIGTERM ended before it had saved: 128 + 15."""

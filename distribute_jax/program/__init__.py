@@ -1,28 +1,35 @@
-"""A per-replica function becomes one program: bind, trace, prove, lower, call."""
+"""Compiles a per-replica function into one program: bind, trace, prove, plan, lower, call.
 
-from distribute_jax.program._failed import is_runtime_failure as is_runtime_failure
-from distribute_jax.program._options import (
-    RunOptions as RunOptions,
-    library_options as library_options,
-)
-from distribute_jax.program._run import Runner as Runner, one_at_a_time as one_at_a_time
-from distribute_jax.program._snapshot import snapshot as snapshot
-from distribute_jax.program.binding._aggregation import (
+In the order of a call: ``_run`` looks a program up (``_arguments``, ``_binding``, ``_cache``) or has
+``_program`` build it. ``_capture``, ``_graph`` and ``_places`` find what the function reaches, ``_trace``
+makes a jaxpr of it, ``_replication`` proves which values are equal on all replicas, ``_plan`` decides how
+state and results are combined, ``_lowerings`` and ``_layout`` make a program for the mesh, and ``_call``
+executes it. ``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
+"""
+
+from distribute_jax.program._aggregation import (
     Combine as Combine,
     register_aggregation as register_aggregation,
 )
-from distribute_jax.program.lowering._home import Home as Home
-from distribute_jax.program.lowering._merge import (
+from distribute_jax.program._failures import is_runtime_failure as is_runtime_failure
+from distribute_jax.program._metric_merge import (
     MergeRule as MergeRule,
     moments_combined as moments_combined,
     register_merge as register_merge,
 )
-from distribute_jax.program.tracing._per_example import per_example as per_example
-from distribute_jax.program.tracing._random import same_on_all_replicas as same_on_all_replicas
-from distribute_jax.program.tracing._replica import (
+from distribute_jax.program._options import (
+    RunOptions as RunOptions,
+    library_options as library_options,
+)
+from distribute_jax.program._random import same_on_all_replicas as same_on_all_replicas
+from distribute_jax.program._replica_context import (
     MergedValues as MergedValues,
     ReplicaContext as ReplicaContext,
 )
+from distribute_jax.program._results import per_example as per_example
+from distribute_jax.program._run import Runner as Runner, one_at_a_time as one_at_a_time
+from distribute_jax.program._snapshot import snapshot as snapshot
+from distribute_jax.program._state_placement import Home as Home
 
 __all__ = [
     "Combine",

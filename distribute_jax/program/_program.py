@@ -13,24 +13,22 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import StepFailedError
 from distribute_jax._mesh import num_replicas
-from distribute_jax._tree import listed
-from distribute_jax.program._options import RunOptions
-from distribute_jax.program.lowering._home import Home, at_home
-from distribute_jax.program.lowering._lower import (
+from distribute_jax._messages import listed
+from distribute_jax.program._layout import (
     Layouts,
+    by_equation,
     input_avals,
     layouts,
     replica_function,
     used_inputs,
 )
-from distribute_jax.program.lowering._lowerings import COMPILERS, Compile
-from distribute_jax.program.lowering._on_shares import compile_whole, on_shares
-from distribute_jax.program.lowering._place_state import kept_shardings
-from distribute_jax.program.lowering._plan import Plan, plan
-from distribute_jax.program.lowering._token import only_state, with_token
-from distribute_jax.program.lowering._whole import by_equation
-from distribute_jax.program.tracing._results import Results
-from distribute_jax.program.tracing._trace import Call, Traced, trace
+from distribute_jax.program._lowerings import COMPILERS, Compile, only_state, with_token
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._plan import Plan, plan
+from distribute_jax.program._results import Results
+from distribute_jax.program._sharded_update import compile_whole, on_shares
+from distribute_jax.program._state_placement import Home, at_home, kept_shardings
+from distribute_jax.program._trace import Call, Traced, trace
 
 _FAILED = """\
 The compiled step failed after its state had been given to it, so these values are lost:

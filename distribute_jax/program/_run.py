@@ -15,52 +15,48 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import num_replicas
-from distribute_jax._typing import StepFunction
+from distribute_jax._messages import StepFunction
 from distribute_jax.processes import COMPILING, doing, stepped
-from distribute_jax.program._entry import Entry, OutdatedError
-from distribute_jax.program._failed import failed, named
-from distribute_jax.program._notices import Notices
-from distribute_jax.program._options import (
-    UNVERIFIED,
-    RunOptions,
-    checked_run_options,
-    default_run_options,
+from distribute_jax.program._across_processes import (
+    Calls,
+    agree_on_values,
+    check_same_program,
+    note_call,
+    note_made,
 )
-from distribute_jax.program._program import Program, build
-from distribute_jax.program._rebind import bound_through_traces
-from distribute_jax.program._steps import (
+from distribute_jax.program._arguments import Arguments, check_call, check_function, take_apart
+from distribute_jax.program._binding import Binding, check_left_behind, contents_restored_on_error
+from distribute_jax.program._cache import Recompilations, bound_through_traces
+from distribute_jax.program._call import Entry, OutdatedError
+from distribute_jax.program._capture import Roots, roots, without_jit
+from distribute_jax.program._failures import Notices, failed, named
+from distribute_jax.program._lowerings import COMPILERS
+from distribute_jax.program._multi_step import (
     can_scan,
     run_scanned,
     scans,
     stacked_results,
     take_batches,
 )
-from distribute_jax.program.binding._arguments import (
-    Arguments,
-    check_call,
-    check_function,
-    take_apart,
+from distribute_jax.program._options import (
+    UNVERIFIED,
+    RunOptions,
+    checked_run_options,
+    default_run_options,
 )
-from distribute_jax.program.binding._bind import Binding
-from distribute_jax.program.binding._capture import Roots, roots, without_jit
-from distribute_jax.program.binding._left_behind import (
-    check_left_behind,
-    contents_restored_on_error,
+from distribute_jax.program._padding_check import run_checked_for_leaks
+from distribute_jax.program._program import Program, build
+from distribute_jax.program._result_rows import not_rows, wrap_partial
+from distribute_jax.program._state_placement import (
+    Home,
+    divide_state,
+    is_shared,
+    kept_shardings,
+    place_state,
 )
-from distribute_jax.program.binding._recompile import Recompilations
-from distribute_jax.program.checks._leak import run_checked_for_leaks
-from distribute_jax.program.checks._rows import not_rows, wrap_partial
-from distribute_jax.program.checks._verify import verify
-from distribute_jax.program.lowering._home import Home
-from distribute_jax.program.lowering._lowerings import COMPILERS
-from distribute_jax.program.lowering._place_state import kept_shardings, place_state
-from distribute_jax.program.lowering._shares import divide_state, is_shared
-from distribute_jax.program.processes._same_course import Calls, note_call, note_made
-from distribute_jax.program.processes._same_program import check_same_program
-from distribute_jax.program.processes._same_values import agree_on_values
-from distribute_jax.program.tracing._created import check_made_once, give_first_values
-from distribute_jax.program.tracing._trace import Call
-from distribute_jax.program.tracing._traced_value import compilable, step_name
+from distribute_jax.program._trace import Call, check_made_once, give_first_values
+from distribute_jax.program._trace_errors import compilable, step_name
+from distribute_jax.program._verify import verify
 
 _MOST_PROGRAMS = 64
 _MOST_COMPARED = 1024

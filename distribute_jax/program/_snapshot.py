@@ -11,7 +11,7 @@ from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import DonatedError
-from distribute_jax._tree import is_given_away, listed, path_text
+from distribute_jax._messages import is_given_away, listed, path_text
 from distribute_jax.program._run import one_at_a_time
 
 _GONE = """\

@@ -1,6 +1,6 @@
 """One file for each strategy: its mesh and its choices; the base class derives the rest."""
 
-from distribute_jax.strategies import _default as _default
+from distribute_jax.strategies import _current as _current
 from distribute_jax.strategies._base import Strategy as Strategy, ValueContext as ValueContext
 from distribute_jax.strategies._central_storage import (
     CentralStorageStrategy as CentralStorageStrategy,

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ContextError
-from distribute_jax._instead import answering
+from distribute_jax._lazy import answering
 from distribute_jax._mesh import DATA, is_local, num_replicas
-from distribute_jax._tracebacks import frames_hidden, hide_frames
-from distribute_jax._typing import Kwargs, PyTree, StepFunction
+from distribute_jax._messages import Kwargs, PyTree, StepFunction
+from distribute_jax._user_frames import frames_hidden, hide_frames
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
-from distribute_jax.collectives._reduce_op import reduce_op as as_reduce_op
+from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import checked_barrier, job
 from distribute_jax.program import Home, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
@@ -28,13 +28,11 @@ from distribute_jax.strategies._cross_replica import (
     local_values,
     reduce_value,
 )
+from distribute_jax.strategies._devices import checked_axis_name, note_flags_too_late
 from distribute_jax.strategies._extended import StrategyExtended
-from distribute_jax.strategies._idle import note_flags_too_late
-from distribute_jax.strategies._input import InputMethods
-from distribute_jax.strategies._older_names import OlderNames
+from distribute_jax.strategies._input import InputMethods, values_of_replicas
 from distribute_jax.strategies._scope import Scope
-from distribute_jax.strategies._sharded_update import checked_axis_name
-from distribute_jax.strategies._value_function import values_of_replicas
+from distribute_jax.strategies._v1_names import OlderNames
 
 
 @dataclass(frozen=True)

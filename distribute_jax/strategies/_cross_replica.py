@@ -1,10 +1,11 @@
-"""Combining the replicas' values outside ``run``: compiled, cached functions."""
+"""Reductions and gathers of per-replica values outside ``run``: compiled, cached functions."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import jax
@@ -14,9 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError
-from distribute_jax._fitting import fitting, promoting
-from distribute_jax._internals import uncommitted
+from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError
+from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
     is_local,
     local_replicas,
@@ -24,7 +24,8 @@ from distribute_jax._mesh import (
     num_replicas,
     outside_mesh,
 )
-from distribute_jax._tree import is_key, leaf_text
+from distribute_jax._messages import error_text, fitting, is_key, leaf_text, promoting
+from distribute_jax._user_frames import log_once
 from distribute_jax._values import (
     DistributedValues,
     Layout,
@@ -35,19 +36,11 @@ from distribute_jax._values import (
     reading,
     step_of,
 )
-from distribute_jax._warn import log_once
-from distribute_jax.collectives._dtypes import (
-    as_dtype,
-    check_summable,
-    mean_dtype,
-    sum_dtype,
-    wide,
-)
-from distribute_jax.collectives._reduce_op import ReduceOp
-from distribute_jax.collectives._tree import checked_dim, stacked_over_replicas
-from distribute_jax.processes import job
-from distribute_jax.program import MergedValues
-from distribute_jax.strategies._waiting import with_all_processes
+from distribute_jax.collectives._all_reduce import checked_dim, stacked_over_replicas
+from distribute_jax.collectives._dtypes import as_dtype, check_summable, mean_dtype, sum_dtype, wide
+from distribute_jax.collectives._options import ReduceOp
+from distribute_jax.processes import doing, job, roll_call
+from distribute_jax.program import MergedValues, is_runtime_failure
 from distribute_jax.variables import Variable, on_replicas, readable_raw, where_components_lie
 
 _EQUAL = (
@@ -386,3 +379,33 @@ def _on_first(part: jax.Array, mesh: Mesh) -> jax.Array:
         return part
     first = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
     return uncommitted(jax.device_put(part, first))
+
+
+@contextmanager
+def with_all_processes(caller: str, mesh: Mesh) -> Iterator[None]:
+    """For a ``with`` block that computes over the replicas of all processes.
+
+    Args:
+        caller: what the user called.
+        mesh: the strategy's.
+
+    Raises:
+        DeadlineExceededError: a process has not come in time; the message says where each is.
+        StepFailedError: it failed otherwise, such as with a process that is gone.
+    """
+    if is_local(mesh):
+        yield
+        return
+    try:
+        with doing(f"waiting for all processes at {caller}"):
+            yield
+    except Exception as error:
+        if not (is_runtime_failure(error) or isinstance(error, StepFailedError)):
+            raise
+        reason = error_text(error.__cause__ or error)
+        is_late = "timed out" in reason.lower() or "DEADLINE_EXCEEDED" in reason
+        kind = DeadlineExceededError if is_late else StepFailedError
+        raise kind(
+            f"{caller} failed, which all processes have to call together, in the same order: "
+            f"{reason}{roll_call()}"
+        ) from error

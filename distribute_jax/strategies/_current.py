@@ -1,11 +1,15 @@
-"""Which strategy and which replica is current, asked from anywhere."""
+"""The current strategy and replica context, and the default strategy of one replica."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import jax
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._mesh import replica_mesh
 from distribute_jax.program import ReplicaContext
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._scope import Scope
@@ -119,3 +123,20 @@ def default_strategy() -> Strategy:
     """Gives the strategy that stands in where none was entered."""
     strategy: Strategy = _context.default().strategy
     return strategy
+
+
+class _DefaultStrategy(Strategy):
+    """One replica on the default device; code runs as if there were no strategy."""
+
+    def __init__(self) -> None:
+        super().__init__(replica_mesh(jax.local_devices()[:1]), steps_in_flight=None)
+
+
+@functools.cache
+def default_frame() -> _context.Frame:
+    """Gives the default strategy with its replica context, made at the first use."""
+    strategy = _DefaultStrategy()
+    return _context.Frame(strategy, ReplicaContext(strategy, bound=False))
+
+
+_context.set_default(default_frame)

@@ -1,7 +1,8 @@
-"""Devices as users name them: a ``jax.Device``, an index, or TensorFlow's strings."""
+"""Devices as users name them, options that several strategies take, and warnings about idle devices."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -10,9 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.strategies._idle import note_other_processes
+from distribute_jax._mesh import DATA
+from distribute_jax._user_frames import log_once
+from distribute_jax.processes import job
 
 _LOG = logging.getLogger("distribute_jax")
 _NAME = re.compile(
@@ -123,3 +127,115 @@ def _checked_local(device: jax.Device) -> jax.Device:
 def _listed_names() -> str:
     names = [f"{d.platform}:{i}" for i, d in enumerate(local_devices())]
     return ", ".join(repr(name) for name in names[:16]) + (" and more" if len(names) > 16 else "")
+
+
+def checked_sharding(given: Any, caller: str) -> bool:
+    """Checks that the option is a bool."""
+    if not isinstance(given, bool):
+        raise ArgumentError(
+            f"{caller}(shard_optimizer_state={given!r}): it is True, each replica keeps its share of the "
+            "optimizer's state, or False, each keeps all of it."
+        )
+    return given
+
+
+def checked_axis_name(name: Any, mesh: Mesh, caller: str) -> str:
+    """Returns the name, which must be a new one beside those of the mesh, or that of the replicas' axis."""
+    taken = [axis for axis in mesh.axis_names if axis != DATA]
+    if not isinstance(name, str) or not name or name in taken:
+        raise ArgumentError(
+            f"{caller}(axis_name={name!r}): it must be a string"
+            + (f" other than {', '.join(map(repr, taken))}." if taken else ".")
+        )
+    return name
+
+
+_HOST_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+_NO_STRATEGY = (
+    "fit runs on 1 of the %d local devices: no strategy was in scope when the dj.Model was made. Make it "
+    "under one: with dj.MirroredStrategy().scope(): model = dj.Model(...). Where one device is what you "
+    "want, dj.OneDeviceStrategy(0) says so."
+)
+_NOT_ENTERED = (
+    "strategy.scope() at %s was never entered, so models made there do not belong to the strategy. Write "
+    "with strategy.scope(): and indent what it is for, or dj.experimental_set_strategy(strategy)."
+)
+_NO_TPU = (
+    "%s found no TPU and uses %d %s device(s). On a TPU VM install jax[tpu]; to try the program on this "
+    "machine call dj.simulate(8) right after the imports; for GPUs make a dj.MirroredStrategy()."
+)
+_TOO_LATE = (
+    "XLA_FLAGS asks for %d host devices, and JAX has %d: it was set after JAX had started, which reads it "
+    "once. Set it before Python starts, or call dj.simulate(%d) right after the imports."
+)
+_ALONE = (
+    "%s: this process is one of %d, and the strategy uses its devices alone. Each process trains a model of "
+    "its own, and in each dj.is_chief() is True. To train one model on all of them make a "
+    "dj.MultiWorkerMirroredStrategy()."
+)
+
+
+def note_default_strategy() -> None:
+    """Logs that ``fit`` runs without a strategy where there are several devices."""
+    if (devices := jax.local_device_count()) > 1:
+        log_once(_NO_STRATEGY, devices)
+
+
+def note_not_entered(line: str) -> None:
+    """Logs that a scope was made on a line and thrown away."""
+    log_once(_NOT_ENTERED, line, about=line)
+
+
+def note_no_tpu(caller: str) -> None:
+    """Logs that a TPU was asked for where there is none, and none is simulated."""
+    devices = jax.local_devices()
+    if devices[0].platform != "tpu" and not _wanted_host_devices():
+        log_once(_NO_TPU, caller, len(devices), devices[0].platform)
+
+
+def note_flags_too_late() -> None:
+    """Logs that XLA_FLAGS asks for more host devices than there are."""
+    wanted = _wanted_host_devices()
+    if wanted > jax.local_device_count() and jax.local_devices()[0].platform == "cpu":
+        log_once(_TOO_LATE, wanted, jax.local_device_count(), wanted)
+
+
+def note_other_processes(caller: str) -> None:
+    """Logs that a strategy of one process was made in one of several that were started together."""
+    if job() is None and (processes := _launched_processes()) > 1:
+        log_once(_ALONE, caller, processes)
+
+
+def _wanted_host_devices() -> int:
+    """How many CPU devices the user has asked for; 0 if the number was left to JAX."""
+    config: Any = jax.config
+    if config.jax_num_cpu_devices > 0:  # As by dj.simulate; JAX reads the flag only without it.
+        return int(config.jax_num_cpu_devices)
+    counts = _HOST_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
+    return int(counts[-1]) if counts else 0
+
+
+def _launched_processes() -> int:
+    """How many processes the environment tells of: only what is written there is read."""
+    for name, beside in (
+        ("DISTRIBUTE_JAX_NUM_PROCESSES", "DISTRIBUTE_JAX_PROCESS_ID"),
+        ("WORLD_SIZE", "MASTER_ADDR"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("NUM_PROCESSES", "JOB_COMPLETION_INDEX"),
+    ):
+        if (count := os.environ.get(name, "")).isdigit() and beside in os.environ:
+            return int(count)
+    if hosts := os.environ.get("TPU_WORKER_HOSTNAMES"):
+        return len(hosts.split(","))
+    try:
+        if "SM_HOSTS" in os.environ:
+            return len(json.loads(os.environ["SM_HOSTS"]))
+        jobs = json.loads(os.environ.get("TF_CONFIG") or "{}")
+        if jobs.get("task", {}).get("type") not in ("chief", "worker"):
+            return 1
+        cluster = jobs["cluster"]
+        return sum(len(cluster.get(name, ())) for name in ("chief", "worker"))
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return 1  # MultiWorkerMirroredStrategy says what is wrong.

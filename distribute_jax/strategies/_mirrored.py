@@ -10,10 +10,14 @@ import jax
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
-from distribute_jax.collectives._cross_device import checked_ops
+from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import find_device, find_devices, note_cluster_ignored
-from distribute_jax.strategies._sharded_update import checked_sharding
+from distribute_jax.strategies._devices import (
+    checked_sharding,
+    find_device,
+    find_devices,
+    note_cluster_ignored,
+)
 
 
 class MirroredStrategy(Strategy):

@@ -10,13 +10,13 @@ import jax
 from distribute_jax import processes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax.cluster import ClusterResolver
+from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps, ReductionToOneDevice
-from distribute_jax.collectives._cross_device import checked_ops
+from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.collectives._options import checked_options
 from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._sharded_update import checked_sharding
+from distribute_jax.strategies._devices import checked_sharding
 
 
 class MultiWorkerMirroredStrategy(Strategy):

@@ -10,9 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._warn import users_line
+from distribute_jax._user_frames import users_line
 from distribute_jax.program import Home
-from distribute_jax.strategies._idle import note_not_entered
+from distribute_jax.strategies._devices import note_not_entered
 
 
 class Scope:

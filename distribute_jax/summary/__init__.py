@@ -1,6 +1,6 @@
 """Event files for TensorBoard from loops of your own: ``tf.summary``'s names, one file per job."""
 
-from distribute_jax._public import publish
+from distribute_jax._lazy import publish
 from distribute_jax.summary._write import (
     histogram as histogram,
     image as image,

@@ -12,17 +12,18 @@ from typing import Any, cast
 import jax
 
 from distribute_jax._errors import ArgumentError, LoweringError, NotEqualError
-from distribute_jax._tree import leaf_text
+from distribute_jax._messages import leaf_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
-from distribute_jax.testing._checks import CHECKS, Fact, Subject, error_line
-from distribute_jax.testing._devices import first_devices, replica_counts
-from distribute_jax.testing._factories import (
+from distribute_jax.testing._strategies import (
     Combination,
     checked_factory,
     factory_name,
+    first_devices,
     possible_counts,
+    replica_counts,
 )
+from distribute_jax.testing.conformance import CHECKS, Fact, Subject, error_line
 
 _LOWERINGS = ("shard_map", "vmap", "pmap")
 _log = logging.getLogger("distribute_jax")
@@ -32,7 +33,7 @@ _SHOWN = 8
 _FAILED = """\
 check_strategy: {failed} of {total} checks failed.
 {lines}
-What a check does is said in its docstring, in distribute_jax/testing/_checks. Repeat the first alone \
+What a check does is said in its docstring, in distribute_jax/testing/conformance. Repeat the first alone \
 with
   dj.testing.check_strategy(factory, [{replicas}], lowerings=[{lowering!r}], only=[{name!r}])"""
 

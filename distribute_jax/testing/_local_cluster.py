@@ -1,25 +1,25 @@
-"""Real processes on this machine, for tests of what happens between them."""
+"""``LocalCluster``: real processes on this machine, for tests of communication and failures."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import queue
+import signal as signals
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distribute_jax._errors import ArgumentError, ProcessFailedError
-from distribute_jax.cluster._status import read_status
-from distribute_jax.launch._child import Child, Program, Sink
-from distribute_jax.launch._group import Group
-from distribute_jax.launch._job import Job, private_folder
-from distribute_jax.testing import _cluster_child, _plain_data
+from distribute_jax.launch._process import Child, Group, Program, Sink
+from distribute_jax.launch._supervisor import Job, private_folder
+from distribute_jax.processes._status import read_status
+from distribute_jax.testing import _cluster_child
+from distribute_jax.testing._cluster_child import name_of
 from distribute_jax.testing._fault import Fault
-from distribute_jax.testing._function_name import name_of
-from distribute_jax.testing._process_result import ProcessResult, ending
 
 Environment = Mapping[str, str] | Sequence[Mapping[str, str]] | None
 
@@ -121,7 +121,7 @@ class LocalCluster:
             "faults": [dataclasses.asdict(fault) for fault in faults],
         }
         with private_folder() as meeting:
-            _plain_data.write(
+            _cluster_child.write(
                 meeting / _cluster_child.CALL, call, f"LocalCluster.run({fn.__name__})"
             )
             results = self._results(meeting)
@@ -194,7 +194,7 @@ def _result(child: Child, output: tuple[bytearray, bytearray], was_left: bool) -
     stdout, stderr = (text.decode(errors="replace") for text in output)
     return ProcessResult(
         process=program.index,
-        value=_plain_data.read(file) if file.exists() else None,
+        value=_cluster_child.read(file) if file.exists() else None,
         stdout=stdout,
         stderr=stderr,
         exit_code=exit_code,
@@ -240,3 +240,66 @@ def _failure(
         )
     ordered = sorted(results, key=lambda result: (result.ended_by_cluster, not result.failed))
     return "\n".join([title, *(result.report() for result in ordered)])
+
+
+_SHOWN = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessResult:
+    """How one process of a ``LocalCluster`` ended, and what it gave."""
+
+    process: int
+    """Which one, from 0."""
+    value: Any
+    """What the function returned, arrays as NumPy arrays; None where it did not return."""
+    stdout: str
+    """All that it printed."""
+    stderr: str
+    """All that it printed there, tracebacks and the stacks after a time-out among it."""
+    exit_code: int | None
+    """0 where all went well; None where a signal ended it."""
+    signal: str | None
+    """The name of the signal that ended it, such as ``"SIGKILL"``; None where none did."""
+    seconds: float
+    """How long it ran, the start of Python included."""
+    step: int | None
+    """The last step that it reported; None where it reported none."""
+    phase: str
+    """The last phase that it reported."""
+    ended_by_cluster: bool
+    """Whether the cluster ended it: it ran out of time, or another process had failed."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than with exit code 0."""
+        return self.exit_code != 0
+
+    def __str__(self) -> str:
+        """Says in one line how it ended."""
+        how = f"ended by {self.signal}" if self.signal else f"exit code {self.exit_code}"
+        by = ", sent by the cluster" if self.ended_by_cluster else ""
+        at = "" if self.step is None else f" at step {self.step}"
+        phase = f" in phase {self.phase!r}" if self.phase else ""
+        return f"process {self.process}: {how}{by}{at}{phase} after {self.seconds:.1f} s"
+
+    def report(self) -> str:
+        """Gives how it ended and the last lines of what it printed.
+
+        Returns:
+            Some lines of text.
+        """
+        lines = [str(self)]
+        for name, text in (("stdout", self.stdout), ("stderr", self.stderr)):
+            lines += [f"  {name} | {line}" for line in text.splitlines()[-_SHOWN:]]
+        return "\n".join(lines)
+
+
+def ending(code: int) -> tuple[int | None, str | None]:
+    """Gives the exit code, or the name of the signal that Python's subprocess shows as a negative one."""
+    if code >= 0:
+        return code, None
+    try:
+        return None, signals.Signals(-code).name
+    except ValueError:
+        return None, f"signal {-code}"

@@ -14,9 +14,8 @@ from __future__ import annotations
 import pytest
 
 from distribute_jax.strategies import Strategy
-from distribute_jax.testing._combinations import Combinations
-from distribute_jax.testing._factories import Combination
 from distribute_jax.testing._local_cluster import LocalCluster
+from distribute_jax.testing._strategies import Combination, Combinations
 
 _PARAMETER = "_strategy_combination"
 

@@ -12,11 +12,9 @@ from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
 from distribute_jax.training._batches import Batches, Keys
 from distribute_jax.training._inputs import Arrays, arrays_of, dataset_of
-from distribute_jax.training._loop import warn_of_early_end
 from distribute_jax.training._progress import progress
-from distribute_jax.training.callbacks._callback import Callback
-from distribute_jax.training.callbacks._history import History
-from distribute_jax.training.callbacks._list import CallbackList
+from distribute_jax.training._trainer import warn_of_early_end
+from distribute_jax.training.callbacks._callback import Callback, CallbackList, History
 
 SEED = 0
 """Of the order of shuffled arrays: the same run each time."""

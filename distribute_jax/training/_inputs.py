@@ -1,4 +1,4 @@
-"""Makes a distributed dataset of what ``fit``, ``evaluate`` and ``predict`` are given."""
+"""Makes a distributed dataset of what ``fit``, ``evaluate`` and ``predict`` get; checks placement."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from distribute_jax._errors import ArgumentError, DistributeError
-from distribute_jax._tree import error_text, leaf_text
-from distribute_jax._typing import PyTree
+from distribute_jax._messages import PyTree, error_text, leaf_text, listed
 from distribute_jax.data import DistributedDataset, from_arrays
 from distribute_jax.strategies import Strategy
 
@@ -204,3 +204,30 @@ def _check_lengths(called: str, parts: dict[str, Any]) -> None:
         raise ArgumentError(
             f"{called} got different numbers of examples: {lines}. All have the same, in dim 0."
         )
+
+
+def check_placed(module: nnx.Module, strategy: Strategy) -> None:
+    """Refuses a module whose arrays do not lie where the strategy keeps its state."""
+    home = getattr(strategy, "parameter_device", None)
+    wanted = set(strategy.mesh.devices.flat) if home is None else {home}
+    wrong = [
+        f"{'.'.join(map(str, path))}: on {_devices(value)}"
+        for path, variable in nnx.iter_graph(module)
+        if isinstance(variable, nnx.Variable)
+        for value in jax.tree.leaves(variable.get_raw_value())
+        if isinstance(value, jax.Array) and not _lies(value, wanted)
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"The module given to dj.Model was not built for {strategy!r}: these arrays lie elsewhere.\n"
+            f"{listed(wrong)}\nBuild it, and the Model, inside the scope: `with strategy.scope(): model "
+            "= dj.Model(MyModule(rngs=nnx.Rngs(0)))`."
+        )
+
+
+def _lies(value: jax.Array, wanted: set[Any]) -> bool:
+    return value.sharding.device_set == wanted
+
+
+def _devices(value: jax.Array) -> str:
+    return ", ".join(sorted(str(device) for device in value.sharding.device_set))

@@ -9,29 +9,25 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax._instead import answering
-from distribute_jax._tracebacks import frames_hidden
-from distribute_jax._tree import leaf_text
-from distribute_jax._typing import PyTree
+from distribute_jax._lazy import answering
+from distribute_jax._messages import PyTree, leaf_text
+from distribute_jax._user_frames import frames_hidden
 from distribute_jax.data import DistributedDataset
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
-from distribute_jax.strategies._idle import note_default_strategy
+from distribute_jax.strategies._devices import note_default_strategy
 from distribute_jax.training import _steps
 from distribute_jax.training._batches import Batches, Keys
 from distribute_jax.training._compile import made_setup
 from distribute_jax.training._fit import Fit, check_ends, class_weights, without_keys
-from distribute_jax.training._inputs import arrays_of, dataset_of, inputs_explained
-from distribute_jax.training._learning_rate import learning_rate, set_learning_rate
-from distribute_jax.training._linen import as_nnx
-from distribute_jax.training._placed import check_placed
+from distribute_jax.training._inputs import arrays_of, check_placed, dataset_of, inputs_explained
+from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
+from distribute_jax.training._objective import as_nnx
 from distribute_jax.training._progress import calling
-from distribute_jax.training._report import as_keras
-from distribute_jax.training._stored import Stored
 from distribute_jax.training._summary import print_summary
+from distribute_jax.training._tracker import as_keras
 from distribute_jax.training._trainer import Trainer
-from distribute_jax.training.callbacks._callback import Callback
-from distribute_jax.training.callbacks._history import History
-from distribute_jax.training.callbacks._list import CallbackList
+from distribute_jax.training._weights import Stored
+from distribute_jax.training.callbacks._callback import Callback, CallbackList, History
 
 
 class Model(Stored):

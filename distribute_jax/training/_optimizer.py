@@ -1,28 +1,24 @@
-"""``Optimizer``: sums the gradients over the replicas, then updates as ``nnx.Optimizer`` does."""
+"""``Optimizer``: sums gradients over the replicas, then updates; accumulation and loss scaling."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError
-from distribute_jax._fitting import promoting
-from distribute_jax._instead import answering
-from distribute_jax._tree import leaf_text
-from distribute_jax.collectives._unreduced import unreduced
-from distribute_jax.training._accumulation import (
-    Accumulation,
-    PartialGradient,
-    checked_accumulation,
-)
-from distribute_jax.training._extra_arguments import explained
-from distribute_jax.training._learning_rate import learning_rate, set_learning_rate
-from distribute_jax.training._loss_scale import LossScale, all_finite
-from distribute_jax.training._when import when
+from distribute_jax._lazy import answering
+from distribute_jax._messages import leaf_text, promoting
+from distribute_jax.collectives._markers import unreduced
+from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
+from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 
 
 class Optimizer(nnx.Optimizer[Any]):
@@ -215,3 +211,186 @@ def _own_state(path: Any, variable: Any) -> bool:
 
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
+
+
+class PartialGradient(Variable):
+    """What one replica has added up of one gradient; the whole is the sum over the replicas."""
+
+    is_optimizer_state = True
+
+
+class Accumulation(nnx.Module):
+    """Adds up this replica's gradients, and says when they are to be applied.
+
+    Nothing is sent between the replicas until then, so k batches cost one reduction.
+
+    Args:
+        params: the variables whose gradients are added up.
+        steps: how many batches make one update.
+    """
+
+    def __init__(self, params: Sequence[nnx.Variable[Any]], steps: int) -> None:
+        self.steps = steps
+        self.batches = nnx.OptState(jnp.zeros((), jnp.int32))
+        self.sums = nnx.List([
+            PartialGradient(
+                jnp.zeros_like(param.get_raw_value()),
+                trainable=False,
+                synchronization=VariableSynchronization.ON_READ,
+                aggregation=VariableAggregation.SUM,
+                name=f"gradient_{i}",
+            )
+            for i, param in enumerate(params)
+        ])  # fmt: skip
+
+    def add(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        """Adds this replica's gradients of a batch.
+
+        Returns:
+            Whether this batch completes an update, and this replica's mean gradient over its batches.
+        """
+        count = self.batches[...] + 1
+        is_last = count == self.steps
+        self.batches[...] = jnp.where(is_last, 0, count)
+        totals = [total[...] + new for total, new in zip(self.sums, gradients, strict=True)]
+        for variable, total in zip(self.sums, totals, strict=True):
+            variable[...] = jnp.where(is_last, jnp.zeros_like(total), total)
+        return is_last, [total / self.steps for total in totals]
+
+
+def checked_accumulation(steps: Any) -> int:
+    """Refuses what is no number of batches."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ArgumentError(
+            f"gradient_accumulation_steps={steps!r}: it is the number of batches of one update, an int "
+            "of at least 1."
+        )
+    return steps
+
+
+INITIAL = 2.0**15
+GROWTH_STEPS = 2000
+"""Updates without overflow after which a dynamic scale doubles. Both numbers are Keras's."""
+
+
+class LossScale(nnx.Module):
+    """The factor of the loss, halved where a gradient overflows.
+
+    Args:
+        scale: a fixed factor, or ``"dynamic"``.
+
+    Source: https://keras.io/api/optimizers/loss_scale_optimizer/
+    """
+
+    def __init__(self, scale: float | str) -> None:
+        if scale != "dynamic" and not (isinstance(scale, (int, float)) and scale > 0):
+            raise ArgumentError(
+                f'loss_scale={scale!r}: it is a number above 0, "dynamic", or None for no scaling.'
+            )
+        self.is_dynamic = scale == "dynamic"
+        first = INITIAL if isinstance(scale, str) else scale
+        self.scale = nnx.OptState(jnp.asarray(first, jnp.float32))
+        self.good_steps = nnx.OptState(jnp.zeros((), jnp.int32))
+
+    def up(self, loss: jax.Array) -> jax.Array:
+        """Scales a loss."""
+        return loss * self.scale[...].astype(loss.dtype)
+
+    def down(self, gradients: Any) -> Any:
+        """Gives the gradients of the loss before it was scaled."""
+        return jax.tree.map(lambda g: g / self.scale[...].astype(g.dtype), gradients)
+
+    def note(self, finite: jax.Array) -> None:
+        """Halves the scale after an overflow, and doubles it after many updates without one."""
+        if not self.is_dynamic:
+            return
+        good = jnp.where(finite, self.good_steps[...] + 1, 0)
+        grows = good >= GROWTH_STEPS
+        scale = self.scale[...]
+        self.scale[...] = jnp.where(
+            finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1)
+        )
+        self.good_steps[...] = jnp.where(grows, 0, good)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Tells whether every number of a tree is finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def when(
+    condition: jax.Array, action: Callable[..., Any], parts: Sequence[tuple[Any, Any]]
+) -> None:
+    """Does ``action`` on objects if the condition holds, and leaves them as they are if not.
+
+    Args:
+        condition: a bool, the same on every replica.
+        action: changes the objects that it is given, in place.
+        parts: each object, with a filter for the variables that the action may change.
+    """
+    split: list[Any] = [nnx.split(node, of, ...) for node, of in parts]
+    olds = [old for _, old, _ in split]
+
+    def done(olds: list[Any]) -> list[Any]:
+        made = [
+            nnx.merge(graphdef, old, rest)
+            for (graphdef, _, rest), old in zip(split, olds, strict=True)
+        ]
+        action(*made)
+        news = [nnx.state(node, of) for node, (_, of) in zip(made, parts, strict=True)]
+        kept: list[Any] = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), news, olds)
+        return kept
+
+    news = jax.lax.cond(condition, done, lambda olds: olds, olds)
+    for (node, _), new in zip(parts, news, strict=True):
+        nnx.update(node, new)
+
+
+_MISSING = re.compile(
+    r"(?:(\w+)\.<locals>\.)?\w+\(\) missing \d+ required keyword-only arguments?: (.+)"
+)
+
+_NEEDS = (
+    "The optimizer's optax transformation {name} needs {wanted} for each update, beside the gradients. "
+    "Model.fit, whose step has gradients alone, cannot give {them}.{remedy} In a loop of your own, "
+    "give what the global batch has: optimizer.update(model, grads, {call})."
+)
+_PLATEAU = (
+    " To lower the learning rate on a plateau: optimizer=optax.inject_hyperparams(optax.sgd)("
+    "learning_rate=0.1) and fit(callbacks=[dj.callbacks.ReduceLROnPlateau()])."
+)
+_SEARCH = (
+    " Without a search along the line it needs none of them: optax.lbfgs(learning_rate=0.1, "
+    "linesearch=None)."
+)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Says what to do where a transformation is called without an argument that it needs.
+
+    Raises:
+        ArgumentError: in place of Python's ``TypeError``.
+    """
+    try:
+        yield
+    except TypeError as error:
+        found = _MISSING.search(str(error))
+        if found is None:
+            raise
+        raise ArgumentError(_text(found[1] or "", re.findall(r"'(\w+)'", found[2]))) from error
+
+
+def _text(name: str, wanted: list[str]) -> str:
+    remedy = ""
+    if name == "reduce_on_plateau":
+        remedy = _PLATEAU
+    elif "value_fn" in wanted:
+        remedy = _SEARCH
+    return _NEEDS.format(
+        name=name,
+        wanted=", ".join(f"{one}=" for one in wanted),
+        them="it" if len(wanted) == 1 else "them",
+        remedy=remedy,
+        call=", ".join(f"{one}=…" for one in wanted),
+    )

@@ -12,9 +12,8 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax.processes import is_chief
-from distribute_jax.training._report import Snapshot
-from distribute_jax.training.callbacks._callback import Callback
-from distribute_jax.training.callbacks._list import CallbackList
+from distribute_jax.training._tracker import Snapshot
+from distribute_jax.training.callbacks._callback import Callback, CallbackList
 
 BETWEEN = 0.1
 """Seconds between two looks at the numbers: an eye takes no more."""

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from distribute_jax._tree import is_array, is_key
+from distribute_jax._messages import is_array, is_key
 
 COLUMNS = ("layer", "type", "parameters", "bytes", "dtype", "placement")
 NUMBERS = {"parameters", "bytes"}

@@ -1,23 +1,27 @@
-"""What a model reports: the running loss and the metrics, kept on the devices."""
+"""What a model reports: running loss, metrics and the user's logs; errors in the words of ``fit``."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError
-from distribute_jax._fitting import promoting
-from distribute_jax._mesh import put
-from distribute_jax._typing import PyTree
+from distribute_jax import metrics as ours
+from distribute_jax._errors import ArgumentError, NotEqualError, PaddingLeakError, UnsupportedError
+from distribute_jax._mesh import outside_mesh, put
+from distribute_jax._messages import PyTree, leaf_text, listed, promoting
+from distribute_jax._values import PerReplica
 from distribute_jax.metrics import AUC, Average, Metric, Precision, Recall
-from distribute_jax.strategies import get_replica_context
-from distribute_jax.training._named_metrics import named
+from distribute_jax.strategies import Strategy, get_replica_context
+from distribute_jax.training._metric_names import named
 from distribute_jax.training._objective import Objective, at, named as named_output, weight_at
 
 _OF_STATE = {"auc": AUC, "precision": Precision, "recall": Recall}
@@ -258,3 +262,199 @@ def _spread(mask: jax.Array, metric: Any, words: Mapping[str, Any]) -> jax.Array
     if not getattr(measured, "ndim", 0):
         return mask
     return jnp.broadcast_to(mask.reshape(-1, *(1,) * (measured.ndim - 1)), measured.shape)
+
+
+@jax.jit
+def copied(values: list[jax.Array]) -> list[jax.Array]:
+    """Copies arrays on the devices, without waiting for them."""
+    # The next step is given the state itself and takes its memory.
+    return [jnp.copy(value) for value in values]
+
+
+class Snapshot:
+    """Loss and metrics as they were when it was taken; reading waits until that step is done."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        """Takes a copy on the devices, which is dispatched and not waited for."""
+        self._tracker = tracker
+        with outside_mesh():
+            self._values = copied([_held_here(v) for v in variables(tracker)])
+        self._logs: dict[str, Any] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return all(value.is_ready() for value in self._values)
+
+    def logs(self) -> dict[str, Any]:
+        """Gives the numbers by name."""
+        if self._logs is None:
+            shown = nnx.clone(self._tracker)
+            host = jax.device_get(self._values)
+            with outside_mesh():
+                for variable, value in zip(variables(shown), host, strict=True):
+                    variable.set_raw_value(value)
+                self._logs = {name: _plain(value) for name, value in shown.compute().items()}
+        return self._logs
+
+
+def variables(tracker: Tracker) -> list[Any]:
+    """Gives every variable of a tracker, in an order that copies keep."""
+    return [v for _, v in nnx.iter_graph(tracker) if isinstance(v, nnx.Variable)]
+
+
+def _held_here(variable: Any) -> Any:
+    """Gives the value as this process alone can copy it: perhaps only one of a job takes a report."""
+    value = variable.get_raw_value()
+    if value.is_fully_addressable:
+        return value
+    if not value.is_fully_replicated:
+        raise UnsupportedError(
+            f"A metric of compile holds a {type(variable).__name__}, {leaf_text(value)}, of which each "
+            "process has a part. In a job of several processes a metric keeps what is the same on all: sum "
+            "it when it is written, in an nnx.metrics.MetricState or in a dj.Variable that is not ON_READ."
+        )
+    return value.addressable_data(0)
+
+
+def as_keras(logs: dict[str, Any], return_dict: bool) -> Any:
+    """Gives numbers as Keras returns them: a dict, a list, or the only one."""
+    if return_dict:
+        return logs
+    values = list(logs.values())
+    return values[0] if len(values) == 1 else values
+
+
+def _plain(value: Any) -> Any:
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else array
+
+
+_MOST = 1000
+"""Results that are left on the devices; reading each at once would wait for its step."""
+
+
+class OwnLogs:
+    """The running means of the numbers that an own step returns.
+
+    Args:
+        strategy: what ran the step, and sums the parts of the replicas.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._waiting: list[Any] = []
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, returned: Any) -> None:
+        """Takes what a dispatch returned, of one step or several."""
+        self._waiting.append(returned)
+        if len(self._waiting) == _MOST:
+            self._read()
+
+    def means(self) -> dict[str, float]:
+        """Gives the mean of each number so far."""
+        self._read()
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+    @property
+    def text(self) -> str:
+        """The state as text, for a backup: the names are known only after the first step."""
+        self._read()
+        return json.dumps(self._sums)
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._waiting = []
+        self._sums = {name: (total, count) for name, (total, count) in json.loads(text).items()}
+
+    def _read(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for logs in waiting:
+            if logs is not None and not isinstance(logs, dict):
+                raise ArgumentError(
+                    f"train_step returned {type(logs).__name__}. It returns a dict of numbers by "
+                    "name, each this replica's part of a value of the global batch, or None."
+                )
+            for name, value in (logs or {}).items():
+                whole = (
+                    self._strategy.reduce("sum", value, axis=None)
+                    if isinstance(value, PerReplica)
+                    else value
+                )
+                steps = np.ravel(jax.device_get(whole)).astype(np.float64)
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + float(steps.sum()), count + steps.size
+
+
+_WITHOUT = (
+    "pass dj.data.from_arrays((x, y)).batch(n, drop_remainder=True) in place of arrays, or any data by "
+    'strategy.distribute_dataset(data, dj.InputOptions(partial="drop")).'
+)
+_METRICS = """\
+These metrics of compile take the padding of a partial batch for examples:
+{lines}
+Or leave partial batches out: {without} The state is as before the batch."""
+
+_PADDING = f"In fit and evaluate, to leave partial batches out: {_WITHOUT}"
+
+_UNEQUAL = (
+    'compile(verify="first") compared the first batch to {what}. A module gives the same on any number of '
+    "replicas where its forward pass takes each example by itself: no mean over dim 0, which is this "
+    'replica\'s share alone; batch norm with axis_name="data". Dropout differs too: verify a module that '
+    "was made with rate=0."
+)
+_KINDS = {"train": "train on", "test": "evaluate", "predict": "predict"}
+
+
+@contextmanager
+def inequality_explained(kind: str) -> Iterator[None]:
+    """Says who asked for the comparison with one device, and what usually makes a difference.
+
+    Args:
+        kind: ``"train"``, ``"test"`` or ``"predict"``.
+    """
+    try:
+        yield
+    except NotEqualError as error:
+        error.add_note(_UNEQUAL.format(what=_KINDS[kind]))
+        raise
+
+
+@contextmanager
+def padding_explained(tracker: Tracker) -> Iterator[None]:
+    """Names the metrics where it is they that saw the padding, and says how to do without it elsewhere.
+
+    Raises:
+        PaddingLeakError: in place of the one that was raised, or the same with a note.
+    """
+    try:
+        yield
+    except PaddingLeakError as error:
+        found = [
+            f"{name}: {_cure(metric)}"
+            for name, metric in tracker.metrics.items()
+            if f".metrics.{name}." in str(error)
+        ]
+        if found:
+            text = _METRICS.format(lines=listed(found), without=_WITHOUT)
+            raise PaddingLeakError(text) from error
+        error.add_note(_PADDING)
+        raise
+
+
+def _cure(metric: Any) -> str:
+    """Says how a metric leaves the padding out."""
+    name = type(metric).__name__
+    if isinstance(metric, ours.Metric):
+        return (
+            f"let {name}.update leave out the rows where dj.get_replica_context().batch_mask is False; "
+            "it is None for a full batch"
+        )
+    if type(metric).__module__.startswith("flax.") and name in ours.__all__:
+        return f"use dj.metrics.{name}"
+    return f"let {name}.update take mask=None and leave out the rows where it is False"

@@ -1,9 +1,12 @@
-"""Runs a compiled model over data: the loops behind ``fit``, ``evaluate`` and ``predict``."""
+"""The loops behind ``fit``, ``evaluate`` and ``predict``, several steps in one dispatch."""
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,28 +15,29 @@ import jax
 import numpy as np
 from flax import nnx
 
+from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._mesh import is_local
-from distribute_jax.losses._probabilities import check_probabilities
+from distribute_jax._user_frames import warn_user
+from distribute_jax._values import PerReplica
+from distribute_jax.losses._shapes import check_probabilities
+from distribute_jax.processes import job
 from distribute_jax.program import RunOptions, library_options
 from distribute_jax.strategies import Strategy
 from distribute_jax.training import _steps
 from distribute_jax.training._batches import Batches, dicts_explained
-from distribute_jax.training._explained import inequality_explained, padding_explained
-from distribute_jax.training._loop import (
-    Collected,
-    Dispatch,
-    check_rows,
-    dispatches,
-    warn_of_early_end,
-)
-from distribute_jax.training._mode import mode
+from distribute_jax.training._compile import Setup
 from distribute_jax.training._objective import at
-from distribute_jax.training._own_logs import OwnLogs
-from distribute_jax.training._report import Snapshot, variables
-from distribute_jax.training._runs import Runs
-from distribute_jax.training._setup import Setup
-from distribute_jax.training._together import Together, own_seconds, seconds_of_chief
-from distribute_jax.training.callbacks._list import CallbackList
+from distribute_jax.training._steps import mode
+from distribute_jax.training._tracker import (
+    OwnLogs,
+    Snapshot,
+    Tracker,
+    copied,
+    inequality_explained,
+    padding_explained,
+    variables,
+)
+from distribute_jax.training.callbacks._callback import CallbackList
 
 
 @dataclass(eq=False)
@@ -195,3 +199,258 @@ class Trainer:
 
 def _given(logs: dict[str, Any]) -> dict[str, Any]:
     return logs
+
+
+Step = Callable[..., Any]
+
+
+class Dispatch:
+    """One batch of an epoch, or several that go to the devices together."""
+
+    def __init__(
+        self, strategy: Strategy, step: Step, batches: Batches, first: int, most: int, begun: int
+    ) -> None:
+        """Waits for ``run``; ``first`` is the first batch, counted in the epoch from 0."""
+        self._strategy, self._step, self._batches = strategy, step, batches
+        self.first, self._most = first, most
+        self.last = first
+        self._begun = begun
+        self.examples = batches.examples - begun
+        """The real ones of all batches of the epoch up to this dispatch's last."""
+
+    def run(self, options: RunOptions | None = None) -> Any:
+        """Runs the step on the batches, and gives what it returned."""
+        before = self._batches.taken
+        if self._most == 1:
+            outs = self._strategy.run(self._step, args=next(self._batches), options=options)
+        else:
+            outs = self._strategy.run_steps(self._step, self._batches, self._most, options)
+        self.last = self.first + self._batches.taken - before - 1
+        self.examples = self._batches.examples - self._begun
+        return outs
+
+
+def dispatches(
+    strategy: Strategy,
+    step: Step,
+    batches: Batches,
+    *,
+    limit: int | None,
+    together: Together,
+    done: int = 0,
+) -> Iterator[Dispatch]:
+    """Gives each dispatch of an epoch, to be run before the next one is asked for.
+
+    Args:
+        strategy: what runs the step.
+        step: takes a batch as its arguments.
+        batches: where the batches come from.
+        limit: how many batches; None for all.
+        together: how many go into one dispatch.
+        done: how many batches of the epoch there were before, in a training that goes on.
+    """
+    begun = batches.examples
+    while (limit is None or done < limit) and batches.peek() is not None:
+        most = together.size if limit is None else min(together.size, limit - done)
+        dispatch = Dispatch(strategy, step, batches, done, most, begun)
+        yield dispatch
+        together.note(dispatch.last + 1 - done)
+        done = dispatch.last + 1
+
+
+def warn_of_early_end(what: str, done: int, wanted: int) -> None:
+    """Says that the data ended before the steps that were asked for."""
+    warn_user(
+        f"Your input ran out of data after {done} of {wanted} batches; the {what} ends here. Give the "
+        "dataset as many batches as steps * epochs: repeat() it, or leave the number of steps out."
+    )
+
+
+_NO_ROWS = (
+    "predict got outputs that are not one row for each example{names}, so they cannot be joined in order. "
+    "Let the module return arrays whose dim 0 is the batch."
+)
+
+
+def check_rows(strategy: Strategy, step: Step, batches: Batches) -> None:
+    """Refuses outputs of which the batch is no dim, also where they are just as long."""
+    batch = batches.peek()
+    found = [] if batch is None else strategy._not_rows(step, batch)
+    if found:
+        raise ArgumentError(_NO_ROWS.format(names=f": {', '.join(found)}"))
+
+
+class Collected:
+    """The outputs of ``predict``, brought to the host one batch late."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        """Starts with nothing."""
+        self._strategy = strategy
+        self._waiting: Any = None
+        self._parts: list[Any] = []
+
+    def add(self, outputs: Any, examples: int) -> Any:
+        """Takes the outputs of a batch of so many examples, which may not be computed yet."""
+        gathered = jax.tree.map(
+            self._gathered, outputs, is_leaf=lambda leaf: isinstance(leaf, PerReplica)
+        )
+        if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
+            raise ArgumentError(_NO_ROWS.format(names=""))
+        self._flush()
+        self._waiting = gathered
+        return gathered
+
+    def result(self) -> Any:
+        """Gives all outputs, joined along dim 0."""
+        self._flush()
+        if not self._parts:
+            return None
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *self._parts)
+
+    def _flush(self) -> None:
+        if self._waiting is not None:
+            self._parts.append(jax.tree.map(np.asarray, self._waiting))
+            self._waiting = None
+
+    def _gathered(self, leaf: Any) -> Any:
+        if not getattr(leaf, "ndim", 0) and not isinstance(leaf, PerReplica):
+            raise ArgumentError(_NO_ROWS.format(names=""))
+        return self._strategy.gather(leaf, axis=0)
+
+
+class Runs:
+    """Keeps calls apart that would mix the numbers, or the mode, of one model.
+
+    Args:
+        trackers: of training and of evaluation.
+        own_logs: what a user's own step returned.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], own_logs: OwnLogs) -> None:
+        self._variables = [v for tracker in trackers for v in variables(tracker)]
+        self._own_logs = own_logs
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @contextmanager
+    def one(self, called: str) -> Iterator[None]:
+        """Marks a call for a block; inside another, the numbers of that are afterwards as they were.
+
+        Args:
+            called: the method, for messages.
+
+        Raises:
+            ContextError: another thread is in a call.
+        """
+        # Whoever waited here in a callback's thread, for which the callback waits, would hang.
+        if not self._lock.acquire(blocking=False):
+            raise ContextError(
+                f"{called} was called while another thread runs this model, whose weights and mode "
+                "(dropout on or off) both would change. Wait for the other call to end, or make a "
+                "dj.Model for each thread."
+            )
+        try:
+            with self._untouched():
+                yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        before = self._numbers() if self._depth else None
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if before is not None:
+                self._put_back(*before)
+
+    def _numbers(self) -> tuple[list[Any], str]:
+        return copied([v.get_raw_value() for v in self._variables]), self._own_logs.text
+
+    def _put_back(self, values: list[Any], text: str) -> None:
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.set_raw_value(value)
+        self._own_logs.text = text
+
+
+_TOPIC = "steps_per_execution"
+_SIZES = (1, 2, 4, 8, 16, 32)
+_WINDOW = 0.2
+"""Seconds for which a size is measured."""
+_WORTH = 0.95
+"""A larger group is kept where a batch takes less than this part of the time."""
+
+
+def own_seconds(seconds: float) -> float:
+    """Gives a process that measures for itself its own seconds."""
+    return seconds
+
+
+def seconds_of_chief(seconds: float) -> float:
+    """Gives every process of a job the seconds of process 0."""
+    found = job()
+    return seconds if found is None else float(found.exchange(_TOPIC, repr(seconds))[0])
+
+
+class Together:
+    """Says how many batches the next dispatch takes.
+
+    With ``"auto"`` it begins with one and doubles as long as that is worth it. Larger groups save host
+    time, and cost memory for the batches and a longer wait between the batch hooks of callbacks. What
+    process 0 measures counts for all processes of a job, which dispatch the same groups.
+
+    Args:
+        given: the number, or ``"auto"``.
+        wait: waits until the devices have done everything.
+        clock: gives seconds.
+        agreed: gives all processes the number that process 0 passes.
+    """
+
+    def __init__(
+        self,
+        given: int | str,
+        wait: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+        agreed: Callable[[float], float] = own_seconds,
+    ) -> None:
+        self.size = 1 if isinstance(given, str) else given
+        self.is_settled = not isinstance(given, str)
+        self._wait, self._clock, self._agreed = wait, clock, agreed
+        self._best: float | None = None
+        self._started: float | None = None
+        self._batches = self._dispatches = 0
+
+    def note(self, batches: int) -> None:
+        """Hears how many batches a dispatch took."""
+        if self.is_settled or batches != self.size:
+            return  # the rest of an epoch says nothing about the size
+        if self._started is None:
+            self._restart()  # the first one compiles
+            return
+        self._batches += batches
+        self._dispatches += 1
+        if self._dispatches & (self._dispatches - 1):
+            return  # to look after 1, 2, 4, 8, … keeps the talk between processes out of what is measured
+        if self._agreed(self._clock() - self._started) < _WINDOW:
+            return
+        self._wait()
+        self._judge(self._agreed(self._clock() - self._started) / self._batches)
+
+    def _judge(self, seconds: float) -> None:
+        """Goes on to the next size, or settles on the one before."""
+        if self._best is not None and seconds > _WORTH * self._best:
+            self.size //= 2
+            self.is_settled = True
+        elif self.size == _SIZES[-1]:
+            self.is_settled = True
+        else:
+            self._best = seconds
+            self.size *= 2
+            self._started = None
+
+    def _restart(self) -> None:
+        self._wait()
+        self._started = self._clock()
+        self._batches = self._dispatches = 0

@@ -1,14 +1,14 @@
 """Variables whose writes and reads combine the replicas: TensorFlow's, on ``nnx.Variable``."""
 
-from distribute_jax.variables._components import first_replica as first_replica
-from distribute_jax.variables._created import noting_created as noting_created
-from distribute_jax.variables._elsewhere import (
+from distribute_jax.variables._access import (
     readable_elsewhere as readable_elsewhere,
     readable_raw as readable_raw,
 )
-from distribute_jax.variables._kinds import (
+from distribute_jax.variables._components import first_replica as first_replica
+from distribute_jax.variables._rules import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
+    noting_created as noting_created,
 )
 from distribute_jax.variables._variable import (
     Variable as Variable,

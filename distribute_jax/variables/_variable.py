@@ -13,21 +13,29 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
-from distribute_jax._internals import at_top_level, uncommitted
+from distribute_jax._jax_private import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh, put
-from distribute_jax._tree import is_given_away
+from distribute_jax._messages import is_given_away
 from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
-from distribute_jax.variables._cast import cast, different_values, first_value
-from distribute_jax.variables._created import note_created
-from distribute_jax.variables._elsewhere import on_this_thread, readable_raw
-from distribute_jax.variables._kinds import (
+from distribute_jax.variables._access import (
+    inside_replica,
+    inside_run,
+    on_this_thread,
+    readable_here,
+    readable_raw,
+    require_own,
+)
+from distribute_jax.variables._components import SCATTERS, Scatters, checked_rows, scattered
+from distribute_jax.variables._rules import (
     VariableAggregation,
     VariableSynchronization,
+    cast,
     checked_kinds,
+    different_values,
+    first_value,
+    note_created,
 )
-from distribute_jax.variables._scatter import SCATTERS, Scatters, checked_rows, scattered
-from distribute_jax.variables._where import inside_replica, inside_run, readable_here, require_own
 
 _NONE = VariableAggregation.NONE
 _SUM = VariableAggregation.SUM

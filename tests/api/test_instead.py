@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax._instead import INSTEAD
+from distribute_jax._lazy import INSTEAD
 
 OWNERS: dict[str, Any] = {
     "distribute_jax": dj,

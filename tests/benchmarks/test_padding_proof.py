@@ -10,7 +10,7 @@ from benchmark_shape import answers_of
 
 from benchmarks import padding_proof
 from benchmarks._row_programs import Statement
-from distribute_jax.program.proof._padding_marks import CLEAN
+from distribute_jax.program._padding_marks import CLEAN
 
 pytestmark = pytest.mark.slow
 

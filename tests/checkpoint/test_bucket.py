@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _bucket, _writing, load, save
+from distribute_jax.checkpoint import _bucket, _write, load, save
 from distribute_jax.checkpoint._bucket import Bucket
 
 
@@ -176,13 +176,13 @@ def test_files_that_lead_out_of_the_checkpoint_are_not_fetched(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manifest is compared with its own digest only, which whoever wrote it could choose."""
-    real = _writing._written
+    real = _write._written
 
     def wrong(*args: Any) -> Any:
         found = real(*args)
         return found | {"files": {"whole-0/../../../out": "0" * 64}}
 
-    monkeypatch.setattr(_writing, "_written", wrong)
+    monkeypatch.setattr(_write, "_written", wrong)
     save(f"{url}/model", {"x": np.zeros(2)})
     with pytest.raises(dj.CheckpointDamagedError, match=r"names the file '../../../out'"):
         load(f"{url}/model", {"x": np.zeros(2)})

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk_directory, load, save
+from distribute_jax.checkpoint import _disk, load, save
 
 Damage = Callable[[Path, np.random.Generator], None]
 
@@ -210,7 +210,7 @@ def test_other_numbers_in_sound_files_are_found_by_their_digests(
     """All of them are named; the digests of files are left out of the comparison here."""
     shutil.copytree(sound, tmp_path / "d")
     rewrite_numbers(tmp_path / "d" / "2")
-    monkeypatch.setattr(_disk_directory, "check_files", lambda *_: None)
+    monkeypatch.setattr(_disk, "check_files", lambda *_: None)
     with pytest.raises(dj.CheckpointDamagedError, match=r"(?s)sha256 differs.*weight.*zeros"):
         dj.CheckpointManager(tmp_path / "d").restore(2, tree_of(9))
 

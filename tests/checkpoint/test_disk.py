@@ -18,8 +18,8 @@ import pytest
 from kill_saves import checked, state_of
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk, _reading, _writing, load, save
-from distribute_jax.checkpoint._disk_directory import DiskDirectory, DiskDraft
+from distribute_jax.checkpoint import _disk, _read, _write, load, save
+from distribute_jax.checkpoint._disk import DiskDirectory, DiskDraft
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -96,9 +96,9 @@ def full(*_: Any, **__: Any) -> None:
 
 
 BREAKS: dict[str, Any] = {
-    "write_arrays": _writing,
-    "record_of": _writing,
-    "text_of": _writing,
+    "write_arrays": _write,
+    "record_of": _write,
+    "text_of": _write,
     "sync": _disk,
     "sync_all": _disk,
     "_replace": DiskDraft,
@@ -129,7 +129,7 @@ def test_a_failed_save_is_told_at_the_next_call_and_then_over(
     warning = dj.CheckpointManager(tmp_path / "w", on_error="warn")
     for manager in (raising, warning):
         with monkeypatch.context() as broken:
-            broken.setattr(_writing, "text_of", full)
+            broken.setattr(_write, "text_of", full)
             assert manager.save(1, {"x": 1})
             manager._background.join()
     with pytest.raises(OSError, match=r"(?s)r/1 could not be written: OSError: .*No space left"):
@@ -145,7 +145,7 @@ def test_a_failed_save_is_told_at_the_next_call_and_then_over(
 
 def test_the_end_of_the_with_block_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises; where the block itself failed, that error goes on, and a warning tells of the save."""
-    monkeypatch.setattr(_writing, "text_of", full)
+    monkeypatch.setattr(_write, "text_of", full)
     with (
         pytest.raises(dj.CheckpointFileError, match="No space left"),
         dj.CheckpointManager(tmp_path) as manager,
@@ -195,7 +195,7 @@ def test_a_step_that_may_not_be_read_is_not_damaged(
     def no_rights(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    for owner, name in ((DiskDirectory, "read"), (_reading, "read_arrays")):
+    for owner, name in ((DiskDirectory, "read"), (_read, "read_arrays")):
         with monkeypatch.context() as broken:
             broken.setattr(owner, name, no_rights)
             with pytest.raises(dj.CheckpointFileError, match=r"cannot be read.*Permission denied"):
@@ -227,9 +227,9 @@ def test_a_damaged_step_that_cannot_be_renamed_is_passed_over(
 LAST_SAVE = """
 import sys, numpy as np, distribute_jax as dj
 if {fails}:
-    from distribute_jax.checkpoint import _writing
+    from distribute_jax.checkpoint import _write
     def full(*_, **__): raise OSError(28, "No space left on device")
-    _writing.write_arrays = full
+    _write.write_arrays = full
 dj.CheckpointManager({directory!r}).save(1, {{"x": np.ones(1000)}})
 """
 

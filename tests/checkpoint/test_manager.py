@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk_directory, _schedule, _writing, load, save
+from distribute_jax.checkpoint import _disk, _steps, _write, load, save
 
 
 def saved(manager: dj.CheckpointManager, steps: Any, **kinds: Any) -> list[int]:
@@ -43,7 +43,7 @@ def test_save_saves_when_it_is_time(case: str, tmp_path: Path) -> None:
 def test_minutes_count_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that the steps asked for."""
     now = [100.0]
-    monkeypatch.setattr(_schedule.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_steps.time, "monotonic", lambda: now[0])
     manager = dj.CheckpointManager(tmp_path, every_minutes=2, every_steps=10)
     found = []
     for step in range(1, 16):
@@ -114,7 +114,7 @@ def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
 ) -> None:
     """The first is let go only after save returned; the second waits for it."""
     go, running, most = threading.Event(), [], []
-    write = _writing.write_arrays
+    write = _write.write_arrays
 
     def slow(folder: Path, named: Any) -> None:
         running.append(folder)
@@ -123,7 +123,7 @@ def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
         write(folder, named)
         running.remove(folder)
 
-    monkeypatch.setattr(_writing, "write_arrays", slow)
+    monkeypatch.setattr(_write, "write_arrays", slow)
     with dj.CheckpointManager(tmp_path) as manager:
         tree = {"x": np.zeros(3)}
         manager.save(1, tree)
@@ -142,14 +142,14 @@ def test_two_managers_on_one_directory_do_not_disturb_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one writes, the other saves too, and leaves the first one's unfinished folder alone."""
-    go, writes = threading.Event(), _writing.write_arrays
+    go, writes = threading.Event(), _write.write_arrays
 
     def slow(folder: Path, named: Any) -> None:
         if named["0"][0] == 1:
             assert go.wait(60)
         writes(folder, named)
 
-    monkeypatch.setattr(_writing, "write_arrays", slow)
+    monkeypatch.setattr(_write, "write_arrays", slow)
     with dj.CheckpointManager(tmp_path) as first, dj.CheckpointManager(tmp_path) as second:
         first.save(1, {"x": np.ones(2)})
         while not list(tmp_path.glob(".1.*")):
@@ -206,7 +206,7 @@ def test_a_save_that_is_cut_off_between_its_renames_leaves_the_old_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(_disk_directory.os, "replace", killed)
+        broken.setattr(_disk.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "c", {"x": np.ones(2)})
     assert len(list((tmp_path / "c").glob("arrays-*"))) == 2

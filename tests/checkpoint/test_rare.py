@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _arrays, _disk, _disk_directory, load, save
-from distribute_jax.checkpoint._disk_directory import DiskDirectory
+from distribute_jax.checkpoint import _arrays, _disk, load, save
+from distribute_jax.checkpoint._disk import DiskDirectory
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_arrays_that_orbax_does_not_find_are_damaged(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the files are those of the manifest, of another checkpoint."""
-    monkeypatch.setattr(_disk_directory, "check_files", lambda *_: None)
+    monkeypatch.setattr(_disk, "check_files", lambda *_: None)
     (arrays,) = (manager.directory / "2").glob("arrays-*/whole-0")
     shutil.rmtree(arrays)
     with pytest.raises(dj.CheckpointDamagedError, match="Orbax cannot read"):

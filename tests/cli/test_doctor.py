@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from distribute_jax.cli import _installation, main
-from distribute_jax.cli._finding import Finding
-from distribute_jax.cli._network import coordinator, own_name
-from distribute_jax.launch import Inbox, Link, _wire
+from distribute_jax.cli import _doctor, main
+from distribute_jax.cli._doctor import Finding, coordinator, own_name
+from distribute_jax.launch import Inbox, Link, _hub
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def test_a_machine_on_which_all_is_well_has_nothing_to_fix(monkeypatch, capsys, 
 
 def test_a_cluster_that_is_described_wrongly_is_to_be_fixed(monkeypatch, capsys):
     """With the resolver's own words, and exit code 1."""
-    monkeypatch.setattr(_installation, "_PROBE", 'print(\'[1, "cpu", "cpu"]\')')
+    monkeypatch.setattr(_doctor, "_PROBE", 'print(\'[1, "cpu", "cpu"]\')')
     monkeypatch.setenv("TF_CONFIG", "{")
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -50,13 +49,13 @@ def test_a_cluster_that_is_described_wrongly_is_to_be_fixed(monkeypatch, capsys)
 
 def test_devices_that_do_not_start_are_told_with_the_reason(monkeypatch):
     """Or that nothing was heard of them, instead of a wait without end."""
-    monkeypatch.setattr(_installation, "_PROBE", "raise RuntimeError('no chips')")
-    found, fix = told(_installation.devices())["devices"]
+    monkeypatch.setattr(_doctor, "_PROBE", "raise RuntimeError('no chips')")
+    found, fix = told(_doctor.devices())["devices"]
     assert "RuntimeError: no chips" in found
     assert fix
-    monkeypatch.setattr(_installation, "_PROBE", "import time; time.sleep(60)")
-    monkeypatch.setattr(_installation, "_START", 0.2)
-    found, fix = told(_installation.devices())["devices"]
+    monkeypatch.setattr(_doctor, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(_doctor, "_START", 0.2)
+    found, fix = told(_doctor.devices())["devices"]
     assert "does not start within 0.2 s" in found
     assert "JAX_PLATFORMS=cpu" in fix
 
@@ -82,12 +81,12 @@ def test_a_port_in_use_and_one_that_nobody_listens_at_are_to_be_fixed(port):
 def test_clocks_and_flags_are_compared_with_those_of_node_0(port, monkeypatch):
     """Where its supervisor answers."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=2")
-    monkeypatch.setattr(_wire, "time", Clock(ahead=0))
+    monkeypatch.setattr(_hub, "time", Clock(ahead=0))
     link = Link(("127.0.0.1", port), 0, 1, layout={}, inbox=Inbox(), seconds=5)
     findings = told(coordinator("127.0.0.1", port, 1))
     assert findings["clock"][1] == findings["XLA_FLAGS"][1] == ""
-    monkeypatch.setattr(_wire, "time", Clock(ahead=5))
-    monkeypatch.setattr(_wire, "own_flags", lambda: ["--xla_a=2"])
+    monkeypatch.setattr(_hub, "time", Clock(ahead=5))
+    monkeypatch.setattr(_hub, "own_flags", lambda: ["--xla_a=2"])
     findings = told(coordinator("127.0.0.1", port, 1))
     assert findings["clock"] == ("node 0's clock is 5.0 s ahead", "set both by NTP")
     found, fix = findings["XLA_FLAGS"]
@@ -101,6 +100,8 @@ class Clock:
 
     def __init__(self, ahead):
         self._ahead = ahead
+
+    monotonic, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
 
     def time(self):
         return time.time() + self._ahead

@@ -15,7 +15,7 @@ from algorithms import ALGORITHMS, OWN, context, locals_of, on_replicas, strateg
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.collectives._hierarchical import _natural_size
+from distribute_jax.collectives._algorithms import _natural_size
 
 REPLICAS = [
     1,

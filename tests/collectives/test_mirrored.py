@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from distribute_jax.collectives._mirrored import assume_mirrored, mirrored_p
+from distribute_jax.collectives._markers import assume_mirrored, mirrored_p
 
 X = jnp.array([1.0, -2.0, 3.0, 4.0])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.collectives._packing import cuts, groups_by_size, sum_packed
+from distribute_jax.collectives._all_reduce import cuts, groups_by_size, sum_packed
 
 
 @pytest.mark.parametrize(

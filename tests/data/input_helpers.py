@@ -10,7 +10,7 @@ from distribute_jax._mesh import num_replicas, replica_mesh
 from distribute_jax._values import PerReplica
 from distribute_jax.data import DistributedDataset, InputOptions
 from distribute_jax.data._feed import GlobalBatches
-from distribute_jax.data._source import Source, find_source
+from distribute_jax.data.sources import Source, find_source
 
 
 def mesh_of(replicas: int) -> jax.sharding.Mesh:

@@ -16,13 +16,11 @@ from distribute_jax import data
 from distribute_jax._errors import ArgumentError
 from distribute_jax._padding import padded_rows
 from distribute_jax.data import InputContext, InputOptions, PartialPolicy
-from distribute_jax.data._agreement import Agreed, Said, Step
+from distribute_jax.data._agreement import Agreed, EndOfData, OneProcess, Said, Step
 from distribute_jax.data._element import HostElement
-from distribute_jax.data._ends import EndOfData, OneProcess
-from distribute_jax.data._feed import Feed, GlobalBatches
-from distribute_jax.data._from_function import OwnBatches, sources_of
-from distribute_jax.data._source import find_source
+from distribute_jax.data._feed import Feed, GlobalBatches, OwnBatches, sources_of
 from distribute_jax.data._split import Worker
+from distribute_jax.data.sources import find_source
 
 
 class Talk:

@@ -8,11 +8,10 @@ from input_helpers import batches, mesh_of, values
 
 import distribute_jax as dj
 from distribute_jax.data import DistributedDataset, InputOptions
+from distribute_jax.data._agreement import EndOfData, OneProcess
 from distribute_jax.data._element import HostElement
-from distribute_jax.data._ends import EndOfData, OneProcess
-from distribute_jax.data._feed import Feed, GlobalBatches
-from distribute_jax.data._from_function import OwnBatches
-from distribute_jax.data._source import Source, find_source
+from distribute_jax.data._feed import Feed, GlobalBatches, OwnBatches
+from distribute_jax.data.sources import Source, find_source
 
 
 class TwoMore:

@@ -13,8 +13,8 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._padding import is_real
 from distribute_jax.data import DistributedDataset, InputOptions
-from distribute_jax.data._from_function import OwnBatches
-from distribute_jax.data._source import find_source
+from distribute_jax.data._feed import OwnBatches
+from distribute_jax.data.sources import find_source
 
 SIZES = st.integers(0, 9)
 REPLICAS = st.sampled_from([1, 2, 3, 4, 8])

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from distribute_jax.data import _pace
-from distribute_jax.data._pace import Pace
-from distribute_jax.data._prefetch import Prefetcher
+from distribute_jax.data import _prefetch
+from distribute_jax.data._prefetch import Pace, Prefetcher
 
 LONG = 30.0
 """Seconds after which something hangs."""
@@ -195,7 +194,7 @@ def test_a_loop_that_waits_for_its_data_is_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(_pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_prefetch.time, "perf_counter", lambda: now[0])
 
     def loop(waiting: float, step: float) -> None:
         for _ in range(200):

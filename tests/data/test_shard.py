@@ -9,9 +9,15 @@ import pytest
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax.data import AutoShardPolicy, InputOptions
-from distribute_jax.data._shard import choose_policy, files_of, shard
-from distribute_jax.data._source import Source
-from distribute_jax.data._split import Rule, rows_of_worker, scheduled_rows
+from distribute_jax.data._split import (
+    Rule,
+    choose_policy,
+    files_of,
+    rows_of_worker,
+    scheduled_rows,
+    shard,
+)
+from distribute_jax.data.sources import Source
 
 OFF, AUTO, FILE, DATA = (AutoShardPolicy[name] for name in ("OFF", "AUTO", "FILE", "DATA"))
 

@@ -12,7 +12,7 @@ from input_helpers import batches, distribute, found
 import distribute_jax as dj
 from distribute_jax._errors import ArgumentError
 from distribute_jax.data import DistributedDataset
-from distribute_jax.data._source import Source
+from distribute_jax.data.sources import Source
 
 
 class Seekable(Source):

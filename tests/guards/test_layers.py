@@ -10,14 +10,12 @@ import pytest
 from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
-    ("_errors", "_instead", "_interrupts", "_public", "_typing", "_warn"),
-    ("_later", "_tracebacks"),
-    ("_mesh", "_tree"),
-    ("_fitting",),
-    ("_internals",),
+    ("_errors", "_interrupts", "_lazy"),
+    ("_mesh", "_messages", "_user_frames"),
+    ("_jax_private",),
     ("_context", "_values"),
     ("_padding",),
-    ("cluster", "placement", "collectives", "variables"),
+    ("cluster_resolver", "placement", "collectives", "variables"),
     ("processes",),
     ("program", "tpu"),
     ("data",),
@@ -25,7 +23,7 @@ LAYERS = (
     ("metrics", "losses", "checkpoint", "summary"),
     ("training", "coordinator"),
     ("resilience", "launch"),
-    ("callbacks", "cluster_resolver", "experimental", "testing"),
+    ("callbacks", "experimental", "testing"),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -1,4 +1,4 @@
-"""What other packages do not promise to keep is used in ``_internals.py`` and nowhere else."""
+"""What other packages do not promise to keep is used in ``_jax_private.py`` and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from source_tree import LIBRARY, Module, modules, write_package
 
-QUARANTINE = "_internals.py"
+QUARANTINE = "_jax_private.py"
 
 ATTRIBUTES = frozenset({"_trace_state", "_pytree__state", "_pytree__nodes", "_raw_value"})
 """Flax's own attributes, which Flax may rename."""

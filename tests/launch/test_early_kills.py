@@ -15,7 +15,7 @@ import hashlib, os, sys
 import jax, numpy as np, optax
 from flax import nnx
 import distribute_jax as dj
-from distribute_jax.cluster._status import own_status
+from distribute_jax.processes._status import own_status
 from distribute_jax.testing._fault import Fault, Injector
 
 directory, *kills = sys.argv[1:]  # for each attempt: process, and the phase or the step; or nothing

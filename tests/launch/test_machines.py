@@ -15,8 +15,8 @@ import pytest
 
 import distribute_jax as dj
 from distribute_jax.launch import SECRET, Inbox, Link, Wire
-from distribute_jax.launch._events import PeerFailed, PeerLost
-from distribute_jax.launch._outcome import Death, Outcome
+from distribute_jax.launch._process import PeerFailed, PeerLost
+from distribute_jax.launch._verdict import Death, Outcome
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distribute_jax.launch._outcome import Death, Outcome
-from distribute_jax.launch._output import last_words
-from distribute_jax.launch._verdict import Progress, decide, pause_after
+from distribute_jax.launch._process import last_words
+from distribute_jax.launch._verdict import Death, Outcome, Progress, decide, pause_after
 
 
 def death(code, process=1, error="", step=None, phase=""):

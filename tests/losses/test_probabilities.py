@@ -10,7 +10,7 @@ import pytest
 
 import distribute_jax as dj
 from distribute_jax import losses
-from distribute_jax.losses._probabilities import check_probabilities
+from distribute_jax.losses._shapes import check_probabilities
 
 LOGITS = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32)
 SOFTMAX = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)

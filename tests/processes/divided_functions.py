@@ -20,7 +20,7 @@ from flax import nnx
 from saving_functions import message, strategy_of
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _copies, _reading, _relay, _writing
+from distribute_jax.checkpoint import _agreement, _read, _write
 
 ROWS, WIDE = 8, 300
 LIMIT = 1000
@@ -78,13 +78,13 @@ def is_as(tree, seed):
 @contextmanager
 def seen_reads():
     """Collects which parts this process reads."""
-    read, names = _reading.read_bytes, []
+    read, names = _read.read_bytes, []
 
     def noted(folder, wanted):
         names.extend(f"{folder.name}/{name}" for name in wanted)
         return read(folder, wanted)
 
-    with mock.patch.object(_reading, "read_bytes", noted):
+    with mock.patch.object(_read, "read_bytes", noted):
         yield names
 
 
@@ -128,7 +128,7 @@ def save_divided(folder):
     strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
     told = {}
     with mock.patch.object(
-        _copies, "_SHARE", 600
+        _write, "_SHARE", 600
     ):  # so that process 1 takes some of the mirrored ones
         dj.checkpoint.save(folder / "parts", tree_of(strategy, 1))
     manifest = json.loads((folder / "parts" / "manifest.json").read_text())["content"]
@@ -184,11 +184,11 @@ def _failures(strategy, folder, tree, me):
         time.sleep(4)
         folder.mkdir()
 
-    late = mock.patch.object(_writing, "write_bytes", slow)
-    with mock.patch.object(_relay, "PATIENCE", 2 / 60):
+    late = mock.patch.object(_write, "write_bytes", slow)
+    with mock.patch.object(_agreement, "PATIENCE", 2 / 60):
         told["late"] = fails(3, only_on(1, late))
-    handed = mock.patch.object(_writing, "SEEN_SECONDS", 0.2)
-    apart = mock.patch("distribute_jax.checkpoint._disk_directory.DiskDraft.hand_in")
+    handed = mock.patch.object(_write, "SEEN_SECONDS", 0.2)
+    apart = mock.patch("distribute_jax.checkpoint._disk.DiskDraft.hand_in")
     with handed:
         told["apart"] = fails(3, only_on(1, apart))
     told["left"] = sorted(path.name for path in (folder / "steps").iterdir())
@@ -209,7 +209,7 @@ def killed_as_it_writes(directory):
     manager = dj.CheckpointManager(directory)
     manager.save(1, tree_of(strategy, 1))
     manager.wait()
-    with only_on(1, mock.patch.object(_writing, "write_bytes", kill)):
+    with only_on(1, mock.patch.object(_write, "write_bytes", kill)):
         manager.save(2, tree_of(strategy, 2))
         manager.wait()
 

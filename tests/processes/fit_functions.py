@@ -16,7 +16,7 @@ from flax import nnx
 from saving_functions import message, strategy_of
 
 import distribute_jax as dj
-from distribute_jax.training.callbacks import _terminate_on_nan
+from distribute_jax.training.callbacks import _debug
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import test_fit_numbers
@@ -161,9 +161,9 @@ def ended_by_nan(strategy):
     x = np.ones((80, 3), np.float32)
     x[24:] = np.inf
     model, guard, ends = made(strategy), dj.callbacks.TerminateOnNaN(), test_fit_numbers.Ends()
-    looked_at = _terminate_on_nan._finite if jax.process_index() else _Late
+    looked_at = _debug._finite if jax.process_index() else _Late
     with (
-        mock.patch.object(_terminate_on_nan, "_finite", looked_at),
+        mock.patch.object(_debug, "_finite", looked_at),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _state, _together
+from distribute_jax.checkpoint import _agreement, _save_load
 
 
 def strategy_of(processes):
@@ -133,7 +133,7 @@ def keep_steps(folder, saved):
     told["again"] = message(lambda: manager.save(3, tree))
     other = tree_of(strategy, 5)
     with (
-        mock.patch.object(_state, "read_leaves", _damaged_on_1(3)),
+        mock.patch.object(_save_load, "read_leaves", _damaged_on_1(3)),
         warnings.catch_warnings(record=True) as w,
     ):
         warnings.simplefilter("always")
@@ -151,7 +151,7 @@ def keep_steps(folder, saved):
         lambda: dj.checkpoint.save(folder / "no", dict.fromkeys("ab"[: 1 + me], 1))
     )
     told["unlike"] = message(lambda: [manager.all_steps, manager.wait][me]())
-    with mock.patch.object(_together, "SEEN_SECONDS", 0.2):
+    with mock.patch.object(_agreement, "SEEN_SECONDS", 0.2):
         apart = dj.CheckpointManager(folder / f"of process {me}")
         told["apart"] = message(lambda: apart.save(1, tree))
         told["apart, at first"] = message(lambda: apart.restore_latest(tree))
@@ -174,7 +174,7 @@ def keep_steps(folder, saved):
 
 def _damaged_on_1(step):
     """Reads checkpoints as ever, but a step is damaged as process 1 sees it."""
-    real = _state.read_leaves
+    real = _save_load.read_leaves
 
     def read(directory, name, manifest, needed):
         if jax.process_index() == 1 and manifest.step == step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import course_functions
 import pytest
 
-from distribute_jax.processes._course import Course
+from distribute_jax.processes._divergence import Course
 from distribute_jax.testing import LocalCluster
 
 

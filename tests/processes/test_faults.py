@@ -12,7 +12,7 @@ import fault_functions
 import pytest
 
 from distribute_jax.testing import Fault, LocalCluster
-from distribute_jax.testing._process_result import ProcessResult
+from distribute_jax.testing._local_cluster import ProcessResult
 
 HANGS = r"process 1 .*: (silent; last seen )?at step \d.* <- the others wait for it"
 """How the roll call shows a process that does not come."""

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.processes._answer_roll import answer_roll
-from distribute_jax.processes._presence import Presence
-from distribute_jax.processes._roll_call import bound, call_roll
+from distribute_jax.processes._rendezvous import Presence, answer_roll, bound, call_roll
 
 SAME = {"number of processes": "3", "version of jax": "0.10.2"}
 

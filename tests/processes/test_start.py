@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distribute_jax.processes import _start
+from distribute_jax.processes import _connect
 from distribute_jax.processes._job import Member
 
 HOSTS = {
@@ -26,9 +26,9 @@ def test_accelerators_are_divided_only_where_processes_share_a_machine(
     hosts, index, divided = HOSTS[case]
     members = [Member(host, pid) for pid, host in enumerate(hosts)]
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert _start._shares_devices(members, index) is divided
+    assert _connect._shares_devices(members, index) is divided
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert _start._shares_devices(members, index) is False
+    assert _connect._shares_devices(members, index) is False
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_collectives_get_a_limit_unless_the_user_gave_one(
 ):
     """XLA reads the flags when the backend starts; what stands there already stays."""
     monkeypatch.setenv("XLA_FLAGS", given)
-    _start._limit_collectives(7.2)
+    _connect._limit_collectives(7.2)
     assert set(os.environ["XLA_FLAGS"].split()) == flags
 
 
 def test_simulated_devices_are_no_difference_between_processes(monkeypatch: pytest.MonkeyPatch):
     """Processes may have different numbers of devices on the CPU; every other flag counts, in any order."""
     monkeypatch.setenv("XLA_FLAGS", "--b=2 --xla_force_host_platform_device_count=8 --a=1")
-    first = _start._facts(2)
+    first = _connect._facts(2)
     monkeypatch.setenv("XLA_FLAGS", "--a=1 --b=2")
-    assert first == _start._facts(2)
+    assert first == _connect._facts(2)
     monkeypatch.setenv("XLA_FLAGS", "--a=1 --b=3")
-    assert first != _start._facts(2)
-    assert first != _start._facts(3)
+    assert first != _connect._facts(2)
+    assert first != _connect._facts(3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from distribute_jax.program.checks._float64 import evaluated
+from distribute_jax.program._verify_float64 import evaluated
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 ROWS = np.array([0, 2, 2, 1, 2, 0], np.int32)

@@ -12,9 +12,9 @@ import optax
 import pytest
 from jax import lax
 
-from distribute_jax.collectives._real_rows import real_rows
-from distribute_jax.program.proof._padding import GaveUpError, prove_padding
-from distribute_jax.program.proof._padding_marks import CLEAN, Mark, Rows
+from distribute_jax.collectives._markers import real_rows
+from distribute_jax.program._padding_marks import CLEAN, Mark, Rows
+from distribute_jax.program._padding_proof import GaveUpError, prove_padding
 
 SHARE, LARGER, REPLICAS = 4, 12, 2
 

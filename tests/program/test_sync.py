@@ -23,10 +23,10 @@ from jax.extend.core import ClosedJaxpr, Primitive, primitives
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-import distribute_jax.program.proof._prove as sync
+import distribute_jax.program._replication as sync
 from distribute_jax._errors import DeadlockError
-from distribute_jax.collectives._mirrored import assume_mirrored
-from distribute_jax.program.proof._prove import prove
+from distribute_jax.collectives._markers import assume_mirrored
+from distribute_jax.program._replication import prove
 
 N = 4
 Outputs = tuple[Any, ...]

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax import _warn
+from distribute_jax import _user_frames
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def notices(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[pytest.LogCaptureFixture]:
     """What is logged in a process that has logged nothing yet."""
-    monkeypatch.setattr(_warn, "_logged", set())
+    monkeypatch.setattr(_user_frames, "_logged", set())
     with caplog.at_level(logging.WARNING, logger="distribute_jax"):
         yield caplog
 

@@ -15,7 +15,7 @@ import distribute_jax as dj
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distribute_jax.cluster.detect", _nothing)
+    monkeypatch.setattr("distribute_jax.cluster_resolver.detect", _nothing)
 
 
 def _nothing() -> Any:

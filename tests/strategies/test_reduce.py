@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax import _warn
+from distribute_jax import _user_frames
 
 
 def per_replica(strategy: dj.Strategy, values: list[object]) -> dj.PerReplica:
@@ -307,7 +307,7 @@ def test_a_sum_of_what_the_step_has_reduced_already_is_named_once(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """It is N times the loss, as in TensorFlow; counts of each replica, and means, are meant so."""
-    monkeypatch.setattr(_warn, "_logged", set())
+    monkeypatch.setattr(_user_frames, "_logged", set())
 
     def reduced(x: jax.Array) -> Any:
         return dj.get_replica_context().all_reduce("sum", jnp.sum(x)), jnp.int32(len(x)), x[0]
@@ -327,7 +327,7 @@ def test_a_mean_of_the_parts_of_a_mean_is_named_once(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """On full and partial batches; the sum is the loss, and other results may be averaged."""
-    monkeypatch.setattr(_warn, "_logged", set())
+    monkeypatch.setattr(_user_frames, "_logged", set())
 
     def step(x: jax.Array) -> Any:
         return {"loss": dj.compute_average_loss(x), "id": replica_id()}
@@ -340,7 +340,7 @@ def test_a_mean_of_the_parts_of_a_mean_is_named_once(
         assert float(s4.reduce("mean", parts["loss"])) == loss / 4
         [record] = caplog.records
         caplog.clear()
-        monkeypatch.setattr(_warn, "_logged", set())
+        monkeypatch.setattr(_user_frames, "_logged", set())
     assert "Their mean is 4 times too small: write strategy.reduce('sum', loss)" in (
         record.getMessage()
     )

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.program.lowering import _shares
+from distribute_jax.program import _state_placement
 
 REPLICAS = [1, 4, *(pytest.param(n, marks=pytest.mark.wide) for n in (2, 8))]
 
@@ -552,7 +552,7 @@ def test_the_option_is_shown_and_checked() -> None:
 )
 def test_which_dim_is_divided(shape: tuple[int, ...], replicas: int, dim: int | None) -> None:
     """The largest that N divides, of arrays that are worth it."""
-    assert _shares.share_dim(shape, replicas) == dim
+    assert _state_placement.share_dim(shape, replicas) == dim
 
 
 CHECKS = ["training", "training_with_dj_optimizer", "run_steps", "donation"]
@@ -566,7 +566,7 @@ def test_the_conformance_suite_passes(
     only: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every array divided that can be: the suite's are smaller than what is worth it."""
-    monkeypatch.setattr(_shares, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(_state_placement, "LEAST_ELEMENTS", 1)
     report = dj.testing.check_strategy(
         lambda devices: dj.MirroredStrategy(devices, shard_optimizer_state=True), [4], only=only
     )

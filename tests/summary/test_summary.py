@@ -15,7 +15,7 @@ import pytest
 from event_reader import masked, read, scalars
 
 import distribute_jax as dj
-from distribute_jax.summary._record import crc32c, masked_crc
+from distribute_jax.summary._writer import crc32c, masked_crc
 
 summary = dj.summary
 

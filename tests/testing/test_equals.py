@@ -209,7 +209,7 @@ def test_where_there_is_no_float64_what_is_too_small_to_tell_is_said(
     def refused(*_: Any):
         raise NotImplementedError("this device has no float64")
 
-    monkeypatch.setattr("distribute_jax.program.checks._verify.in_float64", refused)
+    monkeypatch.setattr("distribute_jax.program._verify.in_float64", refused)
     with s4.scope():
         weight = nnx.Param(jnp.full(3, 1e4, jnp.float32))
 

@@ -58,7 +58,7 @@ def test_simulate_leaves_jax_unstarted():
     """Processes of a job have to meet before JAX starts."""
     code = (
         "import distribute_jax as dj; dj.simulate(3); import jax;"
-        "from distribute_jax._internals import backend_is_started as started;"
+        "from distribute_jax._jax_private import backend_is_started as started;"
         "print(started(), len(jax.devices()))"
     )
     assert python(code).split() == ["False", "3"]

@@ -13,7 +13,7 @@ import pytest
 from devices import hosts, slices
 
 import distribute_jax as dj
-from distribute_jax.tpu._order import in_topology_order
+from distribute_jax.tpu._topology import in_topology_order
 
 Topology, DeviceAssignment = dj.tpu.experimental.Topology, dj.tpu.experimental.DeviceAssignment
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.training._adjustable import RateState, with_adjustable_rate
+from distribute_jax.training._keras_optimizers import RateState, with_adjustable_rate
 
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=(22, 3)).astype(np.float32)

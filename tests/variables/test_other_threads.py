@@ -15,7 +15,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax import _context
-from distribute_jax.variables import _elsewhere
+from distribute_jax.variables import _access
 
 SUM = dj.VariableAggregation.SUM
 ON_READ = dj.VariableSynchronization.ON_READ
@@ -131,7 +131,7 @@ def test_a_value_that_never_comes_back_is_a_donated_error(
     s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread of the steps hears it at once, another one after a while; both hear what to do."""
-    monkeypatch.setattr(_elsewhere, "_PATIENCE", 0.05)
+    monkeypatch.setattr(_access, "_PATIENCE", 0.05)
     with s4.scope():
         v = dj.Variable(5.0, name="total")
     s4.run(lambda: v.assign_add(1.0))

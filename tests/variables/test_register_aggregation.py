@@ -11,7 +11,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax import VariableAggregation as Agg
-from distribute_jax.program.binding._aggregation import BY_TYPE
+from distribute_jax.program._aggregation import BY_TYPE
 
 
 class Summed(nnx.Variable[Any]):

@@ -1,11 +1,63 @@
-"""One file for each kind of source of global batches, and those that the library makes itself.
+"""Sources of global batches, one file for each kind, and the choice of one for what a user passes.
 
-``_base`` says what a source can be asked. ``_iterables``, ``_grain``, ``_tf_data``, ``_torch`` and
-``_hugging_face`` adapt what users have; ``_arrays`` and ``_files`` are the library's own. None imports a
-package that may be missing.
+``_base`` is the interface of a source. ``_iterables``, ``_grain``, ``_tf_data`` and ``_torch`` adapt what
+users have; ``_arrays`` and ``_files`` are the library's. None imports a package that may be missing.
 """
 
-from distribute_jax.data.sources._arrays import ArrayDataset, from_arrays
-from distribute_jax.data.sources._files import FileDataset, from_files
+from __future__ import annotations
+
+from typing import Any
+
+from distribute_jax.data.sources._arrays import ArrayDataset, ArraySource, from_arrays
+from distribute_jax.data.sources._base import Source as Source, loaded_class
+from distribute_jax.data.sources._files import FileDataset, FileSource, from_files
+from distribute_jax.data.sources._grain import GrainIter, GrainMap
+from distribute_jax.data.sources._iterables import from_iterable
+from distribute_jax.data.sources._tf_data import TfData
+from distribute_jax.data.sources._torch import (
+    StreamedSource,
+    TableSource,
+    TorchLoader,
+    refuse_splits,
+    refuse_torch_dataset,
+)
 
 __all__ = ["ArrayDataset", "FileDataset", "from_arrays", "from_files"]
+
+
+_LIBRARIES = (
+    (("tensorflow", "data", "Dataset"), TfData),
+    (("datasets", "Dataset"), TableSource),
+    # It is one of PyTorch's as well, where PyTorch is installed, so it comes before those.
+    (("datasets", "IterableDataset"), StreamedSource),
+    (("datasets", "DatasetDict"), refuse_splits),
+    (("datasets", "IterableDatasetDict"), refuse_splits),
+    (("torch", "utils", "data", "DataLoader"), TorchLoader),
+    (("torch", "utils", "data", "Dataset"), refuse_torch_dataset),
+    (("grain", "MapDataset"), GrainMap),
+    (("grain", "IterDataset"), GrainIter),
+    (("grain", "DataLoader"), GrainIter),
+)
+"""Classes of packages, each with what makes a source of an instance of it, in order of preference."""
+
+
+def find_source(source: Any, called: str = "strategy.distribute_dataset") -> Source:
+    """Makes a source of what the user passed, by its type.
+
+    Imports nothing: an instance of a class exists only where its package was imported.
+
+    Args:
+        source: any of the kinds in ``distribute_jax.data.sources``.
+        called: the method it was passed to, for the messages.
+
+    Raises:
+        ArgumentError: it is no source of batches; says how to make it one.
+    """
+    if isinstance(source, ArrayDataset):
+        return ArraySource(source, called)
+    if isinstance(source, FileDataset):
+        return FileSource(source, called)
+    for names, make in _LIBRARIES:
+        if isinstance(source, loaded_class(*names)):
+            return make(source, called)
+    return from_iterable(source, called)

@@ -8,9 +8,8 @@ from itertools import islice
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._typing import PyTree
-from distribute_jax.data.sources._leaves import on_host
-from distribute_jax.data.sources._seekable import Seekable
+from distribute_jax._messages import PyTree
+from distribute_jax.data.sources._base import Seekable, on_host
 
 _AHEAD = 4
 """Batches that Grain's threads read ahead, one thread each; Grain's own 500 would fill the memory."""

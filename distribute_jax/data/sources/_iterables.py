@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._tree import is_array, leaf_text
-from distribute_jax._typing import PyTree
+from distribute_jax._messages import PyTree, is_array, leaf_text
 from distribute_jax._values import DistributedValues
-from distribute_jax.data.sources._base import Source
-from distribute_jax.data.sources._leaves import on_host
-from distribute_jax.data.sources._stream import Stream
+from distribute_jax.data.sources._base import Source, Stream, on_host
 
 
 def from_iterable(source: Any, called: str) -> Source:

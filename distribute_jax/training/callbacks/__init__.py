@@ -1,22 +1,28 @@
 """What happens around the steps of ``Model.fit``: Keras's callbacks, by Keras's names."""
 
-from distribute_jax._public import publish
-from distribute_jax.training.callbacks._backup_and_restore import (
+from distribute_jax._lazy import publish
+from distribute_jax.training.callbacks._callback import (
+    Callback as Callback,
+    History as History,
+    LambdaCallback as LambdaCallback,
+)
+from distribute_jax.training.callbacks._checkpoints import (
     BackupAndRestore as BackupAndRestore,
+    ModelCheckpoint as ModelCheckpoint,
 )
-from distribute_jax.training.callbacks._callback import Callback as Callback
-from distribute_jax.training.callbacks._csv_logger import CSVLogger as CSVLogger
-from distribute_jax.training.callbacks._early_stopping import EarlyStopping as EarlyStopping
-from distribute_jax.training.callbacks._history import History as History
-from distribute_jax.training.callbacks._lambda import LambdaCallback as LambdaCallback
-from distribute_jax.training.callbacks._lr_scheduler import (
+from distribute_jax.training.callbacks._debug import (
+    ProfilerCallback as ProfilerCallback,
+    TerminateOnNaN as TerminateOnNaN,
+)
+from distribute_jax.training.callbacks._loggers import (
+    CSVLogger as CSVLogger,
+    TensorBoard as TensorBoard,
+)
+from distribute_jax.training.callbacks._monitor import (
+    EarlyStopping as EarlyStopping,
     LearningRateScheduler as LearningRateScheduler,
+    ReduceLROnPlateau as ReduceLROnPlateau,
 )
-from distribute_jax.training.callbacks._model_checkpoint import ModelCheckpoint as ModelCheckpoint
-from distribute_jax.training.callbacks._profiler import ProfilerCallback as ProfilerCallback
-from distribute_jax.training.callbacks._reduce_lr import ReduceLROnPlateau as ReduceLROnPlateau
-from distribute_jax.training.callbacks._tensorboard import TensorBoard as TensorBoard
-from distribute_jax.training.callbacks._terminate_on_nan import TerminateOnNaN as TerminateOnNaN
 
 __all__ = [
     "BackupAndRestore",

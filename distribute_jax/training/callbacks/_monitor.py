@@ -1,9 +1,11 @@
-"""What the callbacks share that watch one number of the logs."""
+"""Callbacks that monitor one number: ``EarlyStopping``, ``ReduceLROnPlateau``; learning rate schedules."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -104,3 +106,228 @@ def say(verbose: int, text: str) -> None:
     """Prints what a callback did, once for a job, where the user wants to know."""
     if verbose > 0 and is_chief():
         print(text)
+
+
+class EarlyStopping(Monitor):
+    """Ends the training when a number has stopped improving.
+
+    Args:
+        monitor: the number's name in the logs.
+        min_delta: a smaller change does not count as an improvement.
+        patience: after how many epochs without improvement the training ends.
+        verbose: 1 to say when it ends.
+        mode: ``"min"``, ``"max"``, or ``"auto"``: by the name; loss and errors fall, accuracy rises.
+        baseline: the number that has to be beaten too.
+        restore_best_weights: whether the weights of the best epoch are put back at the end.
+        start_from_epoch: epochs before this one, counted from 0, are not looked at.
+
+    Attributes:
+        stopped_epoch: the epoch after which the training ended; 0 if it was not ended.
+        best: the best number.
+        best_epoch: its epoch.
+
+    Raises:
+        ValueError: another ``mode``, or a name that does not say which way is better.
+
+    Source: https://keras.io/api/callbacks/early_stopping/
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self.patience, self.verbose, self.baseline = patience, verbose, baseline
+        self.restore_best_weights, self.start_from_epoch = restore_best_weights, start_from_epoch
+        self._start()
+
+    def _start(self) -> None:
+        self.wait = self.stopped_epoch = self.best_epoch = 0
+        self.best: float | None = None
+        self.best_weights: Any = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets an earlier training."""
+        self._start()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the number, and ends the training if it is time."""
+        value = self.watched(logs)
+        if value is None or epoch < self.start_from_epoch:
+            return
+        if self.restore_best_weights and self.best_weights is None:
+            self.best_weights, self.best_epoch = self.model.get_weights(), epoch
+        self.wait += 1
+        if self.is_better(value, self.best):
+            self.best, self.best_epoch = value, epoch
+            if self.restore_best_weights:
+                self.best_weights = self.model.get_weights()
+            if self.baseline is None or self.is_better(value, self.baseline):
+                self.wait = 0
+        elif self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Puts the best weights back, if wanted."""
+        if self.stopped_epoch:
+            say(self.verbose, f"Epoch {self.stopped_epoch + 1}: early stopping")
+        if self.best_weights is not None:
+            say(self.verbose, f"Restoring the weights of the best epoch: {self.best_epoch + 1}.")
+            self.model.set_weights(self.best_weights)
+        self.best_weights = None
+
+
+class ReduceLROnPlateau(Monitor):
+    """Lowers the learning rate when a number has stopped improving.
+
+    The rate is state of the optimizer and changes where it lies: nothing is compiled anew. The logs get
+    it as ``learning_rate``.
+
+    Args:
+        monitor: the number's name in the logs.
+        factor: what the rate is multiplied by; below 1.
+        patience: after how many epochs without improvement.
+        verbose: 1 to say when.
+        mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
+        min_delta: a smaller change does not count as an improvement.
+        cooldown: how many epochs to wait after a change before counting again.
+        min_lr: the rate is never lowered below it.
+
+    Raises:
+        ValueError: a factor of 1 or above; an optimizer whose rate is no state.
+
+    Source: https://keras.io/api/callbacks/reduce_lr_on_plateau/
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: int = 0,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        if not 0 < factor < 1:
+            raise ArgumentError(
+                f"ReduceLROnPlateau(factor={factor!r}): the rate is multiplied by it, so it lies between "
+                "0 and 1."
+            )
+        self.factor, self.patience, self.verbose = factor, patience, verbose
+        self.cooldown, self.min_lr = cooldown, min_lr
+        self._start()
+
+    def _start(self) -> None:
+        self.best: float | None = None
+        self.wait = self.cooldown_counter = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets an earlier training, and checks that the rate can be set."""
+        self._start()
+        _ = self.model.learning_rate
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the number, and lowers the rate if it is time."""
+        rate = self.model.learning_rate
+        if logs is not None:
+            logs["learning_rate"] = rate
+        value = self.watched(logs)
+        if value is None:
+            return
+        if self.cooldown_counter:
+            self.cooldown_counter -= 1
+            self.wait = 0
+        if self.is_better(value, self.best):
+            self.best, self.wait = value, 0
+        elif not self.cooldown_counter:
+            self.wait += 1
+            if self.wait >= self.patience and rate > self.min_lr:
+                self._lower(epoch, max(rate * self.factor, self.min_lr))
+
+    def _lower(self, epoch: int, rate: float) -> None:
+        self.model.learning_rate = rate
+        say(
+            self.verbose,
+            f"Epoch {epoch + 1}: ReduceLROnPlateau lowers the learning rate to {rate:.6g}.",
+        )
+        self.cooldown_counter, self.wait = self.cooldown, 0
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate before every epoch.
+
+    The rate is part of the optimizer's state, so a new one needs no compilation. The logs get it as
+    ``learning_rate``.
+
+    Args:
+        schedule: takes the epoch, from 0, and the rate, or the epoch alone; returns the new rate.
+        verbose: 1 to say the rate of each epoch.
+
+    Raises:
+        ValueError: the schedule takes other arguments or does not return a number; an optimizer whose rate
+            cannot be set.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> halved = dj.callbacks.LearningRateScheduler(lambda epoch, lr: lr if epoch < 10 else lr / 2)
+
+    Source: https://keras.io/api/callbacks/learning_rate_scheduler/
+    """
+
+    def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
+        super().__init__()
+        self._takes_rate = _takes_rate(schedule)
+        self.schedule, self.verbose = schedule, verbose
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate."""
+        old = self.model.learning_rate
+        rate = self.schedule(epoch, old) if self._takes_rate else self.schedule(epoch)
+        if np.ndim(rate) or not isinstance(rate, (float, int, np.floating)):
+            raise ArgumentError(
+                f"The schedule of LearningRateScheduler returned {rate!r} for epoch {epoch}. It must "
+                "return the new rate, a float."
+            )
+        self.model.learning_rate = float(rate)
+        say(
+            self.verbose,
+            f"Epoch {epoch + 1}: LearningRateScheduler sets the rate to {float(rate):.6g}.",
+        )
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the rate to the logs."""
+        if logs is not None:
+            logs["learning_rate"] = self.model.learning_rate
+
+
+def _takes_rate(schedule: Callable[..., float]) -> bool:
+    """Whether a schedule takes the rate too, as Keras finds out by calling it."""
+    try:
+        signature = inspect.signature(schedule)
+    except ValueError:  # a builtin, which does not say
+        return True
+    except TypeError:
+        raise ArgumentError(_SCHEDULE.format(schedule)) from None
+    for arguments in ((0, 0.0), (0,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return len(arguments) == 2
+    raise ArgumentError(_SCHEDULE.format(schedule))
+
+
+_SCHEDULE = (
+    "LearningRateScheduler({!r:.80}): schedule must be a function of (epoch) or of (epoch, learning_rate)."
+)  # fmt: skip

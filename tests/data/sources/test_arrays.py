@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from source_helpers import Pair, assert_same, assert_two_epochs, cut, epoch_of
 
 import distribute_jax as dj
-from distribute_jax.data._source import find_source
-from distribute_jax.data.sources._order import Order
+from distribute_jax.data.sources import find_source
+from distribute_jax.data.sources._arrays import Order
 
 X = np.arange(22, dtype=np.float32).reshape(11, 2)
 NEST = {

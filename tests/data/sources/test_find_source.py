@@ -11,8 +11,8 @@ import pytest
 from source_helpers import Pair, assert_two_epochs, cut
 
 import distribute_jax as dj
-from distribute_jax.data._source import find_source
-from distribute_jax.data.sources._stream import Stream
+from distribute_jax.data.sources import find_source
+from distribute_jax.data.sources._base import Stream
 
 X = np.arange(5, dtype=np.int32)
 

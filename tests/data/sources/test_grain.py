@@ -9,7 +9,7 @@ import pytest
 from source_helpers import Pair, assert_two_epochs, cut, epoch_of
 
 import distribute_jax as dj
-from distribute_jax.data._source import find_source
+from distribute_jax.data.sources import find_source
 
 N = np.arange(11, dtype=np.int32)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from source_helpers import assert_same, assert_two_epochs, cut, epoch_of
 
-from distribute_jax.data._source import find_source
+from distribute_jax.data.sources import find_source
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: dev.py test --sources has it")
 

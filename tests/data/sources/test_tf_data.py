@@ -10,7 +10,7 @@ import pytest
 from source_helpers import assert_same, assert_two_epochs, cut, epoch_of
 
 import distribute_jax as dj
-from distribute_jax.data._source import find_source
+from distribute_jax.data.sources import find_source
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: dev.py test --sources has it")
 

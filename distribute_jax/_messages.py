@@ -1,0 +1,123 @@
+"""Text for messages: trees, leaves and errors in a few words; and the range of integers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._errors import ArgumentError
+
+
+def path_text(path: KeyPath, root: str = "") -> str:
+    """Writes a key path the way a user would reach the leaf: ``args[0]['image']``."""
+    return (root + jax.tree_util.keystr(path)) or "the value"
+
+
+def leaf_text(leaf: Any) -> str:
+    """Describes a leaf in a few words: ``float32[8,3]`` for an array, else its type."""
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return f"{type(leaf).__name__} {leaf!r:.60}"
+
+
+def error_text(error: BaseException) -> str:
+    """Gives the first and the last line of an error's text: JAX puts C++ frames between them."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+
+
+def listed(lines: list[str], most: int = 10) -> str:
+    """Puts one item on each line, indented, and says how many were left out."""
+    shown = [f"  {line}" for line in lines[:most]]
+    if len(lines) > most:
+        shown.append(f"  … and {len(lines) - most} more")
+    return "\n".join(shown)
+
+
+def is_array(value: Any) -> bool:
+    """Tells whether a value is an array or a tracer of one (Python numbers are not)."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def is_key(value: Any) -> bool:
+    """Tells whether a value is an array of typed random keys, which JAX lets nobody compute with."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def is_given_away(value: Any) -> bool:
+    """Tells whether a step has taken the memory of an array: to use it crashes JAX 0.10."""
+    concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return concrete and value.is_deleted()
+
+
+def is_number(value: Any) -> bool:
+    """Tells whether a value is a Python number that a step takes as data; a bool is not."""
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def promoting(function: _F) -> _F:
+    """Lets a function compute with JAX's standard promotion, whatever the user set for other code.
+
+    With ``jax_numpy_dtype_promotion="strict"`` a sum divided by a count would be an error.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def fitting(value: Any, got_by: str) -> Any:
+    """Gives a value as it is: a number, an array, or anything else.
+
+    Args:
+        value: maybe a Python int or a NumPy array of integers.
+        got_by: who got it, for the message: ``"all_reduce"``.
+
+    Raises:
+        ValueError: an integer needs more bits than JAX has, 32 unless its x64 mode is on.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.ndarray, np.generic)):
+        return value
+    if not isinstance(value, int) and not _holds_integers(value):
+        return value
+    config: Any = jax.config
+    bits = 64 if config.jax_enable_x64 else 32
+    unsigned = not isinstance(value, int) and value.dtype.kind == "u"
+    limits = np.iinfo(f"{'u' if unsigned else ''}int{bits}")
+    low, high = (value, value) if isinstance(value, int) else (value.min(), value.max())
+    if int(low) < limits.min or int(high) > limits.max:
+        text = f"the int {value!r:.60}" if isinstance(value, int) else leaf_text(value)
+        raise ArgumentError(
+            f"{got_by} got {text}, which does not fit {limits.dtype}: it would wrap to another number. "
+            'Pass a float, or turn on jax.config.update("jax_enable_x64", True).'
+        )
+    return value
+
+
+def _holds_integers(array: Any) -> bool:
+    if array.dtype.kind == "O":  # what NumPy makes of an int beyond 64 bits
+        return array.size > 0 and all(isinstance(number, int) for number in array.flat)
+    return array.dtype.kind in "iu" and array.size > 0
+
+
+PyTree: TypeAlias = Any
+"""A nest of containers that ``jax.tree`` understands."""
+
+KeyPath: TypeAlias = tuple[Any, ...]
+"""Where a leaf stands in a tree, as ``jax.tree_util`` gives it."""
+
+StepFunction: TypeAlias = Callable[..., Any]
+"""A function written for one replica."""
+
+Kwargs: TypeAlias = Mapping[str, Any]

@@ -1,0 +1,108 @@
+"""The user's own line: warnings that point to it, and tracebacks without the library's frames."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import ParamSpec, TypeVar
+
+from distribute_jax._errors import DistributeError
+
+_LOG = logging.getLogger("distribute_jax")
+_logged: set[Hashable] = set()
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn_user(text: str) -> None:
+    """Warns at the innermost line that is none of this library's."""
+    warnings.warn(text, stacklevel=_users_frame()[0])
+
+
+def log_once(text: str, *named: object, about: Hashable = None) -> None:
+    """Logs a warning, the first time that this text is logged about this object."""
+    if (text, about) not in _logged:
+        _logged.add((text, about))
+        _LOG.warning(text, *named)
+
+
+def users_line() -> str:
+    """Returns that line, as ``file:line``."""
+    frame = _users_frame()[1]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+
+
+def _users_frame() -> tuple[int, FrameType | None]:
+    """Returns the innermost frame outside of this library, and how far it is from the caller."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level, frame
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+VARIABLE = "DISTRIBUTE_JAX_FULL_TRACEBACK"
+
+_LIBRARY = str(Path(__file__).parent) + os.sep
+_BETWEEN = contextlib.__file__
+_NOTE_OF_JAX = "JAX has removed its internal frames"
+
+
+def frames_hidden(fn: Callable[P, R]) -> Callable[P, R]:
+    """Makes errors that leave a public function show the user's lines only.
+
+    ``DISTRIBUTE_JAX_FULL_TRACEBACK=1`` shows all.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as error:
+            hide_frames(error)
+            raise
+
+    return call
+
+
+def hide_frames(error: BaseException) -> None:
+    """Takes the frames of this library out of the traceback of an error and of its causes."""
+    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+        return
+    for each in _chain(error):
+        each.__traceback__ = _without_library(each.__traceback__)
+        notes: list[str] = getattr(each, "__notes__", [])
+        if isinstance(each, DistributeError):
+            notes[:] = [note for note in notes if _NOTE_OF_JAX not in note]
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and what is printed above it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _without_library(found: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    hidden = False
+    while found is not None:
+        file = found.tb_frame.f_code.co_filename
+        hidden = file.startswith(_LIBRARY) or (hidden and file == _BETWEEN)
+        if not hidden:
+            kept.append(found)
+        found = found.tb_next
+    rest = None
+    for one in reversed(kept):
+        rest = TracebackType(rest, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return rest

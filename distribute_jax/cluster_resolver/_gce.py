@@ -1,0 +1,165 @@
+"""The instances of a group on Google Compute Engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+from distribute_jax._errors import ClusterError
+from distribute_jax.cluster_resolver._base import ClusterResolver, with_layer
+from distribute_jax.cluster_resolver._http import google_service, metadata_server
+from distribute_jax.cluster_resolver._spec import ClusterSpec
+
+API_ROOT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"
+"""Where gcloud, too, is told to find another Compute Engine API."""
+_API = "https://compute.googleapis.com/compute/v1/"
+
+
+class GCEClusterResolver(ClusterResolver):
+    """The running instances of an instance group on Google Compute Engine, sorted by address.
+
+    Compute Engine does not know which task a process is, so ``task_id`` must be given, and be another one on
+    each instance; None finds it by the address of this instance, so that all can run the same line.
+
+    Args:
+        project: the name of the project.
+        zone: the zone of the group.
+        instance_group: its name.
+        port: the port of every task.
+        task_type: the job of all instances; it cannot be changed later.
+        task_id: the index of this process; None asks the metadata server which instance this is.
+        rpc_layer: put in front of addresses.
+        credentials: ``"default"`` for those of this machine, None, a token, or an object that has one.
+        service: the Compute Engine API as ``googleapiclient.discovery.build("compute", "v1")`` gives it;
+            asked directly if None.
+        timeout: seconds within which each answer must have come.
+
+    Raises:
+        ClusterError: at a call: a service does not answer, or no instance runs; a ``RuntimeError``.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> resolver = dj.cluster_resolver.GCEClusterResolver("project", "us-east1-d", "group", 8470)
+        >>> resolver.task_type, resolver.task_id
+        ('worker', 0)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/GCEClusterResolver
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int | None = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+        *,
+        timeout: float = 10.0,
+    ) -> None:
+        self._place = {"project": project, "zone": zone}
+        self._group = instance_group
+        self._port = port
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._credentials = credentials
+        self._service = service
+        self._timeout = timeout
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See ``ClusterResolver.cluster_spec``: the instances that run now."""
+        found = self._by_client() if self._service is not None else self._by_http()
+        addresses = sorted(f"{ip}:{self._port}" for ip in found)
+        if not addresses:
+            raise ClusterError(
+                f"GCEClusterResolver: no instance of the group {self._group!r} in {self._place} is "
+                "running. Start the group, or check its name."
+            )
+        return ClusterSpec({self._job: addresses})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """See ``ClusterResolver.master``: of this task where none is named."""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return with_layer(address, rpc_layer or self._rpc_layer)
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of all instances. Setting it is a ``RuntimeError``."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise ClusterError(
+            "You cannot reset the task_type of the GCEClusterResolver after it has been created. Pass "
+            f"GCEClusterResolver(..., task_type={task_type!r})."
+        )
+
+    @property
+    def _job(self) -> str:
+        return self._task_type or "worker"
+
+    def _found_task_id(self) -> int | None:
+        own = metadata_server(self._timeout).text("/instance/network-interfaces/0/ip").strip()
+        addresses = self.cluster_spec().job_tasks(self._job)
+        if f"{own}:{self._port}" not in addresses:
+            raise ClusterError(
+                f"GCEClusterResolver: this instance, {own}, is none of the group {self._group!r}: "
+                f"{addresses}. Run the program on its instances, or pass task_id."
+            )
+        return addresses.index(f"{own}:{self._port}")
+
+    def _by_http(self) -> Iterator[str]:
+        root = os.environ.get(API_ROOT, _API)
+        api = google_service("The Compute Engine API", root, self._credentials, self._timeout)
+        zone = "/projects/{project}/zones/{zone}".format(**self._place)
+        listing = f"{zone}/instanceGroups/{quote(self._group)}/listInstances"
+        page = ""
+        while True:
+            answer = api.json(listing + page, body={"instanceState": "RUNNING"})
+            for item in answer.get("items", []):
+                yield _internal_ip(api.json(f"{zone}/instances/{quote(_name(item))}"))
+            if not answer.get("nextPageToken"):
+                return
+            page = f"?pageToken={quote(answer['nextPageToken'], safe='')}"
+
+    def _by_client(self) -> Iterator[str]:
+        groups = self._service.instanceGroups()
+        request = groups.listInstances(
+            **self._place, instanceGroup=self._group, body={"instanceState": "RUNNING"}
+        )
+        while request is not None:
+            answer = request.execute()
+            for item in answer.get("items", []):
+                instance = self._service.instances().get(**self._place, instance=_name(item))
+                yield _internal_ip(instance.execute())
+            request = groups.listInstances_next(previous_request=request, previous_response=answer)
+
+
+def _name(item: dict[str, Any]) -> str:
+    """Gives the name of an instance, which is listed as ``https://…/zones/us-east1-d/instances/name``."""
+    return str(item["instance"]).rpartition("/")[2]
+
+
+def _internal_ip(instance: dict[str, Any]) -> str:
+    interfaces = instance.get("networkInterfaces") or [{}]
+    ip = interfaces[0].get("networkIP")
+    if not ip:
+        raise ClusterError(
+            f"GCEClusterResolver: the instance {instance.get('name')!r} has no address inside the network."
+        )
+    return str(ip)

@@ -1,0 +1,201 @@
+"""Clusters that the program itself describes: one cluster spec, or the union of several resolvers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, TaskConflictError
+from distribute_jax.cluster_resolver._base import ClusterResolver, with_layer
+from distribute_jax.cluster_resolver._spec import ClusterSpec
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A cluster that is given as it is.
+
+    Args:
+        cluster_spec: the jobs and their addresses.
+        master: what ``master()`` gives when no task is asked for.
+        task_type: the job of this process.
+        task_id: its index in the job.
+        environment: what ``environment`` gives.
+        num_accelerators: what ``num_accelerators()`` gives; JAX's devices are counted if None.
+        rpc_layer: put in front of the address of a task that is asked for.
+
+    Raises:
+        ArgumentTypeError: ``cluster_spec`` is no ``ClusterSpec``; a ``TypeError``.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> spec = dj.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> resolver = dj.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=1)
+        >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
+        (2, 1, 'a:2222')
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SimpleClusterResolver
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise ArgumentTypeError(
+                f"SimpleClusterResolver(cluster_spec={cluster_spec!r:.200}): cluster_spec must be a "
+                "ClusterSpec. Wrap a dict: dj.cluster_resolver.ClusterSpec({'worker': ['host:port', …]})."
+            )
+        self._cluster_spec = cluster_spec
+        self._master = master
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        self._num_accelerators = num_accelerators
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See ``ClusterResolver.cluster_spec``: the one that was given."""
+        return self._cluster_spec
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """See ``ClusterResolver.master``: the task that is asked for, otherwise the given master."""
+        if task_type is None or task_id is None:
+            return self._master
+        address = self._cluster_spec.task_address(task_type, task_id)
+        return with_layer(address, rpc_layer or self._rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> Mapping[str, int]:
+        """See ``ClusterResolver.num_accelerators``: the numbers that were given, for every task."""
+        if self._num_accelerators is not None:
+            return self._num_accelerators
+        return super().num_accelerators(task_type, task_id, config_proto)
+
+
+class UnionResolver(ClusterResolver):
+    """The clusters of several resolvers as one.
+
+    The tasks of a job that several of them have are joined: lists in the order of the resolvers; where
+    one has indices with gaps, by index. What is not said about this process, and the master, is what the
+    first resolver says.
+
+    Args:
+        *resolvers: the resolvers, at least one.
+        task_type: the job of this process.
+        task_id: its index in the joined job; 0 is an index like any other.
+        rpc_layer: put in front of addresses.
+
+    Raises:
+        ArgumentError: no resolver was given; a ``ValueError``.
+        ArgumentTypeError: one of them is no ``ClusterResolver``; a ``TypeError``.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> from distribute_jax.cluster_resolver import ClusterSpec, SimpleClusterResolver
+        >>> one = SimpleClusterResolver(ClusterSpec({"worker": ["a:2222"]}))
+        >>> two = SimpleClusterResolver(ClusterSpec({"worker": ["b:2222"]}))
+        >>> dj.cluster_resolver.UnionResolver(one, two).cluster_spec().as_dict()
+        {'worker': ['a:2222', 'b:2222']}
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/UnionResolver
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not resolvers:
+            raise ArgumentError(
+                "UnionResolver(): at least one ClusterResolver is required. Pass those to join: "
+                "UnionResolver(resolver, other)."
+            )
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise ArgumentTypeError(
+                    f"UnionResolver: all arguments must be ClusterResolvers, and {resolver!r:.200} is not. "
+                    "Wrap a ClusterSpec in dj.cluster_resolver.SimpleClusterResolver."
+                )
+        self._resolvers = resolvers
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See ``ClusterResolver.cluster_spec``.
+
+        Raises:
+            TaskConflictError: two resolvers give one index an address; a ``KeyError``.
+        """
+        specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        jobs = {job for spec in specs for job in spec}
+        return ClusterSpec({job: _joined(job, [s[job] for s in specs if job in s]) for job in jobs})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """See ``ClusterResolver.master``: the task that is asked for, otherwise what the first says."""
+        layer = rpc_layer or self._rpc_layer
+        if task_type is None or task_id is None:
+            return self._resolvers[0].master(rpc_layer=layer)
+        return with_layer(self.cluster_spec().task_address(task_type, task_id), layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> Mapping[str, int]:
+        """See ``ClusterResolver.num_accelerators``: what the first resolver says."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def environment(self) -> str:
+        """What the first resolver says."""
+        return self._resolvers[0].environment
+
+    def _found_task_type(self) -> str | None:
+        return self._resolvers[0].task_type
+
+    def _found_task_id(self) -> int | None:
+        return self._resolvers[0].task_id
+
+    def _found_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
+
+
+def _joined(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """Joins the tasks that several clusters give one job."""
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == len(parts):
+        return [address for part in lists for address in part]
+    joined: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(joined.keys() & tasks.keys())
+        if twice:
+            raise TaskConflictError(
+                f"UnionResolver: Duplicate keys detected when merging two ClusterSpecs: job {job!r} "
+                f"has the tasks {twice} in two clusters, of which one has gaps between its indices, "
+                "so that they cannot be appended. Give each task an index of its own."
+            )
+        joined |= tasks
+    return joined

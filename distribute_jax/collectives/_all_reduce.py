@@ -1,0 +1,260 @@
+"""All-reduce and gather of trees inside ``run``: dense arrays, packed small ones, and sparse ones."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import DATA
+from distribute_jax._messages import PyTree, fitting, is_key, leaf_text, listed, path_text
+from distribute_jax.collectives._algorithms import RingAllReduce
+from distribute_jax.collectives._cross_device_ops import CrossDeviceOps, NcclAllReduce, sum_by
+from distribute_jax.collectives._dtypes import (
+    as_dtype,
+    check_summable,
+    is_joinable,
+    mean_accumulator,
+    mean_dtype,
+    sum_dtype,
+)
+from distribute_jax.collectives._options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
+
+_DEFAULT = NcclAllReduce()
+_BY_IMPLEMENTATION: dict[CommunicationImplementation, CrossDeviceOps] = {
+    CommunicationImplementation.RING: RingAllReduce(),
+    CommunicationImplementation.NCCL: _DEFAULT,
+}
+
+
+def all_reduce(
+    op: ReduceOp,
+    tree: PyTree,
+    replicas: int,
+    *,
+    bound: bool,
+    ops: CrossDeviceOps | None = None,
+    options: CommunicationOptions | None = None,
+) -> PyTree:
+    """Combines each leaf over the replicas; every replica gets the result.
+
+    Args:
+        op: SUM or MEAN; a mean of integers is floating.
+        tree: a nest of arrays and sparse arrays (each replica's view).
+        replicas: the number of replicas.
+        bound: whether the replica axis is bound; without it there is one replica.
+        ops: how arrays are added; None for XLA's own way.
+        options: packing, and maybe another way to add for this call.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
+    leaves = [leaf for _, leaf in paths]
+    _check_leaves([(path_text(path), leaf) for path, leaf in paths])
+    dense = [i for i, leaf in enumerate(leaves) if not is_sparse(leaf)]
+    arrays = [jnp.asarray(fitting(leaves[i], "all_reduce")) for i in dense]
+    accumulator = mean_accumulator if op is ReduceOp.MEAN else sum_dtype
+    sums = [as_dtype(array, accumulator(array.dtype)) for array in arrays]
+    if bound:
+        sums = _summed(sums, ops, options or CommunicationOptions())
+    if op is ReduceOp.MEAN:
+        sums = [
+            as_dtype(total / replicas, mean_dtype(array.dtype))
+            for total, array in zip(sums, arrays, strict=True)
+        ]
+    done = dict(zip(dense, sums, strict=True))
+    results = [
+        done[i] if i in done else all_reduce_sparse(op, leaf, replicas, bound=bound)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, results)
+
+
+def _summed(
+    arrays: Sequence[jax.Array], ops: CrossDeviceOps | None, options: CommunicationOptions
+) -> list[jax.Array]:
+    implementation = cast("CommunicationImplementation", options.implementation)
+    ops = _BY_IMPLEMENTATION.get(implementation, ops or _DEFAULT)
+    native = type(ops) is NcclAllReduce
+    if native and ops.num_packs < 2 and not options.bytes_per_pack:
+        return list(jax.lax.psum(list(arrays), DATA))
+    sum_array = (
+        functools.partial(jax.lax.psum, axis_name=DATA)
+        if native
+        else functools.partial(sum_by, ops)
+    )
+    return sum_packed(
+        arrays, sum_array, num_packs=ops.num_packs, bytes_per_pack=options.bytes_per_pack
+    )
+
+
+def all_gather(tree: PyTree, axis: int, *, bound: bool) -> PyTree:
+    """Joins each leaf of all replicas along a dim, in replica order; every replica gets it."""
+    _check_joinable(tree)
+
+    def gather(path: Any, leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(fitting(leaf, "all_gather"))
+        dim = checked_dim(leaf.ndim, axis, path_text(path), "all_gather")
+        return jnp.asarray(jax.lax.all_gather(leaf, DATA, axis=dim, tiled=True)) if bound else leaf
+
+    return jax.tree_util.tree_map_with_path(gather, tree)
+
+
+def checked_dim(ndim: int, axis: int, name: str, method: str) -> int:
+    """Turns a maybe negative axis into a dim, or raises for a leaf that does not have it."""
+    if ndim == 0:
+        raise ArgumentError(
+            f"{method}(axis={axis}): {name} has no dims to join along. Give it one first, for "
+            "example with value[None] and axis=0."
+        )
+    if not -ndim <= axis < ndim:
+        raise ArgumentError(f"{method}(axis={axis}): {name} has only {ndim} dims.")
+    return axis % ndim
+
+
+def _check_leaves(leaves: Sequence[tuple[str, Any]]) -> None:
+    for name, leaf in leaves:
+        if is_sparse(leaf):
+            check_sparse(leaf, name, "all_reduce")
+    values = [(name, leaf.data if is_sparse(leaf) else leaf) for name, leaf in leaves]
+    check_summable(values, "all_reduce")
+
+
+def _check_joinable(tree: PyTree) -> None:
+    bad = [
+        f"{path_text(path)}: {leaf_text(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse)
+        if is_sparse(leaf) or not is_joinable(leaf)
+    ]
+    if bad:
+        raise ArgumentError(
+            f"all_gather got leaves that cannot be joined over the replicas:\n{listed(bad)}\n"
+            "It takes arrays of numbers and bools. Leave other leaves out, and make a sparse array "
+            "dense with value.todense()."
+        )
+
+
+def stacked_over_replicas(value: jax.Array) -> jax.Array:
+    """Stacks all replicas' values of one array on a leading dim: numbers, bools or random keys."""
+    if is_key(value):
+        data = jax.lax.all_gather(jax.random.key_data(value), DATA)
+        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        return keys
+    return jnp.asarray(jax.lax.all_gather(value, DATA))
+
+
+SumArray = Callable[[jax.Array], jax.Array]
+"""Adds one array over the replicas, element by element."""
+
+
+def groups_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Forms packs of consecutive arrays.
+
+    A new pack starts once the last one holds more than ``limit`` bytes, so packs err on the large
+    side, and an array is never cut.
+
+    Args:
+        sizes: bytes of each array.
+        limit: bytes after which a pack is closed; 0 means one pack.
+
+    Returns:
+        The positions of the arrays of each pack.
+    """
+    groups: list[list[int]] = []
+    held = 0
+    for i, size in enumerate(sizes):
+        if not groups or held > limit > 0:
+            groups.append([])
+            held = 0
+        groups[-1].append(i)
+        held += size
+    return groups
+
+
+def cuts(size: int, pieces: int) -> list[int]:
+    """Gives where a vector is cut into about equal pieces; the last one takes the remainder."""
+    piece = size // max(1, min(pieces, size))
+    return [piece * i for i in range(1, min(pieces, size))]
+
+
+def sum_packed(
+    arrays: Sequence[jax.Array], sum_array: SumArray, *, num_packs: int, bytes_per_pack: int
+) -> list[jax.Array]:
+    """Adds arrays over the replicas, packed.
+
+    Args:
+        arrays: this replica's arrays, of any dtypes; a pack holds one dtype.
+        sum_array: adds a single array.
+        num_packs: vectors that each dtype is joined and cut into; 0 leaves each array as it is.
+        bytes_per_pack: where it is not 0 it rules instead: packs of whole arrays.
+    """
+    results: dict[int, jax.Array] = {}
+    for indices in _by_dtype(arrays):
+        same = [arrays[i] for i in indices]
+        if bytes_per_pack:
+            groups = groups_by_size([a.size * a.dtype.itemsize for a in same], bytes_per_pack)
+            sums = [_sum_joined([same[i] for i in group], 1, sum_array) for group in groups]
+            summed = [array for group in sums for array in group]
+        elif num_packs:
+            summed = _sum_joined(same, num_packs, sum_array)
+        else:
+            summed = [sum_array(array) for array in same]
+        results.update(zip(indices, summed, strict=True))
+    return [results[i] for i in range(len(arrays))]
+
+
+def _by_dtype(arrays: Sequence[jax.Array]) -> list[list[int]]:
+    groups: dict[object, list[int]] = {}
+    for i, array in enumerate(arrays):
+        groups.setdefault(array.dtype, []).append(i)
+    return list(groups.values())
+
+
+def _sum_joined(arrays: Sequence[jax.Array], pieces: int, sum_array: SumArray) -> list[jax.Array]:
+    vector = jnp.concatenate([array.ravel() for array in arrays])
+    parts = jnp.split(vector, cuts(vector.size, pieces))
+    total = jnp.concatenate([sum_array(part) for part in parts])
+    ends = list(accumulate(array.size for array in arrays))
+    vectors = jnp.split(total, ends[:-1])
+    return [v.reshape(array.shape) for v, array in zip(vectors, arrays, strict=True)]
+
+
+_MODULE = "jax.experimental.sparse"
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Tells whether a leaf is a sparse array of JAX."""
+    # Importing the module takes a third of a second, and who has such an array has imported it.
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(leaf, module.JAXSparse)
+
+
+def check_sparse(leaf: Any, name: str, method: str) -> None:
+    """Refuses a sparse array of another kind than a BCOO without batch dims."""
+    if type(leaf).__name__ == "BCOO" and leaf.n_batch == 0 and is_sparse(leaf):
+        return
+    raise ArgumentError(
+        f"{method}: {name} is a sparse {type(leaf).__name__} of shape {leaf.shape}, and only a BCOO with "
+        "n_batch=0 can be combined over the replicas. Pass value.todense() instead."
+    )
+
+
+def all_reduce_sparse(op: ReduceOp, leaf: Any, replicas: int, *, bound: bool) -> Any:
+    """Joins the entries of all replicas, in replica order; entries of one place add up when read."""
+    data, indices = leaf.data, leaf.indices
+    if op is ReduceOp.SUM:
+        data = as_dtype(data, sum_dtype(data.dtype))
+    else:
+        dtype = mean_dtype(data.dtype)
+        data = (data.astype(mean_accumulator(data.dtype)) / replicas).astype(dtype)
+    if bound:
+        data, indices = (jax.lax.all_gather(x, DATA, tiled=True) for x in (data, indices))
+    return type(leaf)((data, indices), shape=leaf.shape)

@@ -1,0 +1,239 @@
+"""Checks that the replicas hold the same bits, by hashing on the devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from distribute_jax import _context
+from distribute_jax._errors import ArgumentError, DonatedError, OutOfSyncError
+from distribute_jax._mesh import outside_mesh
+from distribute_jax._messages import PyTree, leaf_text, listed, path_text
+from distribute_jax._values import PerReplica
+
+_AXIS = "device"
+_by_id = attrgetter("id")
+
+_UNEQUAL = """\
+Values that should be equal on all devices are not:
+{lines}
+The replicas have been training different models. Restore a checkpoint, or take one device's copy for \
+all: array = jax.device_put(np.asarray(array.addressable_shards[0].data), array.sharding). Likely \
+causes are RunOptions(check_sync=False), dj.assume_mirrored of a value that was not, arrays put \
+together by hand, or a faulty device."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    name: str
+    array: jax.Array
+
+
+def check_in_sync(tree: PyTree) -> None:
+    """Raises where devices that should hold the same value differ in any bit.
+
+    Every device hashes its own copy, all leaves in one program, and the hashes, eight bytes for each
+    leaf and device, are gathered; no array moves. 0.0 and -0.0 differ, and so do two NaNs.
+
+    Compared are devices that hold the same part of an array: all of them for a mirrored array, those
+    with the same shard for a sharded one; an array on one device is in sync. Values of each replica
+    (``PerReplica``) differ by design, and NumPy arrays and Python numbers lie on no device: both are
+    left out. Where there are several processes each of them calls this, with the same tree.
+
+    Args:
+        tree: NNX objects, such as models, optimizers and metrics, or a nest of them and of arrays.
+
+    Raises:
+        ValueError: an array differs: ``OutOfSyncError``, with its path and the devices that differ
+            from the most. Or there is no array in ``tree``.
+        RuntimeError: called inside ``run`` or under jit, or an array was donated.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> from flax import nnx
+        >>> strategy = dj.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        >>> dj.check_in_sync(model)
+    """
+    _context.require_cross_replica("check_in_sync")
+    _context.require_outside_step("check_in_sync")
+    _context.require_untraced("check_in_sync")
+    leaves = list(_arrays(tree))
+    _check_leaves(leaves, tree)
+    if lines := _all_lines(leaves):
+        raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
+
+
+def out_of_sync(named: Sequence[tuple[str, jax.Array]]) -> list[str]:
+    """Gives a line for each array of which devices that should hold the same bits do not."""
+    return _all_lines([leaf for name, array in named for leaf in _arrays(array, name)])
+
+
+def _all_lines(leaves: Sequence[_Leaf]) -> list[str]:
+    groups: dict[tuple[jax.Device, ...], list[_Leaf]] = {}
+    for leaf in leaves:
+        devices = sorted(leaf.array.sharding.device_set, key=_by_id)
+        groups.setdefault(tuple(devices), []).append(leaf)
+    return [
+        line
+        for devices, some in groups.items()
+        if len(devices) > 1
+        for line in _lines(devices, some)
+    ]
+
+
+def _arrays(tree: PyTree, root: str = "") -> Iterator[_Leaf]:
+    """Gives every array with its path, those in NNX objects included; keys as their bits."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_whole):
+        name = root + jax.tree_util.keystr(path)
+        if isinstance(leaf, nnx.Pytree):
+            for parts, value in nnx.to_flat_state(nnx.state(leaf)):
+                yield from _arrays(value, name + "".join(map(_attribute, parts)))
+        elif isinstance(leaf, nnx.Variable):
+            yield from _arrays(leaf.get_raw_value(), name)
+        elif isinstance(leaf, jax.Array):
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            yield _Leaf(
+                path_text((), name.lstrip(".")), jax.random.key_data(leaf) if is_key else leaf
+            )
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, (nnx.Pytree, nnx.Variable, PerReplica))
+
+
+def _attribute(part: Any) -> str:
+    return f"[{part!r}]" if isinstance(part, int) else f".{part}"
+
+
+def _check_leaves(leaves: Sequence[_Leaf], tree: PyTree) -> None:
+    if not leaves:
+        raise ArgumentError(
+            f"check_in_sync found no jax.Array in {leaf_text(tree)}, so there is nothing to compare. "
+            "Pass a model, an optimizer, or a nest of arrays."
+        )
+    gone = [leaf.name for leaf in leaves if leaf.array.is_deleted()]
+    if gone:
+        raise DonatedError(
+            f"check_in_sync got arrays that were given to an earlier step:\n{listed(gone)}\nPass the "
+            "model itself, whose variables hold the new ones, or keep dj.snapshot(model)."
+        )
+
+
+def _lines(devices: tuple[jax.Device, ...], leaves: Sequence[_Leaf]) -> Iterator[str]:
+    """Gives a line for each leaf that differs between devices that hold the same part of it."""
+    mesh = Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
+    with outside_mesh():
+        hashes = np.asarray(_hashing(mesh)([_own_copies(leaf.array, mesh) for leaf in leaves]))
+    for k, leaf in enumerate(leaves):
+        found = {device: hashes[i, k].tobytes() for i, device in enumerate(devices)}
+        for same in _holders(leaf.array):
+            odd = _odd_ones({device: found[device] for device in same})
+            if odd:
+                rest = [device for device in same if device not in odd]
+                yield f"{leaf.name}, {leaf_text(leaf.array)}: {_names(odd)} not as on {_names(rest)}"
+
+
+def _own_copies(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """Presents each device's part as its copy of one array, so that a program can read each."""
+    parts = [shard.data for shard in array.addressable_shards]
+    shape = array.sharding.shard_shape(array.shape)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_single_device_arrays(shape, whole, parts, dtype=array.dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _hashing(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
+    """Gives the program that hashes on every device and gathers: shape (devices, leaves, 2)."""
+
+    def hashes(arrays: list[jax.Array]) -> jax.Array:
+        own = jnp.stack([bit_hash(array) for array in arrays])
+        return jnp.asarray(jax.lax.all_gather(own, _AXIS))
+
+    # Outside shard_map XLA may take one copy of a mirrored array for all of them.
+    mapped = jax.shard_map(
+        hashes, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(mapped)
+
+
+def _holders(array: jax.Array) -> list[list[jax.Device]]:
+    """Groups the devices by the part of an array that they hold."""
+    groups: dict[Any, list[jax.Device]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        part = tuple((s.start, s.stop) for s in index)
+        groups.setdefault(part, []).append(device)
+    return [sorted(group, key=_by_id) for group in groups.values()]
+
+
+def _odd_ones(found: dict[jax.Device, bytes]) -> list[jax.Device]:
+    """Gives the devices that differ from the most; of two equal halves, those without the first."""
+    usual = Counter(found.values()).most_common(1)[0][0]
+    return [device for device, value in found.items() if value != usual]
+
+
+def _names(devices: Sequence[jax.Device]) -> str:
+    several = jax.process_count() > 1
+    names = [
+        f"{device.platform}:{device.id}"
+        + (f" of process {device.process_index}" if several else "")
+        for device in devices[:8]
+    ]
+    return ", ".join(names) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
+
+
+# The finaliser of MurmurHash3 by Austin Appleby, in the public domain: every bit of the word moves
+# every bit of the result, and no two words give the same.
+_STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+_SEEDS = (0x9E3779B9, 0x7F4A7C15)
+"""Two independent lanes of 32 bits, since JAX has no 64-bit integers by default."""
+
+
+def bit_hash(array: jax.Array) -> jax.Array:
+    """Hashes the bits of an array: 0.0 and -0.0 differ, and so do two NaNs.
+
+    One changed element always changes the hash, since each is mixed one to one with its position
+    before all are added; other changes go unseen once in 2⁶⁴.
+
+    Args:
+        array: numbers or bools of any dtype and shape, but no keys.
+
+    Returns:
+        uint32 of shape (2,).
+    """
+    words = _words(array)
+    position = jax.lax.iota(jnp.uint32, math.prod(words.shape)).reshape(words.shape)
+    lanes = [_mixed(words ^ _mixed(position + np.uint32(seed))) for seed in _SEEDS]
+    return jnp.stack([jnp.sum(lane, dtype=jnp.uint32) for lane in lanes])
+
+
+def _mixed(word: jax.Array) -> jax.Array:
+    for shift, factor in _STEPS:
+        word = (word ^ (word >> shift)) * np.uint32(factor)
+    return word ^ (word >> 16)
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """Gives the bits as uint32, one word or two for each element."""
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, np.bool_):
+        return array.astype(jnp.uint32)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.stack([_words(jnp.real(array)), _words(jnp.imag(array))])
+    info: Any = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    bits = info(dtype).bits  # of a 4-bit type 4, while its itemsize is a byte
+    if bits == 64:
+        return jax.lax.bitcast_convert_type(array, jnp.uint32)
+    return jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)

@@ -1,0 +1,196 @@
+"""``CrossDeviceOps``: the interface of all-reduce algorithms, and the native one of XLA."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import DATA
+from distribute_jax._messages import leaf_text
+from distribute_jax.collectives._markers import assume_mirrored
+
+
+class CrossDeviceOps(abc.ABC):
+    """How arrays are added over the replicas; subclass it to write your own.
+
+    A subclass says how one array is added. The library does the rest around it: it converts dtypes,
+    packs small arrays, divides for a mean, and differentiates: the gradient is the same operation on
+    the upstream gradients, as in TensorFlow.
+
+    A step may change state with the result only if it is proved the same on every replica. A result
+    that comes from ``jax.lax.psum`` or ``jax.lax.all_gather`` over the whole axis is; declare any
+    other with ``dj.assume_mirrored``, and see to it that it is bitwise equal: add each element on one
+    replica and copy the sum.
+
+    Attributes:
+        num_packs: the number of long vectors that the arrays of each dtype are joined and cut into;
+            with 0 each array comes as it is.
+
+    Example:
+        >>> import distribute_jax as dj, jax
+        >>> class GatherAndAdd(dj.CrossDeviceOps):
+        ...     def all_reduce_sum(self, value, axis_name):
+        ...         return jax.lax.all_gather(value, axis_name).sum(0)
+        >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=GatherAndAdd())
+        >>> float(strategy.run(lambda: dj.get_replica_context().all_reduce("sum", 3.0)))
+        6.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/CrossDeviceOps
+    """
+
+    __module__ = "distribute_jax"
+
+    num_packs: int = 0
+    """Vectors that the arrays of each dtype are joined and cut into; 0 for none."""
+
+    @abc.abstractmethod
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        """Adds an array over the replicas, element by element; every replica gets the sum.
+
+        It is traced inside the step, on each replica alike, and may use any of JAX's collectives.
+
+        Args:
+            value: this replica's array, of any shape; a vector where arrays are packed.
+            axis_name: the mesh axis along which the replicas lie; ``jax.lax.axis_size`` tells how many.
+
+        Returns:
+            The sum, of the shape and dtype of ``value``.
+        """
+
+    def __repr__(self) -> str:
+        """Names the operation and its packs."""
+        return f"{type(self).__name__}(num_packs={self.num_packs})"
+
+
+def checked_ops(ops: Any, caller: str) -> CrossDeviceOps | None:
+    """Gives the operation of a strategy, or raises for another object."""
+    if ops is not None and not isinstance(ops, CrossDeviceOps):
+        raise ArgumentError(
+            f"{caller}(cross_device_ops={ops!r:.80}): this is no dj.CrossDeviceOps. Pass None, or an "
+            "instance such as dj.RingAllReduce()."
+        )
+    return ops
+
+
+def checked_num_packs(num_packs: object, owner: str) -> int:
+    """Refuses a number of packs that is no int of 0 or more."""
+    if isinstance(num_packs, int) and not isinstance(num_packs, bool) and num_packs >= 0:
+        return num_packs
+    raise ArgumentError(
+        f"{owner}(num_packs={num_packs!r}): num_packs must be an int, 0 or more. 0 leaves each array "
+        "as it is, 1 joins all arrays of one dtype."
+    )
+
+
+sum_p: Any = Primitive("cross_device_sum")
+"""The sum of one array over the replicas by some operation, whose trace is the parameter ``jaxpr``.
+
+Its own transpose, by definition: JAX would transpose the single sends and receives instead, which adds
+up in another order, and in a result that is not provably mirrored. ``jax.custom_vjp`` would refuse
+forward mode, and ``jax.custom_derivatives.linear_call`` cannot be vmapped.
+"""
+
+
+def sum_by(ops: CrossDeviceOps, value: jax.Array) -> jax.Array:
+    """Adds an array over the replicas with an operation, differentiably."""
+    if not value.size:
+        return assume_mirrored(value)
+    return _bind(type(ops).__name__, lambda x: ops.all_reduce_sum(x, DATA), value)
+
+
+def _bind(name: str, function: Callable[[Any], Any], value: Any) -> jax.Array:
+    jaxpr = jax.make_jaxpr(function)(value)
+    _check_result(name, jaxpr, value)
+    summed: jax.Array = sum_p.bind(value, jaxpr=jaxpr, function=function, name=name)
+    return summed
+
+
+def _check_result(name: str, jaxpr: Any, value: Any) -> None:
+    outs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
+    if [(out.shape, out.dtype) for out in outs] != [(value.shape, value.dtype)]:
+        given = ", ".join(leaf_text(out) for out in outs) or "nothing"
+        raise ArgumentError(
+            f"{name}.all_reduce_sum returned {given} for {leaf_text(value)}. A sum over "
+            "the replicas has the shape and dtype of one replica's value: return one array, and "
+            "convert it with .astype(value.dtype)."
+        )
+    if any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts):
+        raise ArgumentError(
+            f"{name}.all_reduce_sum uses a traced value from outside of it. It may only "
+            "use its arguments: compute what it needs, such as jax.lax.axis_index(axis_name), inside."
+        )
+
+
+def _run(value: Any, *, jaxpr: Any, **_: Any) -> Any:
+    (summed,) = jex_core.jaxpr_as_fun(jaxpr)(value)
+    return summed
+
+
+def _jvp(values: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    return sum_p.bind(*values, **params), sum_p.bind(*tangents, **params)
+
+
+def _transpose(cotangent: Any, value: Any, **params: Any) -> list[Any]:
+    return [cotangent if type(cotangent) is ad.Zero else sum_p.bind(cotangent, **params)]
+
+
+def _batch(
+    axis: Any, values: Any, dims: Any, *, function: Any, name: str, jaxpr: Any
+) -> tuple[Any, Any]:
+    (value,), (dim,) = values, dims
+    if axis.name == DATA:  # the replicas themselves are mapped, so this is where they are summed
+        run = functools.partial(_run, jaxpr=jaxpr)
+        every = jax.vmap(run, in_axes=dim, axis_name=DATA, axis_size=axis.size)(value)
+        return every[0], None
+    if dim is None:
+        return sum_p.bind(value, function=function, name=name, jaxpr=jaxpr), None
+    return _bind(name, jax.vmap(function, in_axes=dim, out_axes=dim), value), dim
+
+
+sum_p.def_impl(_run)
+sum_p.def_abstract_eval(lambda value, *, jaxpr, **_: jaxpr.out_avals[0])
+mlir.register_lowering(sum_p, mlir.lower_fun(_run, multiple_results=False))
+# The one kind of rule that is told which axis is mapped.
+batching.fancy_primitive_batchers[sum_p] = _batch
+ad.primitive_jvps[sum_p] = _jvp
+ad.primitive_transposes[sum_p] = _transpose
+
+
+class NcclAllReduce(CrossDeviceOps):
+    """XLA's own all-reduce, whatever the platform: NCCL on NVIDIA GPUs.
+
+    It is what a strategy uses by default, and the fastest one.
+
+    Args:
+        num_packs: with 0 and 1, XLA joins the arrays by itself, without copying them. With more, the
+            arrays of each dtype are joined and cut into that many vectors of about one length, the
+            last of which takes the remainder; XLA may join them again.
+
+    Raises:
+        ValueError: ``num_packs`` is no int of 0 or more.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.MirroredStrategy(["cpu:0"], cross_device_ops=dj.NcclAllReduce()).num_replicas_in_sync
+        1
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/NcclAllReduce
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = checked_num_packs(num_packs, "NcclAllReduce")
+
+    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
+        """See the base class."""
+        summed: jax.Array = jax.lax.psum(value, axis_name)
+        return summed

@@ -1,0 +1,428 @@
+"""Cross-entropy losses: binary, over classes with one-hot labels, and over classes with class numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from distribute_jax.losses._loss import FormulaLoss
+from distribute_jax.losses._shapes import (
+    array,
+    checked_axis,
+    clipped,
+    log_probabilities,
+    mismatch,
+    pair,
+    predictions,
+    smoothing,
+)
+
+
+def binary_crossentropy(
+    y_true: Any,
+    y_pred: Any,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
+) -> jax.Array:
+    """Gives ``-mean(y_true * log(p) + (1 - y_true) * log(1 - p))`` over an axis.
+
+    Args:
+        y_true: 0 or 1, or probabilities, shape (batch, ...).
+        y_pred: probabilities of that shape, cut to 1e-7 ... 1 - 1e-7; or logits.
+        from_logits: whether predictions are logits, of which ``p`` is the sigmoid; then no number is cut.
+        label_smoothing: 0 to 1: labels move towards 0.5 by half of it.
+        axis: the dim of the mean.
+
+    Returns:
+        Shape (batch, ...) without the axis.
+
+    Raises:
+        ValueError: the shapes do not match.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> losses = dj.losses.binary_crossentropy([[0, 1], [0, 0]], [[0.6, 0.4], [0.4, 0.6]])
+        >>> [round(loss, 3) for loss in losses.tolist()]
+        [0.916, 0.714]
+
+    Source: https://keras.io/api/losses/probabilistic_losses/
+    """
+    name = "binary_crossentropy"
+    labels, predicted = pair(name, y_true, y_pred)
+    labels = _smoothed(name, labels, label_smoothing)
+    axis = checked_axis(name, axis, predicted.ndim)
+    if from_logits:
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(predicted, labels), axis=axis)
+    return jnp.mean(_crossentropy(labels, predicted), axis=axis)
+
+
+def binary_focal_crossentropy(
+    y_true: Any,
+    y_pred: Any,
+    apply_class_balancing: bool = False,
+    alpha: float = 0.25,
+    gamma: float = 2.0,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
+) -> jax.Array:
+    """Gives ``binary_crossentropy`` with examples weighted down the better they are predicted.
+
+    Each term is multiplied by ``(1 - p_t) ** gamma``, with ``p_t`` the probability of the right answer.
+
+    Args:
+        y_true: 0 or 1, shape (batch, ...).
+        y_pred: probabilities or logits of that shape.
+        apply_class_balancing: whether ones are also multiplied by alpha, and zeros by 1 - alpha.
+        alpha: the weight of ones.
+        gamma: how strongly well predicted examples are weighted down; 0 for not at all.
+        from_logits: whether predictions are logits.
+        label_smoothing: 0 to 1: labels move towards 0.5 by half of it.
+        axis: the dim of the mean.
+    """
+    name = "binary_focal_crossentropy"
+    labels, predicted = pair(name, y_true, y_pred)
+    labels = _smoothed(name, labels, label_smoothing)
+    axis = checked_axis(name, axis, predicted.ndim)
+    if from_logits:
+        predicted = jax.nn.sigmoid(predicted)
+    right = labels * predicted + (1.0 - labels) * (1.0 - predicted)
+    losses = (1.0 - right) ** gamma * _crossentropy(labels, predicted)
+    if apply_class_balancing:
+        losses = losses * (labels * alpha + (1.0 - labels) * (1.0 - alpha))
+    return jnp.mean(losses, axis=axis)
+
+
+def _crossentropy(labels: jax.Array, probabilities: jax.Array) -> jax.Array:
+    p = clipped(probabilities)
+    return -(labels * jnp.log(p) + (1.0 - labels) * jnp.log(1.0 - p))
+
+
+def _smoothed(name: str, labels: jax.Array, label_smoothing: float) -> jax.Array:
+    amount = smoothing(name, label_smoothing)
+    return labels * (1.0 - amount) + 0.5 * amount if amount else labels
+
+
+class BinaryCrossentropy(FormulaLoss):
+    """Cross-entropy of yes and no; see ``binary_crossentropy``, and ``Loss`` for the other arguments.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> loss = dj.losses.BinaryCrossentropy(from_logits=True)
+        >>> round(float(loss(jnp.array([0, 1]), jnp.array([[0.0], [0.0]]))), 4)
+        0.6931
+    """
+
+    formula = staticmethod(binary_crossentropy)
+    _expects = "probability"
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "binary_crossentropy",
+        dtype: Any = None,
+    ) -> None:
+        """Takes what ``binary_crossentropy`` takes; see the class."""
+        super().__init__(
+            reduction,
+            name,
+            dtype,
+            from_logits=from_logits,
+            label_smoothing=smoothing("BinaryCrossentropy", label_smoothing),
+            axis=axis,
+        )
+
+
+class BinaryFocalCrossentropy(FormulaLoss):
+    """Focal cross-entropy of yes and no; see ``binary_focal_crossentropy`` and ``Loss``."""
+
+    formula = staticmethod(binary_focal_crossentropy)
+    _expects = "probability"
+
+    def __init__(
+        self,
+        apply_class_balancing: bool = False,
+        alpha: float = 0.25,
+        gamma: float = 2.0,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "binary_focal_crossentropy",
+        dtype: Any = None,
+    ) -> None:
+        """Takes what ``binary_focal_crossentropy`` takes; see the class."""
+        super().__init__(
+            reduction,
+            name,
+            dtype,
+            apply_class_balancing=apply_class_balancing,
+            alpha=alpha,
+            gamma=gamma,
+            from_logits=from_logits,
+            label_smoothing=smoothing("BinaryFocalCrossentropy", label_smoothing),
+            axis=axis,
+        )
+
+
+_ONE_HOT = (
+    "It takes one-hot labels of the shape of the predictions. Labels that are class numbers go with "
+    "dj.losses.SparseCategoricalCrossentropy, two classes with dj.losses.BinaryCrossentropy."
+)
+
+
+def categorical_crossentropy(
+    y_true: Any,
+    y_pred: Any,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
+) -> jax.Array:
+    """Gives ``-sum(y_true * log(p))`` over the classes.
+
+    Args:
+        y_true: one-hot labels, or probabilities, shape (batch, ..., classes).
+        y_pred: probabilities of that shape, divided by their sum and cut to 1e-7 ... 1 - 1e-7; or logits.
+        from_logits: whether predictions are logits, of which ``p`` is the softmax; then no number is cut.
+        label_smoothing: 0 to 1: this much of each label is spread equally over all classes.
+        axis: the dim of the classes.
+
+    Returns:
+        Shape (batch, ...) without the classes.
+
+    Raises:
+        ValueError: the shapes do not match, or labels are class numbers.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> y_true, y_pred = [[0, 1, 0], [0, 0, 1]], [[0.05, 0.95, 0.0], [0.1, 0.8, 0.1]]
+        >>> losses = dj.losses.categorical_crossentropy(y_true, y_pred)
+        >>> [round(loss, 3) for loss in losses.tolist()]
+        [0.051, 2.303]
+
+    Source: https://keras.io/api/losses/probabilistic_losses/
+    """
+    name = "categorical_crossentropy"
+    labels, predicted, axis = _one_hot(name, y_true, y_pred, label_smoothing, axis)
+    return -jnp.sum(labels * log_probabilities(predicted, axis, from_logits), axis=axis)
+
+
+def categorical_focal_crossentropy(
+    y_true: Any,
+    y_pred: Any,
+    alpha: Any = 0.25,
+    gamma: float = 2.0,
+    from_logits: bool = False,
+    label_smoothing: float = 0.0,
+    axis: int = -1,
+) -> jax.Array:
+    """Gives ``-sum(alpha * (1 - p) ** gamma * y_true * log(p))`` over the classes.
+
+    Args:
+        y_true: one-hot labels, shape (batch, ..., classes).
+        y_pred: probabilities or logits of that shape.
+        alpha: the weight of the loss, a number, or one for each class.
+        gamma: how strongly well predicted examples are weighted down; 0 for not at all.
+        from_logits: whether predictions are logits.
+        label_smoothing: 0 to 1: this much of each label is spread equally over all classes.
+        axis: the dim of the classes.
+    """
+    name = "categorical_focal_crossentropy"
+    labels, predicted, axis = _one_hot(name, y_true, y_pred, label_smoothing, axis)
+    if from_logits:
+        predicted = jax.nn.softmax(predicted, axis=axis)
+    p = clipped(predicted / jnp.sum(predicted, axis=axis, keepdims=True))
+    weights = jnp.asarray(alpha, p.dtype) * (1.0 - p) ** gamma
+    return -jnp.sum(weights * labels * jnp.log(p), axis=axis)
+
+
+def _one_hot(
+    name: str, y_true: Any, y_pred: Any, label_smoothing: float, axis: int
+) -> tuple[jax.Array, jax.Array, int]:
+    predicted = predictions(name, y_pred)
+    labels = array(name, "y_true", y_true).astype(predicted.dtype)
+    if labels.shape != predicted.shape or predicted.ndim < 2:
+        raise mismatch(name, labels.shape, predicted.shape, _ONE_HOT)
+    axis = checked_axis(name, axis, predicted.ndim)
+    amount = smoothing(name, label_smoothing)
+    if amount:
+        labels = labels * (1.0 - amount) + amount / labels.shape[axis]
+    return labels, predicted, axis
+
+
+class CategoricalCrossentropy(FormulaLoss):
+    """Cross-entropy of one-hot labels; see ``categorical_crossentropy`` and ``Loss``.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> loss = dj.losses.CategoricalCrossentropy(from_logits=True)
+        >>> round(float(loss(jnp.eye(2), jnp.zeros((2, 2)))), 4)
+        0.6931
+    """
+
+    formula = staticmethod(categorical_crossentropy)
+    _expects = "probabilities"
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "categorical_crossentropy",
+        dtype: Any = None,
+    ) -> None:
+        """Takes what ``categorical_crossentropy`` takes; see the class."""
+        super().__init__(
+            reduction,
+            name,
+            dtype,
+            from_logits=from_logits,
+            label_smoothing=smoothing("CategoricalCrossentropy", label_smoothing),
+            axis=axis,
+        )
+
+
+class CategoricalFocalCrossentropy(FormulaLoss):
+    """Focal cross-entropy of one-hot labels; see ``categorical_focal_crossentropy`` and ``Loss``."""
+
+    formula = staticmethod(categorical_focal_crossentropy)
+    _expects = "probabilities"
+
+    def __init__(
+        self,
+        alpha: Any = 0.25,
+        gamma: float = 2.0,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = "categorical_focal_crossentropy",
+        dtype: Any = None,
+    ) -> None:
+        """Takes what ``categorical_focal_crossentropy`` takes; see the class."""
+        super().__init__(
+            reduction,
+            name,
+            dtype,
+            alpha=alpha,
+            gamma=gamma,
+            from_logits=from_logits,
+            label_smoothing=smoothing("CategoricalFocalCrossentropy", label_smoothing),
+            axis=axis,
+        )
+
+
+_CLASS_NUMBERS = (
+    "It takes class numbers, of the shape of the predictions without the classes. One-hot labels go "
+    "with dj.losses.CategoricalCrossentropy."
+)
+
+
+def sparse_categorical_crossentropy(
+    y_true: Any,
+    y_pred: Any,
+    from_logits: bool = False,
+    ignore_class: int | None = None,
+    axis: int = -1,
+) -> jax.Array:
+    """Gives ``-log(p)`` of the right class.
+
+    Args:
+        y_true: class numbers, shape (batch, ...) or (batch, ..., 1).
+        y_pred: probabilities, shape (batch, ..., classes), divided by their sum and cut to 1e-7 ...
+            1 - 1e-7; or logits.
+        from_logits: whether predictions are logits, of which ``p`` is the softmax; then no number is cut.
+        ignore_class: a class number whose examples have no loss, as -1 or 255 for unknown pixels.
+        axis: the dim of the classes.
+
+    Returns:
+        Shape (batch, ...); 0 where the label is ignored; NaN where it is no class, as in TensorFlow
+        on GPUs.
+
+    Raises:
+        ValueError: the shapes do not match, or labels are one-hot.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> losses = dj.losses.sparse_categorical_crossentropy(
+        ...     [1, 2], [[0.05, 0.95, 0.0], [0.1, 0.8, 0.1]]
+        ... )
+        >>> [round(loss, 3) for loss in losses.tolist()]
+        [0.051, 2.303]
+
+    Source: https://keras.io/api/losses/probabilistic_losses/
+    """
+    name = "sparse_categorical_crossentropy"
+    predicted = predictions(name, y_pred)
+    labels = class_numbers(name, y_true, predicted, axis)
+    axis = checked_axis(name, axis, predicted.ndim)
+    counted = None if ignore_class is None else labels != ignore_class
+    if counted is not None:
+        # Before the logarithm, so that an ignored row of zeros or NaN has no gradient of NaN either.
+        predicted = jnp.where(jnp.expand_dims(counted, axis), predicted, 1.0)
+        labels = jnp.where(counted, labels, 0)
+    classes = predicted.shape[axis]
+    place = jnp.expand_dims(jnp.clip(labels, 0, classes - 1), axis)
+    logs = log_probabilities(predicted, axis, from_logits)
+    losses = -jnp.take_along_axis(logs, place, axis=axis).squeeze(axis)
+    losses = jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
+    return losses if counted is None else jnp.where(counted, losses, 0)
+
+
+def class_numbers(name: str, y_true: Any, predicted: jax.Array, axis: int) -> jax.Array:
+    """Makes integers of labels, of the shape of the predictions without the classes."""
+    labels = array(name, "y_true", y_true)
+    if predicted.ndim < 2:
+        raise mismatch(name, labels.shape, predicted.shape, _CLASS_NUMBERS)
+    axis = checked_axis(name, axis, predicted.ndim)
+    wanted = predicted.shape[:axis] + predicted.shape[axis + 1 :]
+    if labels.shape == (*wanted, 1):
+        labels = labels[..., 0]
+    if labels.shape != wanted:
+        raise mismatch(name, labels.shape, predicted.shape, _CLASS_NUMBERS)
+    return labels.astype(jnp.int32)
+
+
+class SparseCategoricalCrossentropy(FormulaLoss):
+    """Cross-entropy of class numbers; see ``sparse_categorical_crossentropy``, and ``Loss``.
+
+    With ``ignore_class`` a mean is over the losses that count, as in Keras.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> loss = dj.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+        >>> round(float(loss(jnp.array([0, 1, -1]), jnp.zeros((3, 2)))), 4)
+        0.6931
+    """
+
+    formula = staticmethod(sparse_categorical_crossentropy)
+    _expects = "probabilities"
+    ignore_class: int | None
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        ignore_class: int | None = None,
+        reduction: str | None = "sum_over_batch_size",
+        axis: int = -1,
+        name: str | None = "sparse_categorical_crossentropy",
+        dtype: Any = None,
+    ) -> None:
+        """Takes what ``sparse_categorical_crossentropy`` takes; see the class."""
+        super().__init__(
+            reduction, name, dtype, from_logits=from_logits, ignore_class=ignore_class, axis=axis
+        )
+
+    def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
+        if self.ignore_class is None:
+            return None
+        labels = jnp.asarray(y_true).reshape(losses.shape).astype(jnp.int32)
+        return labels != self.ignore_class

@@ -1,0 +1,322 @@
+"""Means: of values, of correct predictions, with a standard deviation; several metrics in one."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import promoting
+from distribute_jax.metrics._metric import Metric, as_array, check_real, taken, terms
+from distribute_jax.program import MergeRule, moments_combined, register_merge
+
+
+class Average(Metric):
+    """The mean of all values since the last reset, over all replicas.
+
+    Every value counts once, so give it one for each example: the losses rather than their mean. A
+    single number counts once for each replica; what ``compute_average_loss`` gives is only this
+    replica's part of a mean and has to be summed with ``all_reduce`` first. In a partial batch the
+    padding is left out; dim 0 of the values is the batch.
+
+    Args:
+        argname: the keyword of ``update`` that holds the values.
+
+    Attributes:
+        total: the sum of the values, times their sample weights, float32.
+        count: how many values had no sample weight, int32: at most 2³¹ - 1 between two resets.
+        weight: the sum of the sample weights of those that had one, float32.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metric = dj.metrics.Average("loss")
+        >>> metric.update(loss=jnp.array([1.0, 2.0, 6.0]))
+        >>> float(metric.compute())
+        3.0
+        >>> metric.update(loss=jnp.array([5.0, 100.0]), mask=jnp.array([True, False]))
+        >>> float(metric.compute())
+        3.5
+
+    Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
+    """
+
+    def __init__(self, argname: str = "values") -> None:
+        """Starts with nothing; see the class for the argument."""
+        self.argname = argname
+        self.total = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
+        self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
+        self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
+
+    @promoting
+    def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
+        """Adds values, inside ``run`` this replica's.
+
+        Args:
+            mask: bools, True where a value counts; dims match those of the values from the left.
+            sample_weight: how much each value counts; dims match from the left.
+            kwargs: the values under ``argname``, of any shape; other keywords are left to others.
+
+        Raises:
+            ValueError: no values, a per-replica value outside of ``run``, or shapes that do not match.
+        """
+        values = taken(self, self.argname, kwargs)
+        self._add(self.argname, values, mask, sample_weight)
+
+    def _add(self, name: str, values: Any, mask: Any, sample_weight: Any) -> None:
+        new = terms(self, name, values, mask, sample_weight)
+        self.total[...] += jnp.sum(new.values * new.weights)
+        self.count[...] += new.count
+        self.weight[...] += new.weight
+
+    @promoting
+    def compute(self) -> jax.Array:
+        """Gives the mean, a float32 scalar; NaN where nothing was added."""
+        return self.total[...] / (self.count[...] + self.weight[...])
+
+
+class Accuracy(Average):
+    """The share of examples whose class was predicted, since the last reset, over all replicas.
+
+    Args:
+        threshold: None for several classes, where the largest logit predicts. A number for two
+            classes: a logit that reaches it predicts a positive label.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metric = dj.metrics.Accuracy()
+        >>> metric.update(logits=jnp.array([[2.0, 1.0], [0.0, 3.0]]), labels=jnp.array([0, 0]))
+        >>> float(metric.compute())
+        0.5
+
+    Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
+    """
+
+    def __init__(self, threshold: float | None = None) -> None:
+        """Starts with nothing; see the class for the argument."""
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float, type(None))):
+            raise ArgumentError(
+                f"Accuracy(threshold={threshold!r}): the threshold is a number that a positive logit "
+                "reaches, as 0.5 for probabilities, or None for several classes."
+            )
+        super().__init__("values")
+        self.threshold = threshold
+
+    def update(  # type: ignore[override]  # the values are made of two arguments
+        self,
+        *,
+        logits: Any,
+        labels: Any,
+        mask: Any = None,
+        sample_weight: Any = None,
+        **_: Any,
+    ) -> None:
+        """Adds predictions, inside ``run`` this replica's.
+
+        Args:
+            logits: shape (batch, ..., classes); with a threshold that of the labels.
+            labels: the right classes, integers or bools, shape (batch, ...).
+            mask: bools, True where an example counts; dims match those of the labels from the left.
+            sample_weight: how much each example counts; dims match from the left.
+            _: keywords for other metrics.
+
+        Raises:
+            ValueError: shapes or dtypes that do not match.
+        """
+        logits = as_array(self, "logits", logits)
+        labels = as_array(self, "labels", labels)
+        check_real(self, "logits", logits)
+        self._check(logits, labels)
+        if self.threshold is not None:
+            right = (logits >= self.threshold) == (labels > 0)
+        else:
+            right = jnp.argmax(logits, axis=-1) == labels
+        self._add("labels", right, mask, sample_weight)
+
+    def _check(self, logits: jax.Array, labels: jax.Array) -> None:
+        classes = 0 if self.threshold is not None else 1
+        if logits.shape[: logits.ndim - classes] != labels.shape or logits.ndim < classes:
+            wanted = "the shape of the labels" if not classes else "one more dim, the classes"
+            raise ArgumentError(
+                f"Accuracy.update got logits of shape {logits.shape} for labels of shape "
+                f"{labels.shape}. With threshold={self.threshold} the logits have {wanted}; labels are "
+                "class numbers, not one-hot: pass jnp.argmax(labels, axis=-1)."
+            )
+        if not (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
+            raise ArgumentError(
+                f"Accuracy.update got labels of dtype {labels.dtype}. Labels are class numbers: pass "
+                "labels.astype(jnp.int32)."
+            )
+
+
+class Welford(Metric):
+    """Mean, standard deviation and standard error of all values since the last reset.
+
+    The replicas' means and squared deviations do not add up; they are merged by the rule for two
+    parts of one sample, which stays accurate in float32 where the mean is large against the
+    deviations.
+
+    Args:
+        argname: the keyword of ``update`` that holds the values.
+
+    Attributes:
+        count: how many values had no sample weight, int32: at most 2³¹ - 1 between two resets.
+        weight: the sum of the sample weights of those that had one, float32.
+        mean: the mean, float32.
+        m2: the sum of the squared deviations from the mean, float32.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metric = dj.metrics.Welford("loss")
+        >>> metric.update(loss=jnp.array([1.0, 3.0]))
+        >>> metric.update(loss=jnp.array([5.0, 7.0]), mask=jnp.array([True, False]))
+        >>> found = metric.compute()
+        >>> float(found.mean), round(float(found.standard_deviation), 3)
+        (3.0, 1.633)
+
+    Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
+    """
+
+    def __init__(self, argname: str = "values") -> None:
+        """Starts with nothing; see the class for the argument."""
+        self.argname = argname
+        self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
+        self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
+        self.mean = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
+        self.m2 = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
+
+    @promoting
+    def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
+        """Adds values, inside ``run`` this replica's.
+
+        Args:
+            mask: bools, True where a value counts; dims match those of the values from the left.
+            sample_weight: how often each value counts; dims match from the left.
+            kwargs: the values under ``argname``, of any shape; other keywords are left to others.
+
+        Raises:
+            ValueError: no values, a per-replica value outside of ``run``, or shapes that do not match.
+        """
+        values = taken(self, self.argname, kwargs)
+        new = terms(self, self.argname, values, mask, sample_weight)
+        old_size = self.count[...] + self.weight[...]
+        self.count[...] += new.count
+        self.weight[...] += new.weight
+        size, total = new.count + new.weight, self.count[...] + self.weight[...]
+        # An empty share adds nothing, and must not divide by nothing.
+        mean = jnp.sum(new.values * new.weights) / jnp.where(size > 0, size, 1)
+        m2 = jnp.sum(new.weights * (new.values - mean) ** 2)
+        share = size / jnp.where(total > 0, total, 1)
+        apart = mean - self.mean[...]
+        self.mean[...] += apart * share
+        self.m2[...] += m2 + apart**2 * old_size * share
+
+    @promoting
+    def compute(self) -> Any:
+        """Gives ``nnx.metrics.Statistics``; the deviation and the error are NaN without values."""
+        size = self.count[...] + self.weight[...]
+        deviation = jnp.sqrt(self.m2[...] / size)
+        return nnx.metrics.Statistics(
+            mean=jnp.copy(self.mean[...]),  # the next step takes the memory of the metric itself
+            standard_error_of_mean=deviation / jnp.sqrt(size),
+            standard_deviation=deviation,
+        )
+
+
+register_merge(Welford, MergeRule(("count", "weight", "mean", "m2"), moments_combined))
+
+
+_RESERVED = frozenset({"compute", "reset", "split", "update"})
+
+
+class MultiMetric(Metric):
+    """Several metrics, each under a name, which are updated, computed and reset together.
+
+    Args:
+        metrics: the metrics by name, of this package, of ``flax.nnx.metrics`` or your own.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metrics = dj.metrics.MultiMetric(
+        ...     accuracy=dj.metrics.Accuracy(), loss=dj.metrics.Average("loss")
+        ... )
+        >>> metrics.update(
+        ...     logits=jnp.array([[2.0, 1.0]]), labels=jnp.array([0]), loss=jnp.array([0.5])
+        ... )
+        >>> {name: float(value) for name, value in metrics.compute().items()}
+        {'accuracy': 1.0, 'loss': 0.5}
+
+    Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
+    """
+
+    def __init__(self, **metrics: nnx.metrics.Metric) -> None:
+        """Takes the metrics; see the class."""
+        bad = sorted(_RESERVED & set(metrics))
+        if bad:
+            raise ArgumentError(
+                f"MultiMetric got metrics named {', '.join(bad)}, which are its own methods. Give "
+                "them other names."
+            )
+        self.names = tuple(metrics)
+        for name, metric in metrics.items():
+            if not isinstance(metric, nnx.metrics.Metric):
+                raise ArgumentError(
+                    f"MultiMetric got {name}={metric!r:.60}, which is no metric. Pass an instance, as "
+                    f"{name}=dj.metrics.Average('{name}')."
+                )
+            setattr(self, name, metric)
+
+    def reset(self) -> None:
+        """Resets every metric."""
+        for name in self.names:
+            getattr(self, name).reset()
+
+    def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
+        """Updates every metric with the same keywords, of which each takes what it knows.
+
+        Args:
+            mask: for all metrics, or a dict with the mask of some by name.
+            sample_weight: for all metrics, or a dict with the weights of some by name.
+            kwargs: what the metrics are made of.
+
+        Raises:
+            ValueError: a metric has no such keyword, or cannot take a mask or weights.
+        """
+        for name in self.names:
+            metric = getattr(self, name)
+            more = {"mask": self._for(name, mask), "sample_weight": self._for(name, sample_weight)}
+            given = {key: value for key, value in more.items() if value is not None}
+            _check_takes(name, metric, given)
+            metric.update(**kwargs, **given)
+
+    def _for(self, name: str, value: Any) -> Any:
+        """Gives the part of a mask or of weights that is meant for one metric."""
+        if not isinstance(value, dict):
+            return value
+        unknown = sorted(set(value) - set(self.names))
+        if unknown:
+            raise ArgumentError(
+                f"MultiMetric.update got a mask or weights for {', '.join(unknown)}. It has the "
+                f"metrics {', '.join(self.names)}."
+            )
+        return value.get(name)
+
+    def compute(self) -> dict[str, Any]:
+        """Gives the value of every metric by name."""
+        return {name: getattr(self, name).compute() for name in self.names}
+
+
+def _check_takes(name: str, metric: Any, given: dict[str, Any]) -> None:
+    """Refuses a mask or weights that a metric would leave unread among its other keywords."""
+    known = inspect.signature(metric.update).parameters
+    # A MultiMetric of Flax hands everything on.
+    ignored = [key for key in given if key not in known]
+    if ignored and not isinstance(metric, nnx.MultiMetric):
+        raise ArgumentError(
+            f"MultiMetric.update got {' and '.join(ignored)}, which {name} "
+            f"({type(metric).__name__}) does not take. Use the metric of dj.metrics, or pass a dict "
+            "by the names of those that do."
+        )

@@ -1,0 +1,169 @@
+"""Connects the processes of a job: cluster and options, rendezvous, JAX, and the watchdog."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
+
+import jax
+
+from distribute_jax._errors import BackendStartedError, ClusterError, DeadlineExceededError
+from distribute_jax._jax_private import backend_is_started, coordination_client
+from distribute_jax.cluster_resolver import ClusterResolver
+from distribute_jax.cluster_resolver._launched import JOB
+from distribute_jax.processes._divergence import Store
+from distribute_jax.processes._job import ClusterOptions, Job, Member, job, set_job
+from distribute_jax.processes._liveness import whereabouts
+from distribute_jax.processes._preemption import end_told
+from distribute_jax.processes._rendezvous import Presence, answer_roll, bound, call_roll
+from distribute_jax.processes._signals import listen
+from distribute_jax.processes._status import pulse
+from distribute_jax.processes._watchdog import End, Watchdog
+
+_LOG = logging.getLogger("distribute_jax")
+_SAME_VERSIONS = ("jax", "jaxlib", "flax")
+_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
+_COLLECTIVE_FLAGS = (
+    "--xla_cpu_collective_timeout_seconds",
+    "--xla_gpu_nccl_termination_timeout_seconds",
+)
+
+
+def start(
+    resolver: ClusterResolver, options: ClusterOptions, collective_seconds: float, caller: str
+) -> Job | None:
+    """Connects this process with the others of its job, once.
+
+    Args:
+        resolver: who the processes are.
+        options: how long they wait for each other.
+        collective_seconds: after how long a collective between processes fails.
+        caller: what the user called.
+
+    Returns:
+        The job; None where there is no other process.
+
+    Raises:
+        BackendStartedError: JAX has begun to use this process's devices alone.
+        ClusterError: the processes cannot meet, or differ.
+        DeadlineExceededError: a process has not come in time.
+    """
+    count, index = resolver.num_processes, resolver.process_id
+    if jax.distributed.is_initialized():
+        return _already_started(count, index, options, caller)
+    if count == 1:
+        _LOG.info("%s: one process, its local devices only.", caller)
+        return None
+    if backend_is_started():
+        raise BackendStartedError(_TOO_LATE.format(caller=caller, count=count))
+    _limit_collectives(collective_seconds)
+    address = resolver.coordinator_address
+    members: list[Member] = []
+    bind = None
+    if address is not None:
+        members, bind = _meet(address, index, count, options)
+    local = resolver.local_process_id if _shares_devices(members, index) else None
+    _connect(resolver, address, bind, local, options, caller)
+    return _watched(Job(index, count, options, Store(coordination_client()), members))
+
+
+def _meet(
+    address: str, index: int, count: int, options: ClusterOptions
+) -> tuple[list[Member], str | None]:
+    mine = Presence(index, _facts(count), os.environ.get(JOB, ""))
+    if index:
+        return answer_roll(address, mine, count, options.start_seconds), None
+    listener, bind = bound(address)
+    return call_roll(listener, mine, count, options.start_seconds), bind
+
+
+def _facts(count: int) -> dict[str, str]:
+    """Gives what has to be the same on all processes and is known before JAX starts."""
+    flags = _COUNT_FLAG.sub("", os.environ.get("XLA_FLAGS", "")).split()
+    return {
+        "number of processes": str(count),
+        **{f"version of {name}": version(name) for name in _SAME_VERSIONS},
+        "XLA_FLAGS": " ".join(sorted(flags)),
+    }
+
+
+def _connect(
+    resolver: ClusterResolver,
+    address: str | None,
+    bind: str | None,
+    local: int | None,
+    options: ClusterOptions,
+    caller: str,
+) -> None:
+    method = resolver.detection_method if address is None else "deactivate"
+    # Whoever is told to end is to end, or to save first: this library sees to it.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=address,
+            num_processes=resolver.num_processes,
+            process_id=resolver.process_id,
+            local_device_ids=local,
+            cluster_detection_method=method,
+            coordinator_bind_address=bind,
+            initialization_timeout=max(int(options.start_seconds), 1),
+            heartbeat_timeout_seconds=options.heartbeat_seconds,
+            shutdown_timeout_seconds=options.shutdown_seconds,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error).split("\n", 1)[0]
+        kind = DeadlineExceededError if "DEADLINE_EXCEEDED" in text else ClusterError
+        raise kind(
+            f"{caller}: jax.distributed could not connect process {resolver.process_id} of "
+            f"{resolver.num_processes} at {address}: {text}\nLook at the output of the other processes, "
+            "and run `distribute-jax doctor` on each machine."
+        ) from error
+
+
+def _shares_devices(members: Sequence[Member], index: int) -> bool:
+    """Tells whether the processes of a machine have to divide its accelerators, one for each."""
+    if os.environ.get("JAX_PLATFORMS", "") == "cpu":
+        return False  # each process simulates as many devices as it wants
+    # Where nobody knows the others, JAX's own detection does the same.
+    return not members or [m.host for m in members].count(members[index].host) > 1
+
+
+def _watched(new: Job) -> Job:
+    new.whereabouts = partial(whereabouts, new)
+    set_job(new)
+    pulse().watched = True
+    watchdog = Watchdog(new, pulse())
+    End(new, watchdog)
+    listen(lambda: end_told(new, "SIGTERM: this process was told to end."))
+    watchdog.start()
+    return new
+
+
+def _already_started(count: int, index: int, options: ClusterOptions, caller: str) -> Job | None:
+    if (count, index) != (jax.process_count(), jax.process_index()):
+        raise ClusterError(
+            f"{caller}: this is to be process {index} of {count}, but jax.distributed is started already, "
+            f"and this is process {jax.process_index()} of {jax.process_count()}. Make the first strategy "
+            "with the same cluster, or leave the start to this library."
+        )
+    if count == 1 or job() is not None:
+        return job()
+    return _watched(Job(index, count, options, Store(coordination_client())))
+
+
+def _limit_collectives(seconds: float) -> None:
+    """Lets a collective between processes fail with an exception, where it would wait for ever."""
+    given = os.environ.get("XLA_FLAGS", "")
+    new = [f"{flag}={max(round(seconds), 1)}" for flag in _COLLECTIVE_FLAGS if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()
+
+
+_TOO_LATE = (
+    "{caller}: this is one of {count} processes, but JAX has already started its devices in this process "
+    "alone. Make the strategy before anything else that computes: before any array, nnx.Rngs, jax.devices() "
+    "or jax.local_devices()."
+)

@@ -1,0 +1,354 @@
+"""Checks that all processes of a job run the same step with the same host values and state.
+
+Programs that differ would hang, or run to the end with different numbers: XLA compares nothing. So a step is
+compared as a whole before its first run. What may change from one call to the next is logged, and the logs
+are compared in the background: which program runs, the host values that are passed, and what the user has
+written into variables since the last step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import operator
+import os
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from distribute_jax._errors import ProcessesDifferError
+from distribute_jax._jax_private import read_raw, write_raw
+from distribute_jax._mesh import is_local, mirrored_sharding, put
+from distribute_jax._messages import is_key
+from distribute_jax._user_frames import warn_user
+from distribute_jax._values import PerReplica
+from distribute_jax.processes import Job, is_chief, job
+from distribute_jax.program._aggregation import keeps_own_values
+from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._call import Entry
+from distribute_jax.program._program import Program
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_MOST_BYTES = 1 << 20
+_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+
+def check_same_program(step: str, program: Program, arguments: Arguments, mesh: Mesh) -> str:
+    """Raises on every process where they are about to run different steps.
+
+    Args:
+        step: the name of the step.
+        program: what this process has compiled.
+        arguments: what it passes; host values of up to 1 MiB are compared too.
+        mesh: the strategy's.
+
+    Returns:
+        The fingerprint of the program; empty where this process is alone.
+
+    Raises:
+        ProcessesDifferError: naming who differs and in what.
+        DeadlineExceededError: a process has not come to any step.
+    """
+    found = job()
+    if found is None or is_local(mesh):
+        return ""
+    text = _text_of(program)
+    said = found.exchange("the next step to compile", json.dumps(_facts(step, text, arguments)))
+    facts: list[dict[str, str]] = [json.loads(one) for one in said]
+    lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]
+    if not lines:
+        return facts[0]["program"]
+    if any("program" in line for line in lines):
+        lines += _first_difference(found, text)
+    raise ProcessesDifferError(
+        "The processes are about to run different steps together:\n" + "\n".join(lines[:12]) + "\n"
+        "Every process runs the same program on batches of the same shapes. Look for what depends on the "
+        "process: its arguments, its data, a seed, the time, the order of a set."
+    )
+
+
+def _facts(step: str, text: str, arguments: Arguments) -> dict[str, str]:
+    flags = _COUNT_FLAG.sub("", os.environ.get("XLA_FLAGS", "")).split()
+    return {
+        "step": step,
+        "shapes of the data": ", ".join(map(_shape, arguments.data)),
+        "values passed": _digest(arguments.data),
+        "XLA_FLAGS": " ".join(sorted(flags)),
+        "program": hashlib.sha256(text.encode()).hexdigest()[:12],
+    }
+
+
+def _text_of(program: Program) -> str:
+    text = str(program.traced.jaxpr)
+    small = [np.asarray(c).tobytes() for c in program.traced.jaxpr.consts if not is_key(c)]
+    return _ADDRESS.sub("", f"{text}\nconstants {hashlib.sha256(b''.join(small)).hexdigest()[:12]}")
+
+
+def _shape(value: Any) -> str:
+    array = value.global_array if isinstance(value, PerReplica) else value
+    aval = jax.typeof(array)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _digest(data: Sequence[Any]) -> str:
+    """Gives a digest of the values that go whole to each replica, which have to be equal."""
+    total = hashlib.sha256()
+    for value in data:
+        if isinstance(value, PerReplica) or is_key(value):
+            continue
+        mine = value.addressable_data(0) if isinstance(value, jax.Array) else value
+        host = np.asarray(mine)
+        if host.nbytes <= _MOST_BYTES:
+            total.update(host.tobytes())
+    return total.hexdigest()[:12]
+
+
+def _differences(key: str, values: Sequence[str]) -> list[str]:
+    if len(set(values)) == 1:
+        return []
+    others = [i for i, value in enumerate(values) if value != values[0]]
+    return [f"  {key}: {values[0]} on process 0, {values[i]} on process {i}" for i in others[:3]]
+
+
+def _first_difference(found: Job, text: str) -> list[str]:
+    """Gives the first line of the program that is not the same on all processes."""
+    short = text if len(text) < _MOST_BYTES else text[:_MOST_BYTES]
+    lines = [one.split("\n") for one in found.exchange("the text of a step", short)]
+    for number in range(max(map(len, lines))):
+        here = [one[number].strip() if number < len(one) else "(ended)" for one in lines]
+        if len(set(here)) > 1:
+            other = next(i for i, line in enumerate(here) if line != here[0])
+            return [
+                f"  line {number + 1} of the program, on process 0: {here[0][:160]}",
+                f"  line {number + 1} of the program, on process {other}: {here[other][:160]}",
+            ]
+    return []
+
+
+_SMALL = 1 << 12
+"""Bytes of state that are compared at each write of the user's; more at the first, second, fourth, ..."""
+
+_HOST = 1 << 20
+"""Bytes of a host value that are compared."""
+
+_MOST_NAMED = 8
+
+
+class Made:
+    """The arrays that steps have left, which need no comparison: known as long as they live."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, weakref.ref[Any]] = {}
+        self._enough = 1024
+
+    def add(self, arrays: Sequence[Any]) -> None:
+        """Adds what a step has left."""
+        for array in arrays:
+            # A variable may hold a plain number of the user's, which is compared each time.
+            if isinstance(array, jax.Array):
+                self._arrays[id(array)] = weakref.ref(array)
+        if len(self._arrays) > self._enough:
+            self._arrays = {i: ref for i, ref in self._arrays.items() if ref() is not None}
+            self._enough = max(1024, 2 * len(self._arrays))
+
+    def __contains__(self, array: Any) -> bool:
+        """Tells whether a step has left it."""
+        ref = self._arrays.get(id(array))
+        return ref is not None and ref() is array
+
+
+_made = Made()
+
+
+class Calls:
+    """The calls of one step, as they are noted.
+
+    Args:
+        entry: the step.
+        fingerprint: of its program.
+    """
+
+    def __init__(self, entry: Entry, fingerprint: str) -> None:
+        program, binding = entry.program, entry.binding
+        starts = program.traced.input_starts
+        self._names = [program.traced.input_names[i] for i in program.order]
+        own = [
+            keeps_own_values(binding.variables[i])
+            for i in (*program.written, *program.kept)
+            for _ in range(starts[i], starts[i + 1])
+        ]
+        self._compared = [i for i, is_own in enumerate(own) if not is_own]
+        self._state = len(own)
+        self._first_data = len(own) + len(program.arrays)
+        self._what = f"runs {entry.step}"
+        self._fingerprint = fingerprint
+        self._written_large = 0
+
+    def note(
+        self, found: Job, left: Sequence[Any], flat: Sequence[Any], data: Sequence[Any], steps: int
+    ) -> None:
+        """Notes a call before it runs; see ``note_call``."""
+        said = [
+            f"{self._names[self._first_data + place]} = {_text(value)}"
+            for place, value in enumerate(data)
+            if not isinstance(value, (PerReplica, jax.Array))
+        ]
+        if len(left) != self._state or any(map(operator.is_not, flat, left)):
+            said += self._written(flat)
+        times = f" {steps} times" if steps > 1 else ""
+        shown = f" with {', '.join(said[:_MOST_NAMED])}" if said else ""
+        rest = "\n".join(said[_MOST_NAMED:])
+        found.course.note(f"{self._what}{times}{shown}", f"{self._fingerprint}{rest}".encode())
+
+    def _written(self, flat: Sequence[Any]) -> list[str]:
+        """Gives the state that no step has left: the user has written it."""
+        new = [i for i in self._compared if flat[i] not in _made and _is_whole(flat[i])]
+        small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _SMALL]
+        if len(small) < len(new):
+            self._written_large += 1
+            if self._written_large & (self._written_large - 1):
+                new = small
+        return [f"{self._names[i]} = {_text(flat[i])}, written between steps" for i in new]
+
+
+def note_call(
+    entry: Entry, flat: Sequence[Any], data: Sequence[Any], mesh: Mesh, steps: int = 1
+) -> None:
+    """Notes a call of a step, before it runs.
+
+    Args:
+        entry: the step.
+        flat: its inputs; the state stands first.
+        data: its arguments: arrays, numbers and per-replica values.
+        mesh: the strategy's.
+        steps: how many steps the call runs.
+
+    Raises:
+        ProcessesDifferError: the processes have parted before.
+    """
+    found = job()
+    if found is not None and entry.calls is not None and not is_local(mesh):
+        entry.calls.note(found, entry.left, flat, data, steps)
+
+
+def note_made(entry: Entry, results: Sequence[Any], mesh: Mesh) -> None:
+    """Remembers what a step has left: its state and its results."""
+    if job() is not None and not is_local(mesh):
+        _made.add([*entry.left, *results])
+
+
+def _is_whole(value: Any) -> bool:
+    """Tells whether every process has the whole of a value, and not a part of it."""
+    return not isinstance(value, jax.Array) or value.is_fully_replicated
+
+
+def _text(value: Any) -> str:
+    """Gives a number as it is, and a digest of anything longer."""
+    if isinstance(value, jax.Array):
+        value = value.addressable_data(0)
+        value = jax.random.key_data(value) if is_key(value) else value
+    host = np.asarray(value)
+    if host.size == 1:
+        return f"{host.item()!r}"
+    part = host if host.nbytes <= _HOST else host.reshape(-1)[: _HOST // host.itemsize]
+    digest = hashlib.blake2b(np.ascontiguousarray(part).tobytes(), digest_size=6).hexdigest()
+    return f"{host.dtype}{list(host.shape)} {digest}"
+
+
+def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
+    """Gives mirrored variables the values that process 0 has where they differ, with one warning.
+
+    Two processes that seed differently build arrays that JAX takes for equal. Components that the
+    replicas keep for themselves may differ, and what is divided among the replicas was compared before it
+    was divided, or has no other copy. It is done each time that objects are bound to a step, since
+    every process has to know, without talking, that the others do it too.
+    """
+    found = job()
+    if found is None or is_local(mesh):
+        return
+    new = [
+        (variable, name)
+        for variable, name in zip(binding.variables, binding.names, strict=True)
+        if not keeps_own_values(variable) and not _is_divided(variable)
+    ]
+    leaves = [jax.tree.leaves(raw) for raw in read_raw(variable for variable, _ in new)]
+    digests = [
+        f"{name} {_kind(of_variable)} {_digest_of_leaves(of_variable)}"
+        for (_, name), of_variable in zip(new, leaves, strict=True)
+    ]
+    differing = _differing(found, digests, f"the first run of step {step}")
+    if differing:
+        _take_over([new[i][0] for i in differing], mesh)
+        if is_chief():
+            warn_user(_DIFFER.format(n=len(differing), name=new[differing[0]][1]))
+
+
+def _is_divided(variable: nnx.Variable[Any]) -> bool:
+    leaves = jax.tree.leaves(variable.get_raw_value())
+    return any(isinstance(x, jax.Array) and not x.sharding.is_fully_replicated for x in leaves)
+
+
+def _differing(found: Job, digests: list[str], place: str) -> list[int]:
+    total = hashlib.sha256("".join(digests).encode()).hexdigest()
+    if len(set(found.exchange("initial values", total, place=place))) == 1:
+        return []
+    said = [json.loads(one) for one in found.exchange("each initial value", json.dumps(digests))]
+    _check_same_variables(said)
+    return [i for i, of_variable in enumerate(zip(*said, strict=True)) if len(set(of_variable)) > 1]
+
+
+def _check_same_variables(said: list[list[str]]) -> None:
+    """Refuses models that differ in more than their values: their arrays could not even be sent."""
+    for process, theirs in enumerate(said):
+        for first, other in itertools.zip_longest(said[0], theirs, fillvalue="nothing "):
+            if first.rpartition(" ")[0] != other.rpartition(" ")[0]:
+                raise ProcessesDifferError(
+                    "The processes of the job run a step with different variables:\n"
+                    f"  {first.rpartition(' ')[0]} on process 0\n"
+                    f"  {other.rpartition(' ')[0]} on process {process}\n"
+                    "Build the same model and optimizer in every process."
+                )
+
+
+def _kind(leaves: list[Any]) -> str:
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+
+
+def _digest_of_leaves(leaves: list[Any]) -> str:
+    total = hashlib.sha256()
+    for leaf in leaves:
+        total.update(_on_host(leaf).tobytes())
+    return total.hexdigest()
+
+
+def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
+    mine = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+    return np.asarray(jax.random.key_data(mine) if is_key(mine) else mine)
+
+
+def _take_over(variables: list[nnx.Variable[Any]], mesh: Mesh) -> None:
+    to = mirrored_sharding(mesh)
+
+    def take(leaf: Any) -> Any:
+        value = jnp.asarray(np.asarray(multihost_utils.broadcast_one_to_all(_on_host(leaf))))
+        if is_key(leaf):
+            return put(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)), to)
+        return put(value, to)
+
+    raws = read_raw(variables)
+    write_raw(variables, [jax.tree.map(take, raw) for raw in raws])
+
+
+_DIFFER = """\
+{n} variables did not have the same values on all processes, the first of them {name}. They now have \
+those of process 0. Give every process the same seed, for example nnx.Rngs(0)."""

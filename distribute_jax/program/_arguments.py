@@ -1,0 +1,319 @@
+"""The arguments of one call: what is split, what is traced, what is static, what is bound."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._jax_private import ARRAY, trace_settings
+from distribute_jax._messages import leaf_text, listed, path_text
+from distribute_jax._padding import rows_to_joined, uneven_to_joined
+from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
+
+_STATIC = (bool, str, bytes, enum.Enum, np.dtype, type)
+_NUMBERS = (int, float, complex)
+
+
+# Whatever else might be a pytree: only these leaf types skip the flattening.
+_FLAT = (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
+_MOST_TYPES = 1024
+_PLAIN = frozenset({PerReplica, ARRAY})
+
+
+class _ByType(dict[type, bool]):
+    """Whether values are of some types, remembered by their type: Flax and JAX look at them for long."""
+
+    def __init__(self, *types: type) -> None:
+        self._types = types
+
+    def of(self, value: Any) -> bool:
+        """Whether a value is of one of the types."""
+        known = self.get(type(value))
+        if known is None:
+            known = isinstance(value, self._types)
+            if not isinstance(value, jax.core.Tracer):  # they say themselves what they are
+                if len(self) >= _MOST_TYPES:
+                    self.clear()
+                self[type(value)] = known
+        return known
+
+
+_is_flat = _ByType(*_FLAT).of
+_stops = _ByType(PerReplica, nnx.Pytree, nnx.Variable).of
+"""Whether a value counts as one leaf although it is a pytree."""
+
+
+@dataclass(slots=True, eq=False)
+class Arguments:
+    """One call's arguments, taken apart."""
+
+    treedef: Any
+    """The structure of ``(args, kwargs)``."""
+    signature: tuple[Any, ...]
+    """Equal for calls that the same program can serve."""
+    data: list[Any]
+    """Arrays, numbers and ``PerReplica``s, in order: the inputs of the program."""
+    kinds: list[str]
+    """For each leaf: ``data``, ``static`` or ``bound``."""
+    leaves: list[Any]
+    """Every leaf, in order."""
+    bound: list[Any]
+    """Leaves that are walked: modules, variables, objects."""
+    counts: tuple[int, ...] | None
+    """Real examples of each replica, where a padded batch is among the arguments."""
+    has_batch: bool
+    """Whether a distributed batch is among the arguments."""
+    batches: int
+    """How many of the leaves are ``PerReplica``s."""
+
+    @staticmethod
+    def with_data(old: Arguments, data: list[Any]) -> Arguments:
+        """Gives the same arguments with other data; the batch is taken from the data."""
+        joined = [v for v in data if isinstance(v, PerReplica) and v.layout is Layout.JOINED]
+        counts = joined[0].counts if joined else None
+        return replace(old, data=data, counts=counts)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of every leaf, as the user passed it."""
+        tree = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
+        return [argument_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
+    """Sorts the leaves of the arguments by what ``run`` does with them."""
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        # Nothing to flatten: most steps take batches and arrays only.
+        leaves, treedef, plain = list(args), _flat_treedef(len(args)), True
+    else:
+        leaves, treedef = _flattened(args, kwargs)
+        plain = _PLAIN.issuperset(map(type, leaves))
+    signature: list[Any] = [treedef, trace_settings()]
+    bound: list[Any] = []
+    if plain:
+        batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
+        joined = [batch for batch in batches if batch.layout is Layout.JOINED]
+        if len(joined) < len(batches) and any(map(_has_padded_rows, batches)):
+            leaves = [_as_batch(leaf) if type(leaf) is PerReplica else leaf for leaf in leaves]
+            batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
+        signature += [
+            _batch_signature(leaf, mesh)
+            if type(leaf) is PerReplica
+            else (aval.shape, aval.dtype, aval.weak_type)
+            if (aval := leaf.aval).shape
+            else _scalar_signature(aval)
+            for leaf in leaves
+        ]
+        kinds, data = ["data"] * len(leaves), leaves
+    else:
+        data, kinds, bound, batches = _sorted_leaves(leaves, signature, mesh)
+    joined = [b for b in batches if b.layout is Layout.JOINED]
+    counts = _common_counts(joined, leaves, treedef) if joined else None
+    return Arguments(
+        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches)
+    )
+
+
+def _sorted_leaves(
+    leaves: list[Any], signature: list[Any], mesh: Mesh
+) -> tuple[list[Any], list[str], list[Any], list[PerReplica]]:
+    """Returns data, kinds, bound leaves and batches, and adds each leaf to the signature."""
+    data: list[Any] = []
+    kinds: list[str] = []
+    bound: list[Any] = []
+    batches: list[PerReplica] = []
+    for index, leaf in enumerate(leaves):
+        kind = "data"
+        if type(leaf) is ARRAY:
+            signature.append(_array_signature(leaf.aval))
+        elif type(leaf) is PerReplica or isinstance(leaf, PerReplica):
+            leaf = leaves[index] = _as_batch(leaf)
+            signature.append(_batch_signature(leaf, mesh))
+            batches.append(leaf)
+        elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            if not isinstance(leaf, jax.Array):
+                _check_array(leaf)
+            signature.append(_array_signature(leaf))
+        elif isinstance(leaf, _STATIC):
+            signature.append((type(leaf), leaf))
+            kind = "static"
+        elif isinstance(leaf, _NUMBERS):
+            _check_fits(leaf)
+            signature.append(type(leaf))
+        else:
+            signature.append("bound")
+            kind = "bound"
+            bound.append(leaf)
+        kinds.append(kind)
+        if kind == "data":
+            data.append(leaf)
+    return data, kinds, bound, batches
+
+
+def _has_padded_rows(value: PerReplica) -> bool:
+    """Whether a value is what a step returned for a partial batch, of which some rows may be padding."""
+    cut = value.counts is not None or value.ambiguous is not None
+    return cut and value.layout is Layout.STACKED
+
+
+def _as_batch(value: PerReplica) -> PerReplica:
+    """Joins values of different lengths, and rows that a step returned for a partial batch, to a batch."""
+    if isinstance(value, UnevenPerReplica):
+        return uneven_to_joined(value.parts, value.mesh)
+    if not _has_padded_rows(value):
+        return value
+    value.check_rows_known()
+    return rows_to_joined(value)
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    if not kwargs and all(map(_is_flat, args)):
+        return list(args), _flat_treedef(len(args))
+    return jax.tree.flatten((args, kwargs), is_leaf=_stops)
+
+
+def _array_signature(array: Any) -> Any:
+    shape = array.shape
+    if not shape:
+        return _scalar_signature(array)
+    return shape, array.dtype, getattr(array, "weak_type", False)
+
+
+def _scalar_signature(array: Any) -> Any:
+    """Gives a number that a step returned the signature of the number it was.
+
+    The ``step`` of a new ``TrainState`` is 0, and an array from then on: that is no other program.
+    """
+    config: Any = jax.config
+    if not getattr(array, "weak_type", False):
+        return ((), array.dtype)
+    whole = array.dtype.itemsize == (8 if config.jax_enable_x64 else 4)
+    return {"i": int, "f": float}.get(array.dtype.kind if whole else "", ((), array.dtype))
+
+
+def _check_fits(number: Any) -> None:
+    """Refuses an int that JAX cannot hold at its present precision."""
+    config: Any = jax.config
+    bits = 64 if config.jax_enable_x64 else 32
+    if isinstance(number, int) and not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise ArgumentError(
+            f"strategy.run got the int {number}, which does not fit int{bits}. Pass a float, turn on "
+            'jax.config.update("jax_enable_x64", True), or bind it with functools.partial if Python '
+            "needs it."
+        )
+
+
+def _check_array(array: Any) -> None:
+    """Refuses a NumPy array that a device cannot hold, or only with other numbers."""
+    config: Any = jax.config
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
+            "Devices know no masks: pass array.filled(0) and np.ma.getmaskarray(array) as two arguments."
+        )
+    unheld = array.dtype.kind in "OSUMm" or array.dtype.name.startswith("float6_")
+    if unheld or array.dtype.names is not None:
+        raise ArgumentError(
+            f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers: "
+            "encode other values as integers, or bind them with functools.partial."
+        )
+    wide = array.dtype.kind in "iu" and array.dtype.itemsize == 8 and not config.jax_enable_x64
+    if wide and array.size:
+        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ArgumentError(
+                f"strategy.run got {leaf_text(array)} with numbers that do not fit 32 bits. Pass "
+                'floats, or turn on jax.config.update("jax_enable_x64", True).'
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _flat_treedef(count: int) -> Any:
+    return jax.tree.structure(((0,) * count, {}))
+
+
+def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:
+    if value.mesh is not mesh and value.mesh != mesh:
+        raise ArgumentError(
+            f"strategy.run got a PerReplica made for the devices {value.mesh.devices.tolist()}, but "
+            f"this strategy's are {mesh.devices.tolist()}. Distribute the data with the strategy "
+            "that runs the step: strategy.distribute_dataset(dataset)."
+        )
+    aval = value.global_array.aval
+    return value.layout, aval.shape, aval.dtype, aval.weak_type, value.counts is None
+
+
+def _common_counts(joined: list[PerReplica], leaves: list[Any], treedef: Any) -> Any:
+    counts = {value.counts for value in joined}
+    if len(counts) == 1:
+        return counts.pop()
+    full = [value for value in joined if value.counts is None]
+    known = counts - {None}
+    if len(known) == 1 and not full:
+        return known.pop()
+    named = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(treedef, leaves), is_leaf=_stops)
+    lines = [
+        f"{argument_name(path)}: {leaf.counts or 'all real'} of {leaf.part_shape[:1]}"
+        for path, leaf in named
+        if isinstance(leaf, PerReplica)
+    ]
+    raise ArgumentError(
+        "strategy.run got batches with different numbers of real examples on the replicas:\n"
+        f"{listed(lines)}\nAll batches of one call share one mask. Put the leaves that belong "
+        "together into one dataset element, or run them in separate calls."
+    )
+
+
+def argument_name(path: Any) -> str:
+    """Names a leaf of ``(args, kwargs)`` as the user passed it."""
+    if path and getattr(path[0], "idx", None) == 1:
+        return path_text(path[1:], "kwargs")
+    return path_text(path[1:], "args")
+
+
+def _brief(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, PerReplica) else leaf_text(value)
+
+
+def check_function(fn: Any) -> None:
+    """Refuses what cannot be a step of one replica."""
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        kind = "an async function" if callable(fn) else leaf_text(fn)
+        raise ArgumentError(
+            f"strategy.run(fn={kind}): fn is a plain function, which is traced once. Pass the function "
+            "itself, and its arguments in args: strategy.run(step, args=(x, y))."
+        )
+
+
+def check_call(args: Any, kwargs: Any, fn: Any = None, call: str = "strategy.run(fn") -> None:
+    """Refuses arguments of the wrong container, and what is to be called where it cannot be.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments, or None.
+        fn: what is to be called; None where that was seen to already.
+        call: how the user's call begins, for the message.
+    """
+    if fn is not None and not callable(fn):
+        raise ArgumentError(
+            f"{call}={_brief(fn)}): fn must be a function. Pass the function itself, not its result."
+        )
+    if not isinstance(args, (list, tuple)):
+        raise ArgumentError(
+            f"{call}, args={_brief(args)}): args must be a list or tuple of positional "
+            "arguments. For a single one write args=(value,)."
+        )
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise ArgumentError(
+            f"{call}, kwargs={_brief(kwargs)}): kwargs must be a dict of keyword "
+            "arguments, such as kwargs={'training': True}."
+        )

@@ -1,0 +1,317 @@
+"""Compares the outcomes of two runs of a step, up to rounding.
+
+The gradient of a number on which the loss does not depend, such as the bias of an attention's keys, is
+the rest of a sum that should be 0. Another order of the sum makes it another number of no less size, and
+Adam makes steps of nearly its full size of it, so comparing sizes cannot tell it from a mistake. Changing the
+last digits of the step's inputs can: what changes as much by that is rounding.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._mesh import outside_mesh, whole_here
+from distribute_jax.program._call import Entry
+
+Array = np.ndarray[Any, Any]
+
+
+class Verdict(enum.Enum):
+    """What the comparison of two outcomes tells."""
+
+    EQUAL = "equal"
+    """They agree, and nearly every change, had it been twice as large, would not."""
+    UNEQUAL = "unequal"
+    """They differ by more than rounding."""
+    TOO_SMALL = "too small"
+    """Some changes are hardly larger than their rounding, so it cannot be told."""
+
+
+def on_host(array: jax.Array) -> Array:
+    """Gives an output as a NumPy array: keys as their bits, bfloat16 as float32.
+
+    Of what each replica has for itself the processes of a job hold parts, so all call it together.
+    """
+    array = whole_here(array)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(array))
+    half = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
+    return np.asarray(array.astype(jnp.float32) if half else array)
+
+
+def exactly_equal(left: Array, right: Array) -> bool:
+    """Tells whether all numbers are equal; two NaNs are, and so are 0.0 and -0.0."""
+    return np.array_equal(left, right, equal_nan=bool(np.issubdtype(left.dtype, np.inexact)))
+
+
+def equal_to_rounding(left: Array, right: Array, old: Array | float = 0.0) -> bool:
+    """Whether what a step added to ``old`` is equal to rounding; integers must be equal."""
+    return compared(left, right, old, relative=OTHER_ORDER) is not Verdict.UNEQUAL
+
+
+def compared(
+    left: Array,
+    right: Array,
+    old: Array | float = 0.0,
+    *,
+    eps: float | None = None,
+    relative: float | None = None,
+    noise: float = 0.0,
+) -> Verdict:
+    """Compares what a step added to ``old``, each entry by its own size; integers must be equal.
+
+    The change is compared, not the value, since a small step changes a weight only in its last
+    digits, where a wrong factor would drown. NaNs and infinities must stand in the same places.
+
+    Args:
+        left: one outcome.
+        right: the other.
+        old: what was there before.
+        eps: the relative spacing of the numbers as the step holds them, where it is wider than that
+            of ``right``.
+        relative: how much of its change an entry may differ by; None for some spacings.
+        noise: how much any entry may differ by besides.
+    """
+    if not np.issubdtype(right.dtype, np.inexact):
+        return Verdict.EQUAL if np.array_equal(left, right) else Verdict.UNEQUAL
+    if not same_specials(left, right):
+        return Verdict.UNEQUAL
+    eps = eps or float(np.finfo(right.dtype).eps)
+    left, right, old = finite(left), finite(right), finite(np.broadcast_to(old, right.shape))
+    moved, apart = np.abs(right - old), np.abs(left - right)
+    spacing = 2 * eps * np.maximum(np.abs(right), np.abs(old))
+    # Sums are as exact as their terms, which may be as large as other entries' changes.
+    floor = spacing + 16 * eps * largest(moved) + noise
+    if np.any(apart > floor + (_SPACINGS * eps if relative is None else relative) * moved):
+        return Verdict.UNEQUAL
+    # Half or twice a change of four floors differs from it by more than the one that fits; so it does
+    # from a smaller one that agrees with the other outcome in its first digits.
+    agrees = (moved >= 4 * spacing) & (apart <= 0.01 * moved)
+    hidden = (moved < 4 * floor) & ~agrees & ((moved > 0) | (apart > 0))
+    return Verdict.TOO_SMALL if _FEW * np.count_nonzero(hidden) > hidden.size else Verdict.EQUAL
+
+
+OTHER_ORDER = 2e-4
+"""The relative difference that sums in another order make in float32, where nothing else decides."""
+_SPACINGS = 32
+"""So many relative spacings of its change may an entry differ by."""
+_FEW = 1024
+"""One entry of so many may be too small to tell: a gradient may be near zero anywhere."""
+
+
+def same_specials(left: Array, right: Array) -> bool:
+    """Whether NaNs and infinities stand in the same places, with the same signs."""
+    if np.isfinite(left).all() and np.isfinite(right).all():
+        return True
+    special = ~(np.isfinite(left) & np.isfinite(right))
+    return np.array_equal(left[special], right[special], equal_nan=True)
+
+
+def finite(array: Array) -> Array:
+    """Returns the numbers in double precision, 0 for NaNs and infinities."""
+    array = np.asarray(array, np.complex128 if np.iscomplexobj(array) else np.float64)
+    return np.where(np.isfinite(array), array, 0)
+
+
+def spacing_of(array: Any) -> float:
+    """Gives the relative spacing of the numbers that an array, or an abstract one, holds."""
+    finfo: Any = jnp.finfo
+    return float(finfo(array.dtype).eps) if jnp.issubdtype(array.dtype, jnp.inexact) else 0.0
+
+
+def largest(array: Array) -> float:
+    """Returns the largest absolute number, NaNs and infinities left out; 0 for an empty array."""
+    return float(np.max(np.abs(finite(array)), initial=0.0))
+
+
+_INCOMPARABLE = (
+    "cannot be compared: each replica has its own value, and neither their sum (off by up to {sum}) nor "
+    "their mean (off by up to {mean}) is the value on one device. Reduce it in the step with "
+    "all_reduce, or return one row for each example"
+)
+_SHAPES = (
+    "cannot be compared: a replica has shape {part}, one device {one}, which is not one row for each "
+    "example. Reduce it in the step with all_reduce, or return one row for each example"
+)
+
+
+def difference(
+    parts: Array,
+    one: Array,
+    *,
+    rows: Any,
+    counts: Sequence[int] | None,
+    eps: float,
+    relative: float,
+    noise: float = 0.0,
+) -> str | None:
+    """Says how the replicas' values of a result differ from that of one device.
+
+    Rows for each example must be the same rows. Other values have no counterpart on one device, only
+    their sum has (of parts of a loss, or counts) or their mean (of means over shares alike): one of the
+    two must be the value there.
+
+    Args:
+        parts: the values, stacked (N, ...).
+        one: the value on one device.
+        rows: whether it has one row for each example; anything but a bool where that is not known.
+        counts: the real rows of each replica, None where all are real.
+        eps: the relative spacing of the numbers as the step holds them.
+        relative: how much of its size an entry may differ by.
+        noise: how much any entry may differ by besides.
+    """
+    if rows is True or (rows is not False and parts.shape[1:] != one.shape):
+        joined = _real_rows(parts, counts)
+        if joined is not None and joined.shape == one.shape:
+            if compared(joined, one, eps=eps, relative=relative, noise=noise) is Verdict.UNEQUAL:
+                return f"its rows differ by up to {largest(finite(joined) - finite(one)):.3g}"
+            return None
+    if parts.shape[1:] != one.shape:
+        return _SHAPES.format(part=parts.shape[1:], one=one.shape)
+    if np.array_equal(parts, np.broadcast_to(one, parts.shape)):
+        return None
+    if not np.issubdtype(one.dtype, np.inexact):
+        total = parts.astype(np.float64).sum(0)
+        near = np.array_equal(total, one) or np.array_equal(total / len(parts), one)
+        return (
+            None
+            if near
+            else _INCOMPARABLE.format(sum=_off(total, one), mean=_off(total / len(parts), one))
+        )
+    # Sums are as exact as their terms.
+    exact = 16 * eps * np.abs(finite(parts)).sum(0) + relative * np.abs(finite(one)) + noise
+    with np.errstate(
+        invalid="ignore"
+    ):  # of infinities of both signs the sum is NaN, as on one device
+        total = parts.astype(np.complex128 if np.iscomplexobj(parts) else np.float64).sum(0)
+    for value in (total, total / len(parts)):
+        if same_specials(value, one) and np.all(np.abs(finite(value) - finite(one)) <= exact):
+            return None
+    return _INCOMPARABLE.format(sum=_off(total, one), mean=_off(total / len(parts), one))
+
+
+def _real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
+    if parts.ndim < 2:
+        return None
+    if counts is None:
+        return parts.reshape(-1, *parts.shape[2:])
+    return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _off(value: Array, one: Array) -> str:
+    exact = not np.issubdtype(one.dtype, np.inexact)
+    return (
+        f"{largest(finite(value) - finite(one)):.3g}"
+        if exact or same_specials(value, one)
+        else "nan"
+    )
+
+
+AS_LARGE = 8
+"""So many times the change by the last digits of the inputs is still taken for rounding."""
+
+
+def nudged_outcomes(entry: Entry, flat: Sequence[Any]) -> list[list[Any]]:
+    """Runs a program on inputs that are changed in the last digit, up and down.
+
+    It is the last digit of the least precise numbers that the program computes with. By what its own
+    input was changed, the state that comes out is changed back: what the step adds to it is looked at.
+    """
+    spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
+    old = range(entry.state_size)
+    return [nudged_outcome(entry.execute, flat, sign * spacing, old) for sign in (1, -1)]
+
+
+def nudged_outcome(
+    run: Callable[[list[Any]], list[Any]],
+    flat: Sequence[Any],
+    change: float,
+    old: Sequence[int | None],
+) -> list[Any]:
+    """Runs a program on inputs that are changed by a relative ``change``.
+
+    Args:
+        run: the program.
+        flat: its inputs.
+        change: how much they are changed.
+        old: for the first outputs, the input that each is the new value of, where it is of one.
+    """
+    with outside_mesh():
+        inputs = [_nudged(x, change) for x in flat]
+        moved = [
+            None if i is None or not _is_inexact(flat[i]) else _changed(_moved, inputs[i], flat[i])
+            for i in old
+        ]
+    outs = run(inputs)
+    with outside_mesh():
+        back = [
+            out if by is None else _changed(_less, out, by)
+            for out, by in zip(outs, moved, strict=False)
+        ]
+    return [*back, *outs[len(back) :]]
+
+
+def is_rounding(left: Array, right: Array, nudged: Iterable[Array]) -> bool:
+    """Whether two outcomes are no further apart than the last digits of the inputs make them.
+
+    Args:
+        left: one outcome.
+        right: the other.
+        nudged: the first as ``nudged_outcomes`` gives it.
+    """
+    if not np.issubdtype(left.dtype, np.inexact) or not same_specials(left, right):
+        return False
+    return largest(finite(left) - finite(right)) <= noise_of(left, nudged)
+
+
+def noise_of(array: Array, nudged: Iterable[Array]) -> float:
+    """Returns how much of a difference from an outcome is taken for rounding."""
+    return AS_LARGE * max((largest(finite(array) - finite(n)) for n in nudged), default=0.0)
+
+
+def _nudged(x: Any, change: float) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    if not _is_inexact(x):
+        return jnp.copy(x)
+    size = max(abs(change), spacing_of(x))
+    return _changed(lambda x: x * (1 + math.copysign(size, change)), x)
+
+
+def _moved(new: Any, old: Any) -> Any:
+    np_or_jnp: Any = np if isinstance(old, np.ndarray) else jnp
+    return np_or_jnp.where(np_or_jnp.isfinite(old), new - old, 0)
+
+
+def _less(out: Any, by: Any) -> Any:
+    return out - by
+
+
+def _changed(change: Callable[..., Any], x: jax.Array, *more: jax.Array) -> jax.Array:
+    """Applies a function of arrays on the host, where nothing is compiled for each shape."""
+    if not all(array.is_fully_addressable for array in (x, *more)):
+        return jnp.asarray(change(x, *more), x.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        new = np.asarray(change(*map(np.asarray, (x, *more)))).astype(x.dtype)
+    there: jax.Array = jax.device_put(new, x.sharding)
+    return there
+
+
+def _is_inexact(x: Any) -> bool:
+    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def coarsest(jaxpr: jex_core.Jaxpr) -> float:
+    """Returns the relative spacing of the least precise numbers that a program computes with."""
+    own = [
+        spacing_of(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")
+    ]
+    return max([0.0, *own, *map(coarsest, jex_core.subjaxprs(jaxpr))])

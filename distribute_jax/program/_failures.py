@@ -1,0 +1,147 @@
+"""Errors of steps that fail on the devices, and warnings about steps that differ from one device."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from flax import nnx
+
+from distribute_jax._errors import DeadlineExceededError, StepFailedError
+from distribute_jax._messages import error_text
+from distribute_jax.processes import roll_call
+from distribute_jax.program._aggregation import Combine
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._program import Program
+from distribute_jax.program._random import draws_its_own
+from distribute_jax.program._remarks import Notice
+
+_XLA_STATUS = re.compile(r"(UNKNOWN|INTERNAL|ABORTED|CANCELLED|UNAVAILABLE|DEADLINE_EXCEEDED): ")
+
+_INTACT = """\
+The compiled step failed while it ran; the state is as before the call.
+The reason: {reason}"""
+
+_NOT_FINITE = """\
+{step} gave a {kind}, which jax.debug_nans or jax.debug_infs forbids. {state}
+To find the line, call the function itself on the batch of one replica, without strategy.run: there JAX \
+stops at the first operation that gives one."""
+
+
+def failed(step: str, program: Program, error: Exception, *, lost: bool) -> Exception:
+    """Gives the error of a step that failed.
+
+    Args:
+        step: the name of the step.
+        program: its program, which knows what state it writes.
+        error: what JAX raised.
+        lost: whether the state was given to the step before it failed.
+    """
+    what = str(program.failure(error)) if lost else _INTACT.format(reason=error_text(error))
+    kind = not_finite(error)
+    text = str(error)
+    if "Timed out" in text or "DEADLINE_EXCEEDED" in text:
+        return DeadlineExceededError(f"{step}: {what}{roll_call()}")
+    if kind:
+        state = what.split("\nThe reason:")[0] if lost else "The state is as before the call."
+        return FloatingPointError(_NOT_FINITE.format(step=step, kind=kind, state=state))
+    return StepFailedError(f"{step}: {what}{roll_call()}")
+
+
+def is_runtime_failure(error: Exception) -> bool:
+    """Tells whether a program failed while it ran; the program itself, or its inputs, are right.
+
+    Where XLA runs it in the thread that calls it, JAX raises a ValueError with XLA's text.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and _XLA_STATUS.match(str(error)) is not None
+    )
+
+
+def not_finite(error: Exception) -> str | None:
+    """Gives ``nan`` or ``inf`` where JAX found one in the outputs, as its debugging flags ask for."""
+    config: Any = jax.config
+    if not (config.jax_debug_nans or config.jax_debug_infs) or len(error.args) != 2:
+        return None
+    return next((kind for kind in ("nan", "inf") if error.args[1] == kind), None)
+
+
+@contextmanager
+def named(step: str, program: Program) -> Iterator[None]:
+    """Names the step for failures of the checks, which run it on copies of the state."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise failed(step, program, error, lost=False) from error
+
+
+_log = logging.getLogger("distribute_jax")
+
+_STATISTICS = (
+    "%s (%s) uses the statistics of each replica's share of the batch and averages its running "
+    "statistics, so this step is not exactly that of one device. For statistics of the whole batch make "
+    'it with axis_name="data".'
+)
+_MEAN = (
+    "%s (%s) ends a step with the mean of what the replicas gave it, each from its share of the batch, so "
+    "this step is not exactly that of one device. For the whole batch's, combine in the step what it is "
+    'made of: dj.get_replica_context().all_reduce("mean", statistics).'
+)
+_RANDOM = (
+    "%s (%s) draws other random numbers on each replica, so this step is not exactly that of one device. "
+    "To compare runs, turn randomness off with model.eval(), or let the stream draw the same numbers "
+    "everywhere with dj.same_on_all_replicas(stream)."
+)
+
+_NOT_COUNTED = (
+    "%s met a partial batch. Two different paddings gave the same result, but run could not check that "
+    "the step counts no padding, as in a mean over all rows: %s. To check it, turn randomness off with "
+    'model.eval() for one run, or feed no partial batches with InputOptions(partial="drop").'
+)
+
+
+def padding_not_counted(step: str, why: str) -> None:
+    """Says that a padded step could only be checked in part; once, as it is checked once."""
+    _log.warning(_NOT_COUNTED, step, why)
+
+
+class Notices:
+    """Remembers which notices were given."""
+
+    def __init__(self) -> None:
+        """Starts with none given."""
+        self._given: set[tuple[str, Any]] = set()
+
+    def give(self, binding: Binding, program: Program) -> None:
+        """Names what makes a newly compiled step differ from one device, or its replicas agree."""
+        for notice in _notices(binding, program):
+            if notice.key not in self._given:
+                self._given.add(notice.key)
+                _log.warning(notice.text, *notice.named)
+
+
+def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
+    rules = iter(program.plan.combine)
+    for index, size in zip(program.written, program.traced.written_sizes, strict=True):
+        rule = [next(rules) for _ in range(size)]
+        variable, name = binding.variables[index], binding.names[index]
+        owner = name.rpartition(".")[0]
+        node = _node(binding, owner)
+        # A variable may be captured by itself.
+        whole, of = (owner, node) if node is not None else (name, variable)
+        named = (whole, type(of).__name__)
+        if Combine.MEAN in rule:
+            yield Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, of)
+        if isinstance(variable, nnx.RngCount) and draws_its_own(variable, node):
+            yield Notice(_RANDOM, named, of)
+    yield from program.plan.notices
+
+
+def _node(binding: Binding, owner: str) -> Any:
+    """Finds a node by its path."""
+    nodes = zip(binding.node_names, binding.nodes, strict=True)
+    return next((ref() for name, ref in nodes if name == owner), None)

@@ -1,0 +1,419 @@
+"""Walks the objects that a step reaches: variables, modules, arrays, static values and their keys."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from distribute_jax._errors import StaleCaptureError
+from distribute_jax._jax_private import HIDDEN_ATTRIBUTES, read_metadata
+from distribute_jax._values import DistributedValues
+from distribute_jax.program._capture import (
+    Attributes,
+    attribute_names,
+    codes,
+    function_behind,
+    function_of,
+    global_names,
+    is_library,
+    is_optax,
+    is_whole,
+    reads_any_attribute,
+    roots,
+)
+from distribute_jax.program._places import (
+    Attribute,
+    Cell,
+    Fixed,
+    Item,
+    Member,
+    Place,
+    Watch,
+    cell_value,
+)
+
+_LARGE = 65536
+"""Bytes."""
+
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
+_CONTAINERS = (dict, list, set, tuple, frozenset)
+
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+_NOT_FOLLOWED = """\
+The step captures {name}, a {kind} that holds a NumPy array. What a {kind} holds is not followed, so a \
+change of the array would not be noticed. Pass the array in args, or keep it in a list, a dict or an \
+attribute."""
+
+
+@dataclass(eq=False)
+class Graph:
+    """What the walk found, in the order found."""
+
+    variables: list[nnx.Variable[Any]] = field(default_factory=list)
+    """Every variable, once."""
+    names: list[str] = field(default_factory=list)
+    """The path of each variable, as the user would write it."""
+    nodes: list[Any] = field(default_factory=list)
+    """Every NNX module, optimizer, metric and stream, once."""
+    node_names: list[str] = field(default_factory=list)
+    """The path of each node."""
+    arrays: list[tuple[str, Place]] = field(default_factory=list)
+    """Path and place of every captured array that is an input: not in a variable, not a small NumPy one."""
+    copies: list[Place] = field(default_factory=list)
+    """Places of captured NumPy arrays whose numbers are built into the program."""
+    statics: dict[str, Any] = field(default_factory=dict)
+    """Path and value of every static number or text, for the message about recompilation."""
+    watch: Watch = field(default_factory=Watch)
+    """What must stay the same objects for all of this to stay true."""
+
+
+class Walker:
+    """Walks from roots to everything reachable, building a hashable key of the structure."""
+
+    def __init__(self, step_codes: Iterable[types.CodeType], used: Attributes) -> None:
+        """Starts from the code of the step; ``used`` says what of an object counts, and grows."""
+        self.graph = Graph()
+        self._used = used
+        self._seen: dict[int, int] = {}
+        self._keep: list[Any] = []
+        self._read(step_codes)
+
+    def visit_root(self, value: Any, name: str, place: Place | None) -> Any:
+        """Walks a value that the step reaches directly."""
+        return self.visit(value, name, place or Fixed(value))
+
+    def visit(self, value: Any, name: str, place: Place) -> Any:
+        """Walks one value and returns its key; ``place`` is where it was found."""
+        if isinstance(value, _PLAIN):
+            self.graph.statics[name] = value
+            return plain_key(value)
+        if isinstance(value, jax.Array):
+            self.graph.arrays.append((name, place))
+            return ("array", value.shape, value.dtype, getattr(value, "weak_type", False))
+        if isinstance(value, np.ndarray):
+            return self._numpy(value, name, place)
+        if type(value) in _PROXIES:
+            return Identity(value)
+        number = self._seen.get(id(value))
+        if number is not None:
+            return ("again", number)
+        self._seen[id(value)] = len(self._seen)
+        self._keep.append(value)
+        return self._visit_new(value, name, place)
+
+    def _visit_new(self, value: Any, name: str, place: Place) -> Any:
+        if isinstance(value, nnx.Variable):
+            return self._variable(value, name)
+        if isinstance(value, nnx.Pytree):
+            return self._node(value, name)
+        if isinstance(value, nnx.State):
+            return (nnx.State, self._table(value.raw_mapping, name))
+        if isinstance(value, _CONTAINERS):
+            return self._container(value, name, place)
+        if isinstance(value, (deque, ContextVar, weakref.ref, types.MappingProxyType)):
+            _check_holds_no_numpy(value, name)
+            return Identity(value)
+        if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
+            return (type(value), self._items(vars(value), followed, name))
+        if callable(value) and not isinstance(value, type):
+            return self._callable(value, name)
+        return self._object(value, name)
+
+    def _numpy(self, array: np.ndarray[Any, Any], name: str, place: Place) -> Any:
+        """A small array is watched, and traced through a copy; a large one is an input."""
+        if place.can_set and array.nbytes > _LARGE and _is_numeric(array.dtype):
+            self.graph.arrays.append((name, place))
+            return ("array", array.shape, array.dtype, False)
+        self.graph.watch.bytes_of(array)
+        if place.can_set:
+            self.graph.copies.append(place)
+        return opaque_key(array)
+
+    def _variable(self, variable: nnx.Variable[Any], name: str) -> Any:
+        self.graph.variables.append(variable)
+        self.graph.names.append(name)
+        raw = variable.get_raw_value()
+        [table] = read_metadata([variable])
+        self.graph.watch.metadata_of(variable)
+        metadata = tuple(
+            (key, self.visit(value, f"{name}.{key}", Item(table, key)))
+            if key not in variable.required_metadata
+            else (key, value)
+            for key, value in sorted(table.items())
+        )
+        if isinstance(raw, (jax.Array, np.ndarray, np.generic)):
+            weak = getattr(raw, "weak_type", False)
+            if weak:
+                self.graph.watch.weak.append(variable)
+            return (type(variable), metadata, raw.shape, raw.dtype, weak)
+        return (type(variable), metadata, jax.tree.structure(raw))
+
+    def _node(self, node: Any, name: str) -> Any:
+        self.graph.nodes.append(node)
+        self.graph.node_names.append(name)
+        table = vars(node)
+        self.graph.watch.contents(table.values())
+        children = tuple(
+            (key, self.visit(child, _attribute(name, key), Item(table, key)))
+            for key, child in sorted(table.items())  # Flax reorders the table at will
+            if key not in HIDDEN_ATTRIBUTES
+        )
+        return (type(node), children, self._class(type(node), name, every=True))
+
+    def _container(self, value: Any, name: str, place: Place) -> Any:
+        if isinstance(value, dict):
+            items: Any = self._table(value, name)
+        elif isinstance(value, (tuple, frozenset)):
+            parts = tuple(value)
+            places = [
+                Member(place, i) if isinstance(value, tuple) else Fixed(part)
+                for i, part in enumerate(parts)
+            ]
+            items = tuple(map(self.visit, parts, _indexed(name, parts), places))
+        else:
+            items = self._sequence(value, name)
+        if is_library(type(value).__module__):
+            return (type(value), items)
+        return (type(value), items, self._attributes(value, name))
+
+    def _table(self, table: Any, name: str) -> Any:
+        self.graph.watch.table(table)
+        settable = isinstance(table, dict)
+        return tuple(
+            (
+                mapping_key(key),
+                self.visit(
+                    child, f"{name}[{key!r}]", Item(table, key) if settable else Fixed(child)
+                ),
+            )
+            for key, child in list(table.items())
+        )
+
+    def _sequence(self, value: Any, name: str) -> Any:
+        self.graph.watch.contents(value)
+        items = list(value)
+        settable = isinstance(value, list)
+        places = [Item(value, i) if settable else Fixed(item) for i, item in enumerate(items)]
+        return tuple(map(self.visit, items, _indexed(name, items), places))
+
+    def _callable(self, value: Any, name: str) -> Any:
+        module = getattr(value, "__module__", None)
+        if is_library(module) and not _wraps_user_code(value):
+            return self._closure(value, name) if is_optax(module) else opaque_key(value)
+        if isinstance(value, functools.partial):
+            for part in ("func", "args", "keywords"):
+                self.graph.watch.attribute(value, part)
+            self.graph.watch.table(value.keywords)
+        found = roots(value, named=True)
+        self._read(codes(value))
+        own = self._object(value, name) if found.values and found.values[0] is value else None
+        reached = tuple(
+            self.visit(child, child_name, place)
+            for child, child_name, place in zip(
+                found.values, found.names or (), found.places or (), strict=True
+            )
+            if child is not value
+        )
+        rules = tuple(self.visit(rule, f"{name}.{key}", Fixed(rule)) for key, rule in _rules(value))
+        return (tuple(found.key), own, reached, rules, self._function(function_behind(value), name))
+
+    def _closure(self, value: Any, name: str) -> Any:
+        """Walks what an optax transformation was made from: rates, schedules, inner transformations."""
+        cells = getattr(value, "__closure__", None)
+        if not cells:
+            return opaque_key(value)
+        self.graph.watch.cells(cells)
+        names = value.__code__.co_freevars
+        parts = [
+            self.visit(cell_value(cell), f"{name}.{free}", Cell(cell))
+            for free, cell in zip(names, cells, strict=True)
+        ]
+        return (value.__code__, *parts)
+
+    def _function(self, function: types.FunctionType | None, name: str) -> Any:
+        """Watches the globals and cells of a function, and walks attributes set on it."""
+        if function is None:
+            return None
+        self.graph.watch.cells(function.__closure__ or ())
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.graph.watch.attribute(function, part)
+        if function.__kwdefaults__:
+            self.graph.watch.table(function.__kwdefaults__)
+        scope = function.__globals__
+        for key in global_names(function.__code__):
+            if key in scope and not isinstance(scope[key], jax.Array):
+                self.graph.watch.item(scope, key)
+        table = vars(function)
+        return self._items(table, [key for key in table if key in self._used.names], name)
+
+    def _object(self, value: Any, name: str) -> Any:
+        if isinstance(value, DistributedValues):
+            return opaque_key(value)
+        if isinstance(value, type):
+            return (value, self._class(value, name, every=False, makes=True))
+        home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+        if is_library(home) and not is_whole(value):
+            return opaque_key(value)
+        return (type(value), self._attributes(value, name))
+
+    def _attributes(self, value: Any, name: str) -> Any:
+        """Walks the attributes of an object of the user's that the code mentions, and its class."""
+        whole = is_whole(value)
+        table = self._used.table_of(value)
+        if not isinstance(value, types.ModuleType):
+            self.graph.watch.containers.append(table)
+            if whole or self._used.any:
+                self.graph.watch.contents(table.keys())
+        # Who looks through all attributes meets them in their order.
+        order = tuple(table) if whole or self._used.any else ()
+        children = self._items(table, sorted(self._used.of_table(table, whole=whole)), name)
+        slots = []
+        for key in self._used.without_table(value):
+            self.graph.watch.attribute(value, key)
+            held = Attribute(value, key)
+            slots.append((key, self.visit(held.get(), f"{name}.{key}", held)))
+        of_class = self._class(type(value), name, every=False, hidden_by=table)
+        return (order, children, tuple(slots), of_class)
+
+    def _items(self, table: dict[str, Any], keys: Iterable[str], name: str) -> Any:
+        found = []
+        for key in keys:
+            if not isinstance(table[key], jax.Array):
+                self.graph.watch.item(table, key)
+            found.append((key, self.visit(table[key], _attribute(name, key), Item(table, key))))
+        return tuple(found)
+
+    def _class(
+        self,
+        cls: type,
+        name: str,
+        *,
+        every: bool,
+        makes: bool = False,
+        hidden_by: dict[str, Any] | None = None,
+    ) -> Any:
+        """Walks the methods and class attributes that a step may use, in the user's classes only.
+
+        What is set on the object itself, in ``hidden_by``, now or later, hides what its class has.
+        """
+        found = []
+        for owner, key, member in self._used.of_class(cls, every=every, makes=makes):
+            self.graph.watch.class_item(owner, key)
+            if hidden_by is not None:
+                self.graph.watch.item(hidden_by, key)
+            function = function_of(member)
+            if function is not None:
+                found.append(self.visit(function, f"{name}.{key}", Fixed(function)))
+            elif self._used.is_data(key, member):
+                found.append(self.visit(member, f"{name}.{key}", Attribute(owner, key)))
+        return tuple(found)
+
+    def _read(self, found: Iterable[types.CodeType]) -> None:
+        """Notes which attribute names a piece of code uses."""
+        for code in found:
+            self._used.names.update(attribute_names(code))
+            self._used.any = self._used.any or reads_any_attribute(code)
+
+
+def _is_numeric(dtype: np.dtype[Any]) -> bool:
+    return bool(jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_))
+
+
+def _check_holds_no_numpy(holder: Any, name: str) -> None:
+    """Refuses NumPy arrays that nothing but a holder that is not followed has; JAX's are seen later."""
+    if isinstance(holder, ContextVar):
+        items = [holder.get(None)]
+    elif isinstance(holder, weakref.ref):
+        items = [holder()]
+    else:
+        items = list(holder.values() if isinstance(holder, types.MappingProxyType) else holder)
+    if any(isinstance(item, np.ndarray) for item in items):
+        raise StaleCaptureError(_NOT_FOLLOWED.format(name=name, kind=type(holder).__name__))
+
+
+def _wraps_user_code(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return True
+    inner = getattr(value, "__wrapped__", None)
+    return inner is not None and not is_library(getattr(inner, "__module__", None))
+
+
+def _rules(value: Any) -> list[tuple[str, types.FunctionType]]:
+    """Returns the functions that a wrapper of a library has beside the wrapped one: derivative rules."""
+    if isinstance(value, types.FunctionType) or not is_library(type(value).__module__):
+        return []
+    inner, table = getattr(value, "__wrapped__", None), getattr(value, "__dict__", None) or {}
+    return [
+        (key, rule)
+        for key, rule in sorted(table.items())
+        if isinstance(rule, types.FunctionType) and rule is not inner
+    ]
+
+
+def _indexed(name: str, items: Any) -> list[str]:
+    return [f"{name}[{i}]" for i in range(len(items))]
+
+
+def _attribute(owner: str, key: str) -> str:
+    return f"{owner}[{key}]" if key.isdigit() else f"{owner}.{key}"
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """A key part for a value that is only equal to itself; it keeps the value alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        """Compares the values held, by identity."""
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        """Hashes the identity of the value held."""
+        return id(self.value)
+
+
+def plain_key(value: Any) -> Any:
+    """Keys a number or text by its very value: 0.0 is not -0.0, and NaN is NaN."""
+    if isinstance(value, (float, complex)):
+        return (type(value), repr(value))
+    if isinstance(value, np.generic):
+        return (type(value), value.dtype, value.tobytes())
+    return (type(value), value)
+
+
+def opaque_key(value: Any) -> Any:
+    """Keys an opaque value: by equality where it defines one, else by identity."""
+    if isinstance(value, np.ndarray):
+        return ("ndarray", value.shape, str(value.dtype), hash(value.tobytes()))
+    if cast("Any", type(value)).__hash__ in (None, object.__hash__) or isinstance(
+        value, types.FunctionType
+    ):
+        return Identity(value)
+    try:
+        hash(value)
+    except Exception:  # a class may refuse in its own words, as memoryview does
+        return Identity(value)
+    return (type(value), value)
+
+
+def mapping_key(key: Any) -> Any:
+    """Keys a key of a mapping, which a class of the user's may have made unhashable."""
+    try:
+        hash(key)
+    except Exception:
+        return id(key)
+    return key

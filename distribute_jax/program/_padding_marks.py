@@ -1,0 +1,411 @@
+"""Marks of the padding proof: which dims of a value hold rows, and what their padding contains."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jax.extend.core import Jaxpr
+
+from distribute_jax.program._replication_rules import ClosedJaxpr, line, name
+
+
+class Pad(enum.Enum):
+    """What stands in the padding of a dim of rows, where it is not one known number."""
+
+    PURE = "what the same function gives for a real row"
+    """It holds a NaN or an infinity only where real rows can: padding repeats real rows."""
+    FINITE = "finite numbers, if real rows and weights are"
+    ANY = "anything"
+
+
+PURE, FINITE, ANY = Pad.PURE, Pad.FINITE, Pad.ANY
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A dim whose entries belong to rows of the share: a real one depends on no padding.
+
+    Entry ``j`` belongs to row ``j // inner % share``, and the dim has ``outer * share * inner`` entries.
+    """
+
+    dim: int
+    outer: int = 1
+    """0 where the entries do not differ along the dim, so that they are laid out in every way."""
+    inner: int = 1
+    pad: Any = PURE
+    """The number in all entries of padding, or a ``Pad``."""
+    data: bool = True
+    """Whether the entries depend on the rows of the batch, rather than on their place only."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the entries do not differ along the dim."""
+        return self.outer == 0
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Why a value may depend on the padding."""
+
+    where: str
+    """The operation that mixes the rows, and the line of it."""
+    certain: bool
+    """Whether it surely does, for some padding."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is known of a value."""
+
+    rows: tuple[Rows, ...] = ()
+    """Every dim that is longer where the share has more rows. Without any the value is clean: neither
+    the rows of padding nor their number can be seen in it."""
+    const: Any = None
+    """The number that all entries are, where it is known."""
+    index: int | None = None
+    """The dim of rows along which each entry is its own index."""
+    column: tuple[int, int] | None = None
+    """The place along the last dim where each entry is its index along a dim of rows, and that dim."""
+    amount: str = ""
+    """Where the number of rows, rather than of real examples, came in; empty if it did not."""
+    leak: Leak | None = None
+
+    def at(self, dim: int) -> Rows | None:
+        """Returns what is known of a dim, None where it holds no rows."""
+        return next((rows for rows in self.rows if rows.dim == dim), None)
+
+    @property
+    def is_wild(self) -> bool:
+        """Whether some padding may hold a NaN or an infinity where real rows do not."""
+        if self.const is not None:
+            return False
+        return any(r.pad is ANY or not (_is_pad(r.pad) or _is_finite(r.pad)) for r in self.rows)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no padding can be seen in the value."""
+        return not (self.rows or self.leak)
+
+
+def _is_pad(pad: Any) -> bool:
+    return isinstance(pad, Pad)
+
+
+def _is_finite(number: Any) -> bool:
+    return bool(np.isfinite(number))
+
+
+CLEAN = Mark()
+
+
+def leaking(where: str, *, certain: bool = False) -> Mark:
+    """Returns the mark of a value that may depend on the padding."""
+    return Mark(leak=Leak(where, certain))
+
+
+def joined(one: Mark, other: Mark, where: str) -> Mark:
+    """Returns what is known of a value that is one of two."""
+    if one == other:
+        return one
+    amount = one.amount or other.amount
+    leak = one.leak or other.leak
+    if leak is not None:
+        return Mark(leak=replace(leak, certain=False), amount=amount)
+    if [r.dim for r in one.rows] != [r.dim for r in other.rows]:
+        return leaking(where)
+    rows = []
+    for a, b in zip(one.rows, other.rows, strict=True):
+        layout = common_layout([a, b])
+        if layout is None:
+            return leaking(where)
+        pad = joined_pad([operand_pad(one, a), operand_pad(other, b)])
+        rows.append(Rows(a.dim, *layout, pad, a.data or b.data))
+    const = one.const if one.const is not None and one.const == other.const else None
+    return Mark(tuple(rows), const, amount=amount)
+
+
+def common_layout(rows: Sequence[Rows]) -> tuple[int, int] | None:
+    """Returns the layout of dims that are lined up with each other; None where they are not."""
+    layouts = {(r.outer, r.inner) for r in rows if not r.is_uniform}
+    if len(layouts) > 1:
+        return None
+    return layouts.pop() if layouts else (0, 0)
+
+
+class Padded(NamedTuple):
+    """What an operand holds in the padding of a dim."""
+
+    pad: Any
+    is_pure: bool
+    """Whether it is what the same function gives for a real row."""
+
+
+def operand_pad(mark: Mark, rows: Rows | None) -> Padded:
+    """Returns what an operand holds in the padding of a dim; ``rows`` is None where it lacks the dim."""
+    if mark.const is not None:
+        return Padded(mark.const, True)
+    pad = PURE if rows is None else rows.pad
+    if not _is_pad(pad):
+        return Padded(pad, False)
+    # The same function for each row, though what stands in the padding of another dim may spoil it.
+    return Padded(ANY if mark.is_wild else pad, pad is PURE)
+
+
+def joined_pad(operands: Sequence[Padded]) -> Any:
+    """Returns what stands in the padding of a dim if each entry is that of one of the operands."""
+    pads = [operand.pad for operand in operands]
+    if not _is_pad(pads[0]) and all(not _is_pad(p) and p == pads[0] for p in pads):
+        return pads[0]
+    if all(operand.is_pure for operand in operands):
+        return PURE
+    return FINITE if all(map(_may_be_computed_with, pads)) else ANY
+
+
+def is_number(pad: Any, number: float) -> bool:
+    """Returns whether what stands in the padding is this number."""
+    return not _is_pad(pad) and bool(pad == number)
+
+
+def _may_be_computed_with(pad: Any) -> bool:
+    return pad is not ANY if _is_pad(pad) else _is_finite(pad)
+
+
+def known_number(value: Any) -> Any:
+    """Returns a number or bool as Python's, None for anything else."""
+    try:
+        array = np.asarray(value)
+        if array.ndim or array.dtype.kind == "c":
+            return None
+        number = array.item() if array.dtype.kind in "biuf" else float(array)
+    except (TypeError, ValueError):
+        return None
+    return (
+        math.nan if number != number else number
+    )  # one object, so that marks that hold it are equal
+
+
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": np.negative, "abs": np.abs, "sign": np.sign, "floor": np.floor, "ceil": np.ceil,
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log1p": np.log1p, "expm1": np.expm1,
+    "sqrt": np.sqrt, "square": np.square, "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)), "is_finite": np.isfinite,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x, "copy_p": lambda x: x,
+    "stop_gradient": lambda x: x, "reduce_precision": lambda x: x, "real": lambda x: x,
+}  # fmt: skip
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
+    "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+_LOGICAL = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor"})
+"""They give no NaN, whatever goes in."""
+
+_TOTAL = frozenset({
+    "add", "add_any", "sub", "mul", "neg", "abs", "sign", "floor", "ceil", "round", "max", "min",
+    "tanh", "sin", "cos", "logistic", "erf", "square", "copy", "copy_p", "stop_gradient",
+    "convert_element_type", "reduce_precision", "clamp", "atan2", "erfc", "atan", "asinh",
+})  # fmt: skip
+"""They give finite numbers for finite ones."""
+
+_NEUTRAL: dict[str, tuple[float, bool]] = {
+    "add": (0, True), "add_any": (0, True), "sub": (0, False), "mul": (1, True), "div": (1, False),
+    "max": (-math.inf, True), "min": (math.inf, True),
+}  # fmt: skip
+"""The operand that changes nothing, and whether it may stand first."""
+
+
+def evaluated(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> Any:
+    """Computes an operation on known numbers; None where it is not known how."""
+    with np.errstate(all="ignore"):
+        try:
+            return known_number(_computed(name, params, numbers))
+        except (ArithmeticError, KeyError, TypeError, ValueError):
+            return None
+
+
+def _computed(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> Any:
+    if name == "convert_element_type":
+        kind = np.dtype(params["new_dtype"]).kind
+        return bool(numbers[0]) if kind == "b" else (int if kind in "iu" else float)(numbers[0])
+    if name in ("not", *_LOGICAL):
+        if not all(isinstance(n, bool) for n in numbers):
+            return None
+        return not numbers[0] if name == "not" else bool(_LOGICAL[name](*numbers))
+    if name == "integer_pow":
+        return np.float64(numbers[0]) ** params["y"]
+    if name == "div":
+        if all(isinstance(n, int) for n in numbers):
+            return int(numbers[0] / numbers[1])
+        return np.divide(np.float64(numbers[0]), np.float64(numbers[1]))
+    if name in _UNARY:
+        return _UNARY[name](numbers[0])
+    return _BINARY[name](*numbers) if name in _BINARY and len(numbers) == 2 else None
+
+
+def folded(name: str, params: Mapping[str, Any], operands: Sequence[Padded]) -> Any:
+    """Returns what an operation on each entry leaves in the padding of a dim."""
+    pads = [operand.pad for operand in operands]
+    if not any(map(_is_pad, pads)):
+        number = evaluated(name, params, pads)
+        if number is not None:
+            return number
+    absorbed = _absorbed(name, operands)
+    if absorbed is not None:
+        return absorbed
+    if all(operand.is_pure for operand in operands):
+        return PURE
+    if name in _NEUTRAL and len(pads) == 2:
+        neutral, first = _NEUTRAL[name]
+        if is_number(pads[1], neutral) or (first and is_number(pads[0], neutral)):
+            return pads[0] if is_number(pads[1], neutral) else pads[1]
+    if name in BOOLEAN:
+        return FINITE
+    total = name in _TOTAL or (name == "integer_pow" and params["y"] >= 0)
+    return FINITE if total and all(map(_may_be_computed_with, pads)) else ANY
+
+
+def _absorbed(name: str, operands: Sequence[Padded]) -> Any:
+    """Returns the number that one operand decides alone, as zero does in a product; else None."""
+    pads = [operand.pad for operand in operands]
+    if name in ("and", "or"):
+        decides = name == "or"
+        return decides if any(p is decides for p in pads) else None
+    finite = [_may_be_computed_with(p) for p in pads]
+    if name == "mul" and any(is_number(p, 0) for p in pads) and all(finite):
+        return 0
+    if name == "div" and is_number(pads[0], 0) and operands[1].pad is PURE:
+        return 0
+    if name in ("add", "add_any", "sub"):
+        for k, pad in enumerate(pads):
+            if not _is_pad(pad) and np.isinf(pad) and all(finite[:k] + finite[k + 1 :]):
+                return -pad if name == "sub" and k == 1 else pad
+    return None
+
+
+_UNSEEN = {
+    "reduce_sum": 0,
+    "reduce_prod": 1,
+    "reduce_and": True,
+    "reduce_or": False,
+    "reduce_xor": 0,
+}
+
+
+def is_neutral(name: str, pad: Any, dtype: Any) -> bool:
+    """Returns whether a reduction does not see entries that are this number."""
+    if _is_pad(pad):
+        return False
+    if name in ("reduce_max", "reduce_min"):
+        least, most = _range(dtype)
+        return bool(pad <= least if name == "reduce_max" else pad >= most)
+    return name in _UNSEEN and bool(pad == _UNSEEN[name])
+
+
+def _range(dtype: Any) -> tuple[Any, Any]:
+    """Returns the least and the largest number of a dtype, infinities included."""
+    if np.dtype(dtype).kind == "b":
+        return False, True
+    if np.dtype(dtype).kind in "iu":
+        return np.iinfo(dtype).min, np.iinfo(dtype).max
+    return -math.inf, math.inf
+
+
+Shape = tuple[int, ...]
+
+
+class Walk(Protocol):
+    """What a rule may ask of the pass that applies it."""
+
+    shares: tuple[int, int]
+
+
+class Pair:
+    """An equation of the step, and the same one where the shares have another length."""
+
+    def __init__(self, eqn: Any, other: Any) -> None:
+        """Takes both equations."""
+        self.eqn, self.other = eqn, other
+        self.name: str = eqn.primitive.name if eqn is not None else ""
+
+    @functools.cached_property
+    def where(self) -> str:
+        """The operation and the user's line."""
+        return f"{name(self.eqn)} at {line(self.eqn)}" if self.eqn is not None else "a result"
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether both are the same operation on as many operands."""
+        return (
+            self.eqn.primitive is self.other.primitive
+            and len(self.eqn.invars) == len(self.other.invars)
+            and len(self.eqn.outvars) == len(self.other.outvars)
+        )
+
+    @property
+    def has_refs(self) -> bool:
+        """Whether it reads or writes a ref."""
+        return any(_is_ref(var) for var in (*self.eqn.invars, *self.eqn.outvars))
+
+    @property
+    def varies(self) -> bool:
+        """Whether an output has another shape where the shares have another length."""
+        return any(a != b for a, b in map(self.out, range(len(self.eqn.outvars))))
+
+    def operand(self, index: int) -> tuple[Shape, Shape]:
+        """Returns both shapes of an operand."""
+        return _shape(self.eqn.invars[index]), _shape(self.other.invars[index])
+
+    def out(self, index: int = 0) -> tuple[Shape, Shape]:
+        """Returns both shapes of an output."""
+        return _shape(self.eqn.outvars[index]), _shape(self.other.outvars[index])
+
+    def dtype(self, index: int = 0) -> Any:
+        """Returns the dtype of an operand."""
+        return self.eqn.invars[index].aval.dtype
+
+    def varying(self, index: int = 0) -> list[int]:
+        """Returns the dims of an output whose length differs."""
+        return [d for d, (a, b) in enumerate(zip(*self.out(index), strict=True)) if a != b]
+
+    def params(self, key: str) -> tuple[Any, Any]:
+        """Returns both values of a parameter."""
+        return self.eqn.params[key], self.other.params[key]
+
+    def changed_params(self, allowed: Collection[str] = ()) -> bool:
+        """Returns whether a parameter other than those allowed differs."""
+        two = self.other.params
+        return any(
+            key not in allowed and not _same(v, two.get(key)) for key, v in self.eqn.params.items()
+        )
+
+
+def _shape(atom: Any) -> Shape:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _is_ref(var: Any) -> bool:
+    return type(var.aval).__name__ == "AbstractRef" or bool(getattr(var.aval, "has_qdd", False))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, (Jaxpr, ClosedJaxpr)):
+        return str(one) == str(other)
+    if isinstance(one, (tuple, list)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_same, one, other))
+    try:
+        return bool(np.all((one == other) | ((one != one) & (other != other))))
+    except (TypeError, ValueError):
+        return False
+
+
+Rule = Callable[[Walk, Pair, list[Mark]], "list[Mark] | None"]

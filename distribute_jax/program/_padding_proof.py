@@ -1,0 +1,398 @@
+"""The padding proof: which outputs of a padded step cannot depend on the padding.
+
+The step is traced twice, with shares of two lengths. A pass over the equations of both programs, side
+by side, finds which dims hold rows: those whose length differs. Each value gets a mark that says what
+may stand in the padding of these dims: zero after ``where(mask, x, 0)``, for example. A reduction over
+rows is clean if it does not see what stands there; else it is a leak. A number that differs between the
+two programs is one that was computed from the length of the share, which counts padding as well.
+
+What the pass does not know may leak, so a missing rule proves nothing, and proves nothing wrong. Two
+things are assumed: that a zero times what a real row could give is zero, since padding repeats real
+rows; and that random bits may depend on how many are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from distribute_jax._mesh import num_replicas
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._call import Entry
+from distribute_jax.program._padding_marks import (
+    ANY,
+    CLEAN,
+    Leak,
+    Mark,
+    Pair,
+    Rows,
+    joined,
+    known_number,
+    leaking,
+)
+from distribute_jax.program._padding_rules import CARRIES, RULES
+from distribute_jax.program._replication_rules import ClosedJaxpr, num_scanned
+from distribute_jax.program._result_rows import Unknown, share_sizes
+from distribute_jax.program._trace import Call, Traced
+
+
+class GaveUpError(Exception):
+    """The pass met something about which nothing can be said; the text says where."""
+
+
+class RefsError(GaveUpError):
+    """The program has refs, which may carry anything from anywhere to anywhere."""
+
+
+def prove_padding(
+    jaxpr: Any, other: Any, shares: tuple[int, int], in_marks: Sequence[Mark]
+) -> list[Mark]:
+    """Finds what can be seen of the padding in each output of a padded step.
+
+    Args:
+        jaxpr: The program of one replica, traced with counts of real examples.
+        other: The same step traced with shares of another length.
+        shares: The rows of a share in the first and in the second.
+        in_marks: For each input, which of its dims hold rows.
+
+    Returns:
+        The mark of each output. It is clean if neither rows nor a leak nor an amount are in it.
+
+    Raises:
+        GaveUpError: The program writes to refs, or is another one at the other length.
+    """
+    return PaddingWalk(shares).run(jaxpr, other, in_marks)
+
+
+class PaddingWalk:
+    """One run of the pass."""
+
+    def __init__(self, shares: tuple[int, int]) -> None:
+        """Starts with nothing known; ``shares`` are the rows of a share in the two programs."""
+        self.shares = shares
+        # Holds the bodies too, so that no id is used twice.
+        self._done: dict[Any, tuple[Any, Any, list[Mark]]] = {}
+
+    def run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
+        """Returns the marks of the outputs of a program, given those of its inputs."""
+        key = id(body), id(other), tuple(marks)
+        if key not in self._done:
+            self._done[key] = body, other, self._run(body, other, marks)
+        return self._done[key][2]
+
+    def _run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
+        one, two = _opened(body), _opened(other)
+        env: dict[Any, Mark] = dict(zip(one.invars, marks, strict=True))
+        for var, a, b in zip(one.constvars, _consts(body), _consts(other), strict=True):
+            env[var] = self._constant(a, b)
+        partner = dict(zip(one.constvars + one.invars, two.constvars + two.invars, strict=True))
+
+        def read(pair: Pair, atom: Any, twin: Any) -> Mark:
+            if isinstance(atom, Literal) and isinstance(twin, Literal):
+                return self._literal(pair, atom, twin)
+            if isinstance(atom, Literal) or partner.get(atom) is not twin:
+                raise GaveUpError(f"{pair.where} is computed from other values")
+            return env[atom]
+
+        for eqn, twin in zip(one.eqns, two.eqns, strict=False):
+            pair = Pair(eqn, twin)
+            if not pair.is_alike:
+                raise GaveUpError(f"{pair.where} becomes another operation")
+            operands = [read(pair, a, b) for a, b in zip(eqn.invars, twin.invars, strict=True)]
+            outs = self.apply(pair, operands)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            partner.update(zip(eqn.outvars, twin.outvars, strict=True))
+        if len(one.eqns) != len(two.eqns):
+            raise GaveUpError("the step becomes another program")
+        end = Pair(None, None)
+        return [read(end, a, b) for a, b in zip(one.outvars, two.outvars, strict=True)]
+
+    def apply(self, pair: Pair, marks: list[Mark]) -> list[Mark]:
+        """Returns the marks of the outputs of an equation."""
+        if pair.has_refs:
+            raise RefsError(f"{pair.where} reads or writes a ref")
+        rule = STRUCTURE.get(pair.name)
+        try:
+            outs = rule(self, pair, marks) if rule else self._computed(pair, marks)
+        except RefsError:
+            raise
+        except GaveUpError:
+            outs = None
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
+            outs = None  # a form that another JAX version uses
+        if outs is None or len(outs) != len(pair.eqn.outvars):
+            outs = [leaking(pair.where)] * len(pair.eqn.outvars)
+        return [self._checked(pair, k, out) for k, out in enumerate(outs)]
+
+    def _computed(self, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+        """Applies the rule of a primitive that has no body, and notes where numbers of rows come in."""
+        count = len(pair.eqn.outvars)
+        chosen = pair.name == "select_n" and marks[0].const is not None
+        used = [marks[0], marks[1 + int(marks[0].const)]] if chosen else marks
+        amount = next((mark.amount for mark in used if mark.amount), "")
+        leaks = [mark.leak for mark in used if mark.leak]
+        rule = RULES.get(pair.name)
+        if leaks:
+            stays = rule is not None and _carries(pair, marks)
+            leak = Leak(leaks[0].where, leaks[0].certain and len(leaks) == 1 and stays)
+            return [Mark(leak=leak, amount=amount)] * count
+        if all(mark.is_clean for mark in marks) and not pair.varies and pair.name != "select_n":
+            changed = pair.changed_params()
+            amount = amount or (pair.where if changed else "")
+            if rule is None or changed or any(mark.const is None for mark in marks):
+                return [Mark(amount=amount)] * count
+        if rule is None:
+            return None
+        if pair.changed_params(allowed=_OF_SHAPES):
+            amount = amount or pair.where
+        outs = rule(self, pair, marks)
+        return outs and [_with_amount(out, amount) for out in outs]
+
+    def _checked(self, pair: Pair, index: int, out: Mark) -> Mark:
+        """Turns a mark into a leak unless it speaks of exactly the dims whose length differs."""
+        if out.leak is not None:
+            return out
+        sizes, others = pair.out(index)
+        if len(sizes) != len(others):
+            return leaking(pair.where)
+        dims = [d for d, (a, b) in enumerate(zip(sizes, others, strict=True)) if a != b]
+        fits = [r.dim for r in out.rows] == dims and all(
+            r.is_uniform or _fits(r, sizes, others, self.shares) for r in out.rows
+        )
+        return out if fits else leaking(pair.where)
+
+    def _literal(self, pair: Pair, one: Any, other: Any) -> Mark:
+        number, again = known_number(one.val), known_number(other.val)
+        if number is not None and number == again:
+            return Mark(const=number)
+        if _equal(one.val, other.val):
+            return CLEAN
+        return Mark(amount=pair.where)
+
+    def _constant(self, one: Any, other: Any) -> Mark:
+        """Returns the mark of an array that the program holds."""
+        if one is other:
+            return CLEAN
+        try:
+            a, b = np.asarray(one), np.asarray(other)
+        except (TypeError, ValueError):
+            return leaking("a constant")
+        if a.shape == b.shape:
+            same = np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+            return CLEAN if same else Mark(amount="a constant")
+        dims = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]] if a.ndim == b.ndim else []
+        if len(dims) != 1 or not np.array_equal(np.take(b, range(a.shape[dims[0]]), dims[0]), a):
+            return leaking("a constant")
+        rows = Rows(dims[0], 1, a.shape[dims[0]] // self.shares[0], ANY, data=False)
+        return (
+            Mark((rows,)) if _fits(rows, a.shape, b.shape, self.shares) else leaking("a constant")
+        )
+
+
+_OF_SHAPES = frozenset({
+    "shape", "new_sizes", "sizes", "slice_sizes", "start_indices", "limit_indices",
+    "padding_config", "sharding", "out_sharding",
+})  # fmt: skip
+"""Parameters that follow the shapes; the rules look at them."""
+
+
+def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
+    """Returns whether what leaks from one operand is surely seen in the result."""
+    if pair.name == "select_n":
+        which, *cases = marks
+        seen = [k for k, case in enumerate(cases) if case.leak]
+        return any(r.pad is (seen != [1]) for r in which.rows) and not which.leak
+    if pair.name == "convert_element_type":
+        kinds = [
+            np.dtype(atom.aval.dtype).kind for atom in (pair.eqn.invars[0], pair.eqn.outvars[0])
+        ]
+        return kinds[0] in "biu" or kinds[1] not in "biu"
+    if pair.name == "mul" and any(mark.const == 0 for mark in marks):
+        return False
+    return pair.name in CARRIES
+
+
+def _with_amount(out: Mark, amount: str) -> Mark:
+    return replace(out, amount=amount) if amount and not out.amount else out
+
+
+def _fits(rows: Rows, sizes: Any, others: Any, shares: tuple[int, int]) -> bool:
+    blocks = rows.outer * rows.inner
+    return (sizes[rows.dim], others[rows.dim]) == (blocks * shares[0], blocks * shares[1])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True))
+    except (TypeError, ValueError):
+        return one is other
+
+
+def _opened(body: Any) -> Any:
+    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
+
+
+def _consts(body: Any) -> Sequence[Any]:
+    return body.consts if isinstance(body, ClosedJaxpr) else ()
+
+
+# Calls, branches and loops
+
+Structure = Callable[[PaddingWalk, Pair, list[Mark]], "list[Mark] | None"]
+
+
+def call(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+    """The body runs once, on the operands."""
+    keys = [
+        key
+        for key in ("jaxpr", "call_jaxpr", "call", "callee")
+        if isinstance(pair.eqn.params.get(key), Jaxpr | ClosedJaxpr)
+    ]
+    if len(keys) != 1:
+        return None
+    return walk.run(pair.eqn.params[keys[0]], pair.other.params[keys[0]], marks)
+
+
+def identities(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+    """Values pass through, and do not mix."""
+    return list(marks)
+
+
+def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+    """Which branch ran shows in every output."""
+    index, *operands = marks
+    if not index.is_clean:
+        leak = replace(index.leak, certain=False) if index.leak else Leak(pair.where, False)
+        return [Mark(leak=leak)] * len(pair.eqn.outvars)
+    branches = zip(pair.eqn.params["branches"], pair.other.params["branches"], strict=True)
+    first, *others = (walk.run(one, two, operands) for one, two in branches)
+    for outs in others:
+        first = [joined(a, b, pair.where) for a, b in zip(first, outs, strict=True)]
+    return [_with_amount(out, index.amount) for out in first]
+
+
+def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+    """The body runs until the marks of the carries stop changing; rows are not what it runs over."""
+    body, other = pair.eqn.params["jaxpr"], pair.other.params["jaxpr"]
+    if pair.eqn.params["length"] != pair.other.params["length"]:
+        return None
+    inner = _opened(body)
+    num_carry = len(pair.eqn.outvars) - num_scanned(pair.eqn.outvars, inner.outvars)
+    start = len(marks) - num_scanned(pair.eqn.invars, inner.invars) - num_carry
+    if start < 0:
+        return None
+    scanned = [_shifted(mark, -1) for mark in marks[start + num_carry :]]
+    carries = marks[start : start + num_carry]
+    while True:
+        outs = walk.run(body, other, [*marks[:start], *carries, *scanned])
+        grown = [joined(a, b, pair.where) for a, b in zip(carries, outs, strict=False)]
+        if grown == carries:
+            break
+        carries = grown
+    return carries + [_shifted(out, 1) for out in outs[num_carry:]]
+
+
+def _shifted(mark: Mark, by: int) -> Mark:
+    """Returns the mark of an array with one dim more, or less, in front."""
+    rows = tuple(replace(r, dim=r.dim + by) for r in mark.rows)
+    return replace(mark, rows=rows, index=None, column=None)
+
+
+def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+    """The carries are known if rows do not decide how often the body runs."""
+    one, two = pair.eqn.params, pair.other.params
+    tests, bodies = one["cond_nconsts"], one["body_nconsts"]
+    start = tests + bodies
+    carries = marks[start:]
+    while True:
+        [more] = walk.run(one["cond_jaxpr"], two["cond_jaxpr"], [*marks[:tests], *carries])
+        if not more.is_clean:
+            leak = replace(more.leak, certain=False) if more.leak else Leak(pair.where, False)
+            return [Mark(leak=leak)] * len(carries)
+        outs = walk.run(one["body_jaxpr"], two["body_jaxpr"], [*marks[tests:start], *carries])
+        grown = [joined(a, b, pair.where) for a, b in zip(carries, outs, strict=True)]
+        if grown == carries:
+            return [_with_amount(mark, more.amount) for mark in carries]
+        carries = grown
+
+
+_CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "cross_device_sum")
+_IDENTITIES = (
+    *("optimization_barrier", "mirrored", "unreduced", "device_put", "name", "reshard"),
+    *("part_of_mean", "sharding_constraint"),
+)
+
+STRUCTURE: dict[str, Structure] = {
+    **dict.fromkeys(_CALLS + _CUSTOM_CALLS, call),
+    **dict.fromkeys(_IDENTITIES, identities),
+    "cond": cond,
+    "scan": scan,
+    "while": while_loop,
+}
+"""The rules of primitives that pass values on, by name."""
+
+
+Seen = tuple[str, Leak]
+
+
+def seen_padding(call: Call, entry: Entry, larger: Traced | str) -> list[Seen]:
+    """Finds the outputs in which padding may be seen.
+
+    Args:
+        call: a call with a partial batch.
+        entry: its program.
+        larger: the step traced with larger shares, or why it could not be.
+
+    Returns:
+        The name of each, and where the padding comes in; an empty name where it is the whole step. None
+        at all if it is proved that no padding is seen.
+    """
+    if isinstance(larger, str):
+        return [("", Leak(f"it could not be traced with more rows ({larger})", False))]
+    traced = entry.program.traced
+    alike = traced.written == larger.written and traced.sizes == larger.sizes
+    if not alike or traced.written_sizes != larger.written_sizes:
+        return [("", Leak("with more rows it writes other variables", False))]
+    try:
+        marks = prove_padding(
+            traced.jaxpr, larger.jaxpr, share_sizes(call), _input_marks(call, traced)
+        )
+    except GaveUpError as error:
+        return [("", Leak(str(error), False))]
+    names = entry.output_names()
+    found = ((names[k], _leak_of(call, entry, k, mark)) for k, mark in enumerate(marks))
+    return [(name, leak) for name, leak in found if leak is not None]
+
+
+def _input_marks(call: Call, traced: Traced) -> list[Mark]:
+    variables, arrays, _, counts = traced.sizes
+    data = [
+        Mark((Rows(0),)) if isinstance(v, PerReplica) and v.layout is Layout.JOINED else CLEAN
+        for v in call.arguments.data
+    ]
+    return [CLEAN] * (variables + arrays) + data + [CLEAN] * counts
+
+
+def _leak_of(call: Call, entry: Entry, output: int, mark: Mark) -> Leak | None:
+    """Returns why padding may be seen in an output, None where it is not."""
+    result = output - entry.state_size
+    rows = False if result < 0 else (entry.program.per_example or ())[result]
+    if isinstance(rows, Unknown):
+        return None  # nobody can read it
+    if mark.leak is not None:
+        return mark.leak
+    if mark.amount:
+        return Leak(f"the number of rows of a share, at {mark.amount}", False)
+    if not mark.rows:
+        return None
+    if rows is False or [r.dim for r in mark.rows] != [0]:
+        return Leak("all rows of a share", False)
+    [along] = mark.rows
+    cut = along.is_uniform or (along.outer, along.inner) == (1, 1)
+    mirrored = entry.program.plan.mirrored[result] and num_replicas(call.mesh) > 1
+    return None if cut and not (mirrored and along.data) else Leak("all rows of a share", False)

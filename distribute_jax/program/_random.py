@@ -1,0 +1,121 @@
+"""Random streams inside ``run``: other numbers on each replica, the same stored state on all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from distribute_jax import _context
+from distribute_jax._errors import ArgumentError
+from distribute_jax._jax_private import read_raw, write_raw
+from distribute_jax._mesh import DATA
+from distribute_jax.program._dataflow import FOLD
+
+T = TypeVar("T", bound=nnx.Pytree)
+
+WEIGHTS = "params"
+"""The stream that draws the same numbers on every replica by itself, because it makes weights."""
+
+
+class _SameOnAll(str):
+    """A stream's tag with the mark: what forks a stream hands its tag on, and so the mark.
+
+    It equals the plain tag, so every filter of Flax's finds the stream as before.
+    """
+
+    __slots__ = ()
+
+
+def same_on_all_replicas(node: T) -> T:
+    """Lets random streams draw the same numbers on every replica inside ``run``.
+
+    Inside ``run`` each stream but ``params`` draws other numbers on each replica. The streams of
+    ``node`` no longer do: dropout with such a stream drops the same units everywhere. Streams that
+    are forked or split from them later are the same on all replicas too, as those of layers that are
+    built with ``rngs``.
+
+    Args:
+        node: an ``nnx.RngStream`` as ``rngs.noise``, an ``nnx.Rngs``, or a module, for all streams in it.
+
+    Returns:
+        The node itself.
+
+    Raises:
+        ValueError: there is no stream in it.
+        RuntimeError: called inside ``run``, where the numbers are decided on already.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> from flax import nnx
+        >>> strategy = dj.OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     rngs = nnx.Rngs(dropout=0, augment=1)
+        ...     stream = dj.same_on_all_replicas(rngs.augment)
+        >>> strategy.run(lambda: rngs.augment.normal((2,))).shape
+        (2,)
+    """
+    _context.require_cross_replica("dj.same_on_all_replicas")
+    _context.require_outside_step("dj.same_on_all_replicas")
+    streams = _streams(node)
+    if not streams:
+        raise ArgumentError(
+            f"dj.same_on_all_replicas got {node!r:.200}, which holds no random stream. Give it a stream, "
+            "dj.same_on_all_replicas(rngs.dropout), or the nnx.Rngs or module that holds streams."
+        )
+    for stream in streams:
+        stream.tag = _SameOnAll(stream.tag)
+    return node
+
+
+def _streams(node: Any) -> list[nnx.RngStream]:
+    if not isinstance(node, nnx.Pytree):
+        return []
+    return [found for _, found in nnx.iter_graph(node) if isinstance(found, nnx.RngStream)]
+
+
+def draws_its_own(variable: nnx.Variable[Any], stream: Any) -> bool:
+    """Tells whether a key or counter draws other numbers on each replica.
+
+    Args:
+        variable: the key or the counter.
+        stream: what it is an attribute of; a key of the user's own may be in no stream.
+    """
+    return variable.tag != WEIGHTS and not isinstance(getattr(stream, "tag", None), _SameOnAll)
+
+
+def per_replica_keys(
+    variables: Sequence[nnx.Variable[Any]], nodes: Sequence[Any], replicas: int
+) -> list[Any]:
+    """Folds the replica id into the key of each stream, for the time of the trace.
+
+    Replica 0 keeps the stream as it is, so that one replica draws what undistributed code draws.
+
+    Returns:
+        The raw values that the step starts from; a variable still holding its own is unchanged.
+    """
+    if replicas > 1:
+        stream_of = {id(node.key): node for node in nodes if isinstance(node, nnx.RngStream)}
+        keys = [v for v in variables if isinstance(v, nnx.RngKey)]
+        own = [key for key in keys if draws_its_own(key, stream_of.get(id(key)))]
+        write_raw(own, [_replica_key(raw) for raw in read_raw(own)])
+    return read_raw(variables)
+
+
+def _fold_replica_id(key: jax.Array) -> jax.Array:
+    replica = jax.lax.axis_index(DATA)
+
+    def fold(one: jax.Array) -> jax.Array:
+        return jnp.where(replica == 0, one, jax.random.fold_in(one, replica))
+
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold)
+    return fold(key)
+
+
+# One equation with a name, by which the proof recognizes the key.
+_fold_replica_id.__name__ = FOLD
+_replica_key = jax.jit(_fold_replica_id)

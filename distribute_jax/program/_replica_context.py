@@ -1,0 +1,264 @@
+"""What one replica knows and may ask of the others: the replica context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from distribute_jax import _context
+from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._mesh import DATA
+from distribute_jax._messages import PyTree, leaf_text
+from distribute_jax._values import DistributedValues
+from distribute_jax.collectives._all_reduce import all_gather, all_reduce, stacked_over_replicas
+from distribute_jax.collectives._markers import real_rows
+from distribute_jax.collectives._options import (
+    CommunicationOptions,
+    ReduceOp,
+    checked_options,
+    reduce_op,
+)
+from distribute_jax.program._arguments import check_call
+
+
+class ReplicaContext:
+    """Which replica this is, and the collectives it takes part in.
+
+    ``get_replica_context()`` gives one inside a function given to ``strategy.run``. All replicas run
+    one program, so every replica takes part in every collective, in the same order.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
+    """
+
+    __module__ = "distribute_jax"
+
+    def __init__(
+        self,
+        strategy: Any,
+        *,
+        bound: bool = True,
+        share: int | None = None,
+        counts: jax.Array | None = None,
+    ) -> None:
+        """Makes the context of the replicas of a strategy; ``run`` does this.
+
+        Args:
+            strategy: the current strategy.
+            bound: whether the replica axis is bound.
+            share: rows of this replica's share of the batch, where a batch was passed.
+            counts: real examples of every replica, int32 of shape (N,), for a padded batch.
+        """
+        self._strategy = strategy
+        self._bound = bound
+        self._share = share
+        self._counts = counts
+
+    @property
+    def strategy(self) -> Any:
+        """The current strategy."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are combined."""
+        return int(self._strategy.num_replicas_in_sync)
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The id of this replica, 0 to N-1: inside ``run`` a traced int32 scalar.
+
+        In Python control flow it has no value yet; use ``jnp.where`` or ``jax.lax.cond``.
+        """
+        return jax.lax.axis_index(DATA) if self._bound else 0
+
+    @property
+    def batch_mask(self) -> jax.Array | None:
+        """Which rows of the batch are real: bool, shape (per-replica batch,), per replica.
+
+        Constant True for a full batch; None when no distributed batch was passed to ``run``.
+        """
+        if self._share is None:
+            return None
+        if self._counts is None:
+            return jnp.ones((self._share,), bool)
+        return real_rows(jnp.arange(self._share) < self._counts[self.replica_id_in_sync_group])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the batch of this call is partial, so that some of its rows are padding."""
+        return self._counts is not None
+
+    @property
+    def real_examples(self) -> Any:
+        """The number of real examples in the global batch: an int, traced for a padded batch.
+
+        None when no distributed batch was passed to ``run``.
+        """
+        if self._counts is not None:
+            return self._counts.sum()
+        return None if self._share is None else self._share * self.num_replicas_in_sync
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """Combines a nest over the replicas and gives every replica the same result.
+
+        One collective serves all leaves of a dtype; the strategy's ``cross_device_ops`` say which. The
+        gradient is the same reduction of the upstream gradients, as in TensorFlow.
+
+        Args:
+            reduce_op: ``"sum"`` or ``"mean"``. A sum has the dtype of ``jnp.sum``: integers are added
+                exactly, narrow ones in the default integer. The mean of integers is floating, and
+                that of float16 is taken in float32, so that the sum before it does not overflow.
+            value: a nest of arrays of any numeric dtypes; shapes equal on all replicas. The entries of
+                a ``jax.experimental.sparse.BCOO`` are joined, and add up when it is made dense.
+            options: how to do it this time: packing, or another algorithm. They are merged over those
+                of the strategy.
+
+        Returns:
+            The nest with every leaf combined, mirrored.
+
+        Raises:
+            ValueError: a leaf is not numeric (a bool is none), ``reduce_op`` is not SUM or MEAN, or
+                ``options`` are no options.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> def step():
+            ...     return dj.get_replica_context().all_reduce("sum", {"loss": 2.0})
+            >>> float(strategy.run(step)["loss"])
+            2.0
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_reduce
+        """
+        return all_reduce(
+            _reduce_op(reduce_op),
+            value,
+            self.num_replicas_in_sync,
+            bound=self._bound,
+            ops=getattr(self._strategy, "_cross_device_ops", None),
+            options=self._options_of_strategy.merge(checked_options(options, "all_reduce")),
+        )
+
+    def all_gather(
+        self, value: PyTree, axis: int, options: CommunicationOptions | None = None
+    ) -> PyTree:
+        """Joins the replicas' arrays along a dim, in replica order, for every replica.
+
+        The gradient at a replica is its slice of the summed upstream gradients.
+
+        Args:
+            value: a nest of arrays of numbers or bools with at least one dim (each replica's view).
+            axis: the dim to join along; may be negative.
+            options: accepted for TensorFlow's signature; XLA gathers the same way whatever they say.
+
+        Returns:
+            The nest with dim ``axis`` N times as long, mirrored.
+
+        Raises:
+            ValueError: a leaf is a scalar, does not have the dim, or holds no numbers or bools.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_gather
+        """
+        checked_options(options, "all_gather")
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+            raise ArgumentError(
+                f"all_gather(axis={axis!r}): axis is an int, the dim of each replica's array along which "
+                "they are joined. Pass axis=0 for rows."
+            )
+        return all_gather(value, int(axis), bound=self._bound)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> PyTree:
+        """Calls a function once in cross-replica context, with all replicas' arguments regrouped.
+
+        Args:
+            merge_fn: called as ``merge_fn(strategy, *args, **kwargs)``; its array arguments are
+                per-replica values that ``strategy.reduce`` and
+                ``strategy.experimental_local_results`` take.
+            args: this replica's positional arguments.
+            kwargs: this replica's keyword arguments.
+
+        Returns:
+            The result of ``merge_fn``, each per-replica value replaced by this replica's part.
+
+        Raises:
+            RuntimeError: called in cross-replica context.
+            ValueError: ``merge_fn`` is no function, ``args`` no tuple or ``kwargs`` no dict.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#merge_call
+        """
+        top = _context.entered()
+        if top is not None and top.replica is None:
+            raise ContextError(
+                "merge_call was called in cross-replica context. Call it inside a function given to "
+                "strategy.run, on dj.get_replica_context()."
+            )
+        if not callable(merge_fn):
+            raise ArgumentError(
+                f"merge_call got {leaf_text(merge_fn)}, which is no function. Pass one that takes the "
+                "strategy and then the regrouped values: merge_call(fn, args=(value,))."
+            )
+        check_call(args, kwargs, call="merge_call(merge_fn")
+        given = (tuple(args), dict(kwargs or {}))
+        regrouped, named = jax.tree.map(self._regroup, given, is_leaf=_is_object)
+        with _context.frame(self._strategy, merging=True):
+            result = merge_fn(self._strategy, *regrouped, **named)
+        return jax.tree.map(self._own_part, result, is_leaf=_is_merged)
+
+    @property
+    def _options_of_strategy(self) -> CommunicationOptions:
+        own = getattr(self._strategy, "_communication_options", None)
+        return CommunicationOptions() if own is None else own
+
+    def _regroup(self, leaf: Any) -> Any:
+        if not self._bound or not isinstance(leaf, jax.Array):
+            return leaf
+        return MergedValues(stacked_over_replicas(leaf), self.num_replicas_in_sync)
+
+    def _own_part(self, leaf: Any) -> Any:
+        if not _is_merged(leaf):
+            return leaf
+        return jnp.stack(leaf.values)[self.replica_id_in_sync_group]
+
+
+_reduce_op = reduce_op
+
+
+class MergedValues(DistributedValues):
+    """All replicas' values of one array, as a function given to ``merge_call`` sees them."""
+
+    def __init__(self, stacked: jax.Array, replicas: int) -> None:
+        """Takes the values stacked on a leading dim."""
+        self._stacked = stacked
+        self._replicas = replicas
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """One array for each replica."""
+        return tuple(self._stacked[i] for i in range(self._replicas))
+
+    def __repr__(self) -> str:
+        """Shows the shape; inside a traced function there are no numbers yet."""
+        return f"PerReplica:{self._replicas} × {self._stacked[0].aval}"
+
+
+def _is_object(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Variable, nnx.Pytree))
+
+
+def _is_merged(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues)

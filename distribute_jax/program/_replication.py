@@ -1,0 +1,235 @@
+"""The proof: which values of a traced step are the same on every replica.
+
+A pass over the equations of the jaxpr, in order, gives each value a mark: empty if the value is
+proved mirrored, else the sources that may make it differ, in words. Whatever the pass does not
+know counts as a source, so a missing rule gives a false alarm and never a false proof.
+
+Mirrored means bitwise equal, provided that a device gives the same result for the same operands
+each time. XLA on GPUs breaks that for scatter-add unless ``--xla_gpu_deterministic_ops`` is set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal, Primitive, primitives
+
+from distribute_jax._errors import DeadlockError, OutOfSyncError
+from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
+from distribute_jax.program._dataflow import are_zeros
+from distribute_jax.program._replication_rules import (
+    MIRRORED,
+    RULES,
+    ClosedJaxpr,
+    Control,
+    Mark as Mark,
+    Outcome,
+    line,
+    name,
+    union,
+)
+
+DEADLOCK = """\
+{collective} over "{axis}" may hang: not every replica is sure to reach it.
+  the collective: {collective} at {where}
+  decided by: {what}
+  which may differ between replicas, because it depends on: {sources}
+Every replica must run the same collectives equally often and in the same order; one that leaves \
+one out keeps the others waiting for ever.
+Reduce the predicate first, so that all replicas decide alike:
+    dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0
+or move the collective out of the branch or loop."""
+
+REDUCED = """\
+dj.Optimizer.update at {where} got gradients that are equal on every replica already, and would sum \
+them: {replicas} times too large.
+If they were combined before, pass update(model, grads, skip_gradients_aggregation=True). Otherwise \
+they do not depend on the batch: pass the batch in args, from strategy.distribute_dataset."""
+
+
+def prove(
+    jaxpr: Any, in_marks: Sequence[Mark], *, axis: str = "data", axis_size: int
+) -> list[Mark]:
+    """Finds which outputs of a per-replica program are the same on every replica.
+
+    Args:
+        jaxpr: The program of one replica, as ``jax.make_jaxpr`` returns it with ``axis`` bound.
+        in_marks: For each input, why it may differ between replicas; empty if it does not.
+        axis: The mesh axis along which the replicas lie.
+        axis_size: The number of replicas.
+
+    Returns:
+        The mark of each output: empty if it is proved mirrored, otherwise everything that may
+        make it differ, such as ``args[0]`` or ``axis_index at train.py:12``.
+
+    Raises:
+        DeadlockError: A collective over ``axis`` stands under a condition or in a loop that may
+            go differently on different replicas.
+        OutOfSyncError: ``dj.Optimizer`` would sum gradients that are equal on all replicas already.
+    """
+    walk = Walk(axis, axis_size)
+    outs, _ = walk.run(jaxpr, in_marks, Control())
+    walk.check_unreduced(jaxpr)
+    return outs
+
+
+class Walk:
+    """One run of the pass; see :class:`distribute_jax.program._replication_rules.Walk`."""
+
+    def __init__(self, axis: str, axis_size: int) -> None:
+        self.axis = axis
+        self.axis_size = axis_size
+        # Holds the bodies too, so that no id is used twice.
+        self._done: dict[Any, tuple[Any, list[Mark], list[Mark]]] = {}
+        # Marks grow while loops are walked again, so what was seen is judged at the end.
+        self._unreduced: dict[int, tuple[Any, Mark]] = {}
+
+    def run(
+        self, body: Any, marks: Sequence[Mark], control: Control
+    ) -> tuple[list[Mark], list[Mark]]:
+        """Returns the marks of the outputs of ``body``, and of its inputs after it ran."""
+        key = id(body), tuple(marks), control
+        if key not in self._done:
+            self._done[key] = body, *self._run(body, marks, control)
+        return self._done[key][1:]
+
+    def _run(
+        self, body: Any, marks: Sequence[Mark], control: Control
+    ) -> tuple[list[Mark], list[Mark]]:
+        inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+        if inner.constvars and not isinstance(body, ClosedJaxpr):
+            raise ValueError("an open jaxpr has constants that are nobody's")
+        env = dict(zip(inner.invars, marks, strict=True))
+        for var in inner.constvars:
+            # Two bodies may hold the same captured ref, and a write in one shows in the other.
+            env[var] = frozenset({"a captured ref"}) if _is_ref(var) else MIRRORED
+        for eqn in inner.eqns:
+            operands = [MIRRORED if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            outcome = self.apply(eqn, operands, control)
+            env.update(zip(eqn.outvars, outcome.outs, strict=True))
+            for i, mark in outcome.writes.items():
+                env[eqn.invars[i]] = mark
+        outs = [MIRRORED if isinstance(v, Literal) else env[v] for v in inner.outvars]
+        return outs, [env[v] for v in inner.invars]
+
+    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+        """Gives the marks after one equation."""
+        if eqn.primitive is mirrored_p:
+            return Outcome([MIRRORED])
+        if eqn.primitive is part_of_mean_p:
+            return Outcome(marks)
+        if eqn.primitive is unreduced_p:
+            _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
+            self._unreduced[id(eqn)] = eqn, union([before, *marks])
+            return Outcome(marks)
+        rule = RULES.get(eqn.primitive.name)
+        if rule is None:
+            outcome = Outcome([union(marks)] * len(eqn.outvars)) if _is_plain(eqn) else None
+        else:
+            try:
+                outcome = rule(self, eqn, marks, control)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+                outcome = None  # a form that another JAX version uses
+        if outcome is None or len(outcome.outs) != len(eqn.outvars):
+            return self._opaque(eqn, marks, control)
+        return outcome
+
+    def _opaque(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+        """Anything may come out, and anything may be written to the refs that go in."""
+        if control.mark:
+            for collective in collectives(eqn, self.axis):
+                self.meet(collective, control)
+        kind = name(eqn) if eqn.primitive.name in _SOURCES else f"{name(eqn)} (opaque)"
+        mark = union([*marks, control.mark]) | {f"{kind} at {line(eqn)}"}
+        refs = {i: mark for i, var in enumerate(eqn.invars) if _is_ref(var)}
+        return Outcome([mark] * len(eqn.outvars), refs)
+
+    def check_unreduced(self, jaxpr: Any) -> None:
+        """Raises where values about to be summed are mirrored already, unless all are zeros."""
+        for eqn, mark in self._unreduced.values():
+            if not mark and not are_zeros(jaxpr, eqn):
+                raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
+
+    def meet(self, eqn: Any, control: Control) -> None:
+        """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""
+        if control.mark:
+            message = DEADLOCK.format(
+                collective=name(eqn),
+                axis=self.axis,
+                where=line(eqn, full_path=True),
+                what=control.what,
+                sources=", ".join(sorted(control.mark)),
+            )
+            raise DeadlockError(message)
+
+
+_SOURCES = frozenset(
+    {
+        *("pure_callback", "io_callback", "buffer_callback", "ffi_call", "rng_uniform", "infeed"),
+        *("empty", "empty2", "empty_ref", "custom_partitioning", "pallas_call"),
+    }
+)
+"""Well known to differ, or to be beyond proof: the message need not say that they are opaque."""
+
+_PLAIN: frozenset[Primitive] = frozenset(
+    p
+    for p in vars(primitives).values()
+    if isinstance(p, Primitive) and p.name not in _SOURCES | {"custom_lin"}
+)
+_PLAIN_NAMES = frozenset(
+    {
+        *("bcoo_extract", "bcoo_todense"),
+        *("broadcast_to", "cholesky_update", "dim_as_value", "dimension_size", "from_edtype"),
+        *("geqp3", "geqrf", "iota_2x32_shape", "layout_constraint", "lu_pivots_to_permutation"),
+        *("mulhi", "ormqr", "philox2x32", "philox4x32", "platform_index", "pvary"),
+        *("ragged_dot_general", "random_clone", "random_unwrap", "random_wrap", "real_rows"),
+        *("relayout",),
+        *("reshard", "scaled_dot", "split", "stack", "stage", "symmetric_product"),
+        *("threefry4x32", "tie", "tile", "to_edtype", "unstack", "xla_metadata_value"),
+        "zeros_like",
+    }
+)
+"""Functions of their operands that ``jax.extend.core.primitives`` does not list."""
+
+
+def _is_plain(eqn: Any) -> bool:
+    """Returns whether equal operands give equal results, for all that the pass knows."""
+    known = eqn.primitive in _PLAIN or eqn.primitive.name in _PLAIN_NAMES
+    if not known or eqn.effects or "axis_name" in eqn.params:
+        return False
+    return not any(isinstance(p, _BODY) for p in eqn.params.values())
+
+
+_BODY = (Jaxpr, ClosedJaxpr)
+
+
+def _is_ref(var: Any) -> bool:
+    return type(var.aval).__name__ == "AbstractRef" or bool(getattr(var.aval, "has_qdd", False))
+
+
+def collectives(eqn: Any, axis: str) -> Iterator[Any]:
+    """Yields the collectives over ``axis`` in and below an equation that has no rule."""
+    bodies = list(_bodies(list(eqn.params.values())))
+    named = [eqn.params.get("axes"), eqn.params.get("axis_name")]
+    if eqn.primitive.name != "axis_index" and any(
+        axis == names or (isinstance(names, tuple | frozenset) and axis in names) for names in named
+    ):
+        yield eqn
+    for body in bodies:
+        for inner in body.eqns:
+            yield from collectives(inner, axis)
+
+
+def _bodies(value: Any) -> Iterator[Any]:
+    """Yields the jaxprs in a parameter, however deep."""
+    if isinstance(value, _BODY):
+        yield value
+    elif isinstance(value, dict):
+        yield from _bodies(list(value.values()))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _bodies(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _bodies([getattr(value, f.name) for f in dataclasses.fields(value)])

@@ -1,0 +1,353 @@
+"""Rules of the replication proof: what each kind of equation does to the marks of its operands.
+
+A rule gets the marks of the operands and returns the marks of the outputs, and of the operands
+that it wrote to. It returns None, or fails, for a form of the equation that it does not know: JAX
+renames parameters between versions. The equation is then opaque, which is never a false proof.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from jax.extend import core, source_info_util
+from jax.extend.core import Jaxpr
+
+Mark = frozenset[str]
+"""Why a value may differ between replicas, in words. Empty: it is proved mirrored."""
+
+MIRRORED: Mark = frozenset()
+
+ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+"""A jaxpr with its constants. JAX 0.12 has one class for both, under both names."""
+
+_PACKAGE = str(Path(__file__).parents[1])
+_FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)? \(.*\)")
+
+
+def union(marks: Iterable[Mark]) -> Mark:
+    """Returns the mark of a value that depends on all the marked values."""
+    result = MIRRORED
+    for mark in marks:
+        if mark:
+            result = result | mark if result else mark
+    return result
+
+
+@dataclass(frozen=True)
+class Control:
+    """What decides whether, and how often, a piece of the program runs."""
+
+    mark: Mark = MIRRORED
+    """Why replicas may decide differently. Empty: they all run it alike."""
+    what: str = ""
+    """The innermost deciding construct, such as ``the predicate of cond at train.py:12``."""
+
+    def inside(self, mark: Mark, role: str, eqn: Any) -> Control:
+        """Returns the control of code that runs if a value with this mark says so."""
+        if not mark:
+            return self
+        return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
+
+
+def num_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """Counts the operands, or outputs, of a scan that have one dim more outside its body."""
+    return sum(
+        len(out.aval.shape) != len(body.aval.shape) for out, body in zip(outer, inner, strict=True)
+    )
+
+
+def name(eqn: Any) -> str:
+    """Returns the name of the equation's primitive, as users know it."""
+    primitive: str = eqn.primitive.name
+    return "checkpoint" if primitive == "remat2" else primitive
+
+
+def line(eqn: Any, *, full_path: bool = False) -> str:
+    """Returns the user's line that made the equation, as ``file:line``."""
+    known = user_line(eqn, full_path=full_path)
+    return known or str(eqn.source_info.name_stack) or "an unknown line"
+
+
+def user_line(eqn: Any, *, full_path: bool = False) -> str | None:
+    """Returns that line, or None for an equation of a function that JAX itself has traced."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
+    for frame in reversed(frames):
+        match = _FRAME.fullmatch(frame)
+        if match and not _is_library(match["file"]):
+            file = match["file"] if full_path else Path(match["file"]).name
+            return f"{file}:{match['line']}"
+    return None
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<frozen")) or "site-packages" in file
+
+
+class Outcome(NamedTuple):
+    """The marks after an equation."""
+
+    outs: list[Mark]
+    """One for each output."""
+    writes: Mapping[int, Mark] = {}
+    """The new mark of each operand, by position, that is a ref and was written to."""
+
+
+class Walk(Protocol):
+    """What a rule may ask of the pass that applies it."""
+
+    axis: str
+    axis_size: int
+
+    def run(
+        self, body: Any, marks: Sequence[Mark], control: Control
+    ) -> tuple[list[Mark], list[Mark]]:
+        """Returns the marks of the outputs of ``body``, and of its inputs after it ran."""
+
+    def meet(self, eqn: Any, control: Control) -> None:
+        """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""
+
+
+Rule = Callable[[Walk, Any, list[Mark], Control], Outcome | None]
+
+
+# Collectives
+
+_REDUCTION_PARAMS = {
+    *("axes", "axis_name", "axis_index_groups", "axis_size"),
+    *("all_gather_dimension", "tiled", "source"),
+}
+
+
+def axis_names(eqn: Any) -> tuple[str | int, ...]:
+    """Returns the axes that a collective works over; integers are dims of its operand."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    names = axes if isinstance(axes, tuple) else (axes,)
+    if not all(isinstance(axis, str | int) for axis in names):
+        raise TypeError(f"unknown form of axis names: {axes!r}")
+    return names
+
+
+def _is_whole(groups: Any, axis_size: int) -> bool:
+    """Returns whether there is one group, of all replicas."""
+    return groups is None or [sorted(g) for g in groups] == [list(range(axis_size))]
+
+
+def reduction(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """All replicas get the same result, unless they are split into groups."""
+    names = axis_names(eqn)
+    if not set(eqn.params) <= _REDUCTION_PARAMS:
+        return None
+    if walk.axis not in names:
+        return Outcome([union(marks)] * len(eqn.outvars))
+    groups = eqn.params.get("axis_index_groups")
+    if groups is not None and (len(names) > 1 or not _is_whole(groups, walk.axis_size)):
+        return exchange(walk, eqn, marks, control)
+    walk.meet(eqn, control)
+    return Outcome([MIRRORED] * len(eqn.outvars))
+
+
+def exchange(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """Each replica gets something else, whatever goes in."""
+    if walk.axis not in axis_names(eqn):
+        return Outcome([union(marks)] * len(eqn.outvars))
+    walk.meet(eqn, control)
+    return Outcome([union(marks) | {f"{name(eqn)} at {line(eqn)}"}] * len(eqn.outvars))
+
+
+def axis_index(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """The number of the replica: a source, but not a collective."""
+    if walk.axis in axis_names(eqn):
+        return Outcome([frozenset({f"axis_index at {line(eqn)}"})])
+    return Outcome([MIRRORED])
+
+
+# Refs: the mark of a ref variable is the mark of what it holds. Marks of refs only grow.
+
+
+def new_ref(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """The ref holds what it was made from."""
+    return Outcome([union(marks)])
+
+
+def read(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """What comes out depends on the ref and on where it is read."""
+    return Outcome([union(marks)] * len(eqn.outvars))
+
+
+def write(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """The ref takes on the value, where it is written, and what decided to write; see ``swap``."""
+    ref, value, *place = marks
+    old = [union([ref, *place])] * len(eqn.outvars)
+    return Outcome(old, {0: union([ref, value, *place, control.mark])})
+
+
+def run_state(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """The operands become refs, the body runs, and the refs' values come out."""
+    if not all(eqn.params["is_initialized"]):
+        return None
+    _, finals = walk.run(eqn.params["jaxpr"], marks, control)
+    return Outcome(finals)
+
+
+# Calls
+
+
+def _written(before: Sequence[Mark], after: Sequence[Mark]) -> dict[int, Mark]:
+    return {i: new for i, (old, new) in enumerate(zip(before, after, strict=True)) if new != old}
+
+
+def call(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """The body runs once, on the operands."""
+    bodies = [
+        eqn.params[key]
+        for key in ("jaxpr", "call_jaxpr", "call", "callee")
+        if isinstance(eqn.params.get(key), Jaxpr | ClosedJaxpr)
+    ]
+    if len(bodies) != 1 or "axis_name" in eqn.params:
+        return None
+    outs, finals = walk.run(bodies[0], marks, control)
+    return Outcome(outs, _written(marks, finals))
+
+
+def cross_device_sum(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """Ours: all replicas run a ``CrossDeviceOps``, whose trace says if they get the same."""
+    # Met as a whole, since the equations of the trace do not know the line of the user's call.
+    walk.meet(eqn, control)
+    return call(walk, eqn, marks, control)
+
+
+def shard_map(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """A call, unless it binds the replicas' axis anew: then its collectives are other ones."""
+    bound = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return None if bound is None or walk.axis in bound else call(walk, eqn, marks, control)
+
+
+def linear_solve(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """Only the user's ``solve`` runs; the other functions serve its derivatives."""
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    consts = marks[start : start + lengths.solve]
+    rhs = marks[start + lengths.solve + lengths.transpose_solve :]
+    outs, finals = walk.run(eqn.params["jaxprs"].solve, consts + rhs, control)
+    return None if finals != consts + rhs else Outcome(outs)
+
+
+def combine(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """A reduction or scatter whose scalar function is a parameter, which must be plain."""
+    for body in eqn.params.values():
+        if isinstance(body, Jaxpr | ClosedJaxpr):
+            outs, _ = walk.run(body, [MIRRORED] * len(body.invars), control)
+            if union(outs):
+                return None
+    return Outcome([union(marks)] * len(eqn.outvars))
+
+
+def barrier(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """Many values pass through one equation, and do not mix."""
+    return Outcome(list(marks)) if len(marks) == len(eqn.outvars) else None
+
+
+def hi_primitive(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """JAX 0.12 traces some functions of ``jax.numpy`` (searchsorted, nonzero) to such equations."""
+    if eqn.effects or not type(eqn.params["_prim"]).__module__.startswith("jax._src.numpy."):
+        return None
+    return Outcome([union(marks)] * len(eqn.outvars))
+
+
+# Branches and loops
+
+
+def cond(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """Which branch ran shows in every output, even if each branch returns a constant."""
+    index, *operands = marks
+    branch_control = control.inside(index, "the predicate", eqn)
+    ran = [walk.run(branch, operands, branch_control) for branch in eqn.params["branches"]]
+    outs = [union([index, *each]) for each in zip(*(outs for outs, _ in ran), strict=True)]
+    finals = [union(each) for each in zip(*(finals for _, finals in ran), strict=True)]
+    return Outcome(outs, _written(marks, [index, *finals]))
+
+
+def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """The body runs until the marks of the carries and of the refs stop growing."""
+    body = eqn.params["jaxpr"]
+    # JAX 0.10 gives the numbers, 0.12 trees of a private type. The shapes tell in both: only what
+    # is scanned has one dim more outside the body.
+    num_ys = num_scanned(eqn.outvars, body.outvars)
+    num_carry = len(eqn.outvars) - num_ys
+    start = len(marks) - num_scanned(eqn.invars, body.invars) - num_carry
+    if start < 0:
+        return None
+    state = list(marks)
+    while True:
+        outs, finals = walk.run(body, state, control)
+        grown = [union(pair) for pair in zip(state, finals, strict=True)]
+        for i in range(num_carry):
+            grown[start + i] = union([grown[start + i], outs[i]])
+        if grown == state:
+            break
+        state = grown
+    carries = range(start, start + num_carry)
+    if eqn.params["length"] == 0:
+        outs = [marks[i] for i in carries] + outs[num_carry:]
+    written = {i: mark for i, mark in _written(marks, state).items() if i not in carries}
+    return Outcome(outs, written)
+
+
+def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+    """A per-replica trip count shows in every carry; JAX carries only what the body changes."""
+    body, test = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
+    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    start = num_test + num_body
+    test_inputs = [*range(num_test), *range(start, len(marks))]
+    body_inputs = [*range(num_test, len(marks))]
+    state, count = list(marks), MIRRORED
+    while True:
+        inside = control.inside(count, "the trip count", eqn)
+        [more], test_finals = walk.run(test, [state[i] for i in test_inputs], inside)
+        inside = control.inside(more, "the trip count", eqn)
+        outs, body_finals = walk.run(body, [state[i] for i in body_inputs], inside)
+        grown = list(state)
+        for i, mark in zip(test_inputs + body_inputs, test_finals + body_finals, strict=True):
+            grown[i] = union([grown[i], mark])
+        for i, mark in enumerate(outs):
+            grown[start + i] = union([grown[start + i], mark, more])
+        if grown == state and more == count:
+            break
+        state, count = grown, more
+    written = {i: mark for i, mark in _written(marks, state).items() if i < start}
+    return Outcome(state[start:], written)
+
+
+_REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "pbroadcast")
+_GATHERS = ("all_gather", "all_gather_invariant")
+_EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psend", "precv")
+_CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call")
+_TAGGED_CALLS = ("composite", "compute_on", "xla_metadata_call")
+_COMBINES = ("reduce", "reduce_window", "select_and_scatter")
+_SCATTERS = tuple("scatter" + kind for kind in ("", "-add", "-sub", "-mul", "-min", "-max"))
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_REDUCTIONS + _GATHERS, reduction),
+    **dict.fromkeys(_EXCHANGES, exchange),
+    "axis_index": axis_index,
+    "new_ref": new_ref,
+    **dict.fromkeys(("get", "freeze", "free_ref"), read),
+    **dict.fromkeys(("swap", "addupdate"), write),
+    "run_state": run_state,
+    **dict.fromkeys(_CALLS + _CUSTOM_CALLS + _TAGGED_CALLS, call),
+    "cross_device_sum": cross_device_sum,
+    "shard_map": shard_map,
+    "custom_linear_solve": linear_solve,
+    **dict.fromkeys(_COMBINES + _SCATTERS, combine),
+    "optimization_barrier": barrier,
+    "call_hi_primitive": hi_primitive,
+    "cond": cond,
+    "scan": scan,
+    "while": while_loop,
+}
+"""The rule of each primitive that has one, by the primitive's name."""

@@ -1,0 +1,158 @@
+"""Results of a padded batch, cut to the real rows: which have one row for each example, and how many."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from distribute_jax._mesh import cores_per_replica
+from distribute_jax._values import Layout, PerReplica, mark_mirrored
+from distribute_jax.program._call import Entry
+from distribute_jax.program._results import rebuild
+from distribute_jax.program._trace import Call, Traced, batch_share, trace
+
+
+class Cause(enum.Enum):
+    """Why it is not known which rows of a result are real examples."""
+
+    RESIZED = "resized"
+    """Its shape depends on the batch in another way than one row for each example of the share."""
+    UNTRACED = "untraced"
+    """The step could not be traced at another batch size."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A result of which it could not be found out whether it has one row for each example."""
+
+    cause: Cause
+    text: str
+    """What to tell who reads it."""
+
+
+def per_example_results(
+    call: Call, entry: Entry, larger: Traced | str | None = None
+) -> tuple[Any, ...]:
+    """Finds out which results have one row for each example, by tracing at another batch size.
+
+    Args:
+        call: what is traced.
+        entry: the program of the step.
+        larger: what ``traced_larger`` returned; by default it is called.
+
+    Returns:
+        For each array of the result: True, False, or an ``Unknown`` that says why it is not known.
+    """
+    results = entry.program.results
+    shapes = _result_shapes(entry.program.traced, entry.state_size)
+    larger = traced_larger(call) if larger is None else larger
+    others: Any = [None] * len(shapes)
+    if not isinstance(larger, str):
+        others = _result_shapes(larger, sum(larger.written_sizes))
+    reason = larger if isinstance(larger, str) else ""
+    sizes = share_sizes(call)
+    return tuple(
+        k in results.declared or _is_per_example(results.names[k], a, b, sizes, reason)
+        for k, (a, b) in enumerate(zip(shapes, others, strict=True))
+    )
+
+
+def traced_larger(call: Call) -> Traced | str:
+    """Traces a step with larger shares of the batch; where that fails, returns why."""
+    share, larger = share_sizes(call)
+    try:
+        return trace(call, _longer_shares(call, larger - share))
+    except Exception as error:  # the user's code may not work at another size
+        return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+
+
+def share_sizes(call: Call) -> tuple[int, int]:
+    """Returns the rows of a share, and those with which the step is traced to compare.
+
+    A share that a step splits, into microbatches or over the cores of a replica, can be split the same
+    way when it is three times as long, and hardly a number that is made of its length stays the same.
+    """
+    share = batch_share(call.arguments, shares(call))
+    return share, 3 * share if share else cores_per_replica(call.mesh)
+
+
+def not_rows(call: Call, entry: Entry) -> list[str]:
+    """Names the results that have another shape than one row for each example, as far as it is known."""
+    if entry.program.per_example is None:
+        entry.program.per_example = per_example_results(call, entry)
+    return [
+        name
+        for name, rows in zip(entry.program.results.names, entry.program.per_example, strict=True)
+        if rows is False or (isinstance(rows, Unknown) and rows.cause is Cause.RESIZED)
+    ]
+
+
+def _is_per_example(name: str, shape: Any, other: Any, rows: tuple[int, int], reason: str) -> Any:
+    if not shape or shape == other:
+        return False
+    if other is not None and shape[1:] == other[1:] and (shape[0], other[0]) == rows:
+        return True
+    cause = Cause.UNTRACED if reason else Cause.RESIZED
+    why = (
+        reason
+        or f"its shape {shape} becomes {other} when a share has {rows[1]} rows, not {rows[0]}"
+    )
+    return Unknown(
+        cause,
+        f"It is not known which rows of {name} are real examples of the partial batch: {why}. "
+        "Declare it with dj.per_example(value) if it has one row for each example, or feed no "
+        'partial batches: strategy.distribute_dataset(ds, dj.InputOptions(partial="drop")).',
+    )
+
+
+def _result_shapes(traced: Any, state: int) -> list[tuple[int, ...]]:
+    return [tuple(var.aval.shape) for var in traced.jaxpr.jaxpr.outvars[state:]]
+
+
+def shares(call: Call) -> list[Any]:
+    """Gives the abstract value of each data leaf as one replica sees it."""
+    return [call.share_of(value) for value in call.arguments.data]
+
+
+def _longer_shares(call: Call, more: int) -> list[Any]:
+    def longer(value: Any) -> Any:
+        share = call.share_of(value)
+        if isinstance(value, PerReplica) and value.layout is Layout.JOINED:
+            return jax.ShapeDtypeStruct((share.shape[0] + more, *share.shape[1:]), share.dtype)
+        return share
+
+    return [longer(value) for value in call.arguments.data]
+
+
+def wrap_partial(call: Call, entry: Entry, arrays: Sequence[Any]) -> Any:
+    """Turns the result's arrays into the result that the user sees, without the padding."""
+    program, counts = entry.program, call.arguments.counts or ()
+    wrapped: list[Any] = []
+    for array, mirrored, part, rows in zip(
+        arrays, program.plan.mirrored, program.plan.parts, program.per_example or (), strict=True
+    ):
+        if mirrored:
+            real = array[: counts[0]] if _is_one(call, rows) else array
+            wrapped.append(mark_mirrored(real, entry.step))
+        else:
+            known = counts if rows is True else None
+            why = rows.text if isinstance(rows, Unknown) else None
+            wrapped.append(
+                PerReplica(
+                    array,
+                    program.mesh,
+                    counts=known,
+                    ambiguous=why,
+                    step=entry.step,
+                    is_part_of_mean=part,
+                )
+            )
+    return rebuild(program.results, wrapped, entry.binding)
+
+
+def _is_one(call: Call, rows: Any) -> bool:
+    return rows is True and len(call.arguments.counts or ()) == 1

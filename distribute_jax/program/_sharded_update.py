@@ -1,0 +1,435 @@
+"""Sharded updates: splits a step into what each replica computes and the rest, which XLA partitions.
+
+In a training step the gradients are reduce-scattered, each replica updates its share of the weights with its
+share of the optimizer's state, and the new weights are gathered. The second half reads only what is equal on
+all replicas, so it needs no replica axis, and XLA divides its work as its inputs are sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from distribute_jax._jax_private import with_packed_numbers
+from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
+from distribute_jax.program._layout import Layouts
+from distribute_jax.program._lowerings import equations, other_numbers
+from distribute_jax.program._replication import Walk, collectives
+from distribute_jax.program._replication_rules import MIRRORED, ClosedJaxpr, Control, Mark
+from distribute_jax.program._state_placement import share_dim, share_sharding, share_spec
+from distribute_jax.program._trace import Call
+
+_OWN = frozenset({"an input of its own"})
+
+
+def on_shares(
+    mesh: Mesh, one_replica: Callable[..., list[Any]], lies: Layouts, avals: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    """Gives a step of all replicas, over global arrays, from the step of one.
+
+    Args:
+        mesh: where the replicas lie.
+        one_replica: the step of one replica, over its flat inputs.
+        lies: how the inputs and outputs lie; the state that is divided is what the replicas share.
+        avals: the abstract global inputs.
+    """
+    body = _traced(mesh, one_replica, lies, avals)
+    marks = [_OWN if split else MIRRORED for split in lies.split]
+    cut = Cut(body, marks, lies.mirrored, num_replicas(mesh))
+    first: Callable[..., Any] = jax.shard_map(
+        lambda *taken: cut.first(taken),
+        mesh=mesh,
+        in_specs=tuple(share_spec(0 if lies.split[i] else None) for i in cut.reads),
+        out_specs=[share_spec(one.dim) for one in cut.handed()],
+        axis_names={DATA},
+        check_vma=False,
+    )
+
+    settle = {
+        i: functools.partial(_settled, mesh=mesh, kept=i in lies.sharded_out)
+        for i in range(lies.state)
+        if lies.mirrored[i]
+    }
+
+    def all_replicas(*inputs: Any) -> list[Any]:
+        return cut.rest(inputs, first(*(inputs[i] for i in cut.reads)), settle)
+
+    return all_replicas
+
+
+def compile_whole(
+    call: Call,
+    all_replicas: Callable[..., list[Any]],
+    lies: Layouts,
+    avals: Sequence[Any],
+    donated: Sequence[int],
+) -> Callable[..., list[Any]]:
+    """Compiles a function of global arrays for the mesh."""
+    jitted = jax.jit(
+        all_replicas,
+        in_shardings=lies.in_shardings(call.mesh),
+        out_shardings=lies.out_shardings(call.mesh),
+        donate_argnums=tuple(donated),
+    )
+    compiled: Callable[..., list[Any]] = with_packed_numbers(jitted.lower(*avals).compile(), avals)
+    return compiled
+
+
+def _traced(
+    mesh: Mesh, one_replica: Callable[..., list[Any]], lies: Layouts, avals: Sequence[Any]
+) -> Any:
+    """Traces the step of one replica with all that the lowering added to it."""
+    replicas = num_replicas(mesh)
+    parts = [
+        jax.ShapeDtypeStruct((a.shape[0] // replicas, *a.shape[1:]), a.dtype) if split else a
+        for a, split in zip(avals, lies.split, strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(inside_replica(mesh)):
+        body = jax.make_jaxpr(one_replica, axis_env=[(DATA, replicas)])(*parts)
+        while has_talking_jit(body):
+            body = jax.make_jaxpr(flat(body), axis_env=[(DATA, replicas)])(*parts)
+    return body
+
+
+def _settled(new: jax.Array, computed: bool, *, mesh: Mesh, kept: bool) -> jax.Array:
+    """Has each replica compute its share of new state, which is kept so, or gathered."""
+    share = share_sharding(new, mesh)
+    if share is None or not (computed or kept):
+        return new
+    settled: jax.Array = jax.lax.with_sharding_constraint(new, share)
+    if not kept:
+        settled = jax.lax.with_sharding_constraint(settled, mirrored_sharding(mesh))
+    return settled
+
+
+_PLACED = frozenset({"sharding_constraint", "layout_constraint", "shard_map", "reshard"})
+"""What speaks of the mesh as code inside sees it."""
+
+
+Settle = Callable[[jax.Array, bool], jax.Array]
+"""Puts an output where it lies between steps, told whether the second half has computed it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """A value that the first half hands to the second."""
+
+    aval: Any
+    dim: int | None = None
+    """The dim along which each replica hands on its share; None where each has the whole."""
+
+    def zeros(self, replicas: int) -> jax.Array:
+        """Stands in, on one replica, for the value where it is not computed."""
+        shape = [
+            size // replicas if dim == self.dim else size
+            for dim, size in enumerate(self.aval.shape)
+        ]
+        return jnp.zeros(shape, self.aval.dtype)
+
+
+class Cut:
+    """The two halves of a jaxpr of one replica.
+
+    Args:
+        body: the jaxpr with its constants.
+        marks: for each input, why the replicas may differ in it; empty where they do not.
+        mirrored: for each output, whether one value stands for all replicas; the others are handed
+            out stacked along dim 0.
+        replicas: the number of replicas.
+    """
+
+    def __init__(
+        self, body: Any, marks: Sequence[Mark], mirrored: Sequence[bool], replicas: int
+    ) -> None:
+        self.body, self.jaxpr, self.replicas = body, body.jaxpr, replicas
+        self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
+        self._walk = Walk(DATA, replicas)
+        self._first: list[Any] = []
+        self._sums: list[Any] = []
+        self._branches: dict[int, Branches] = {}
+        self._rest: list[Any] = []
+        own = [v for v, whole in zip(self.jaxpr.outvars, mirrored, strict=True) if not whole]
+        self._needed = set(variables(own))
+        self._sort(self._marked())
+        self.passed = self._passed(set(variables(own)))
+        """What goes from the first half to the second, by variable of the jaxpr."""
+        first = [*self._first, *self._sums]
+        read = {v for eqn in first for v in variables(eqn.invars)} | self._needed | set(self.passed)
+        self.reads = [i for i, v in enumerate(self.jaxpr.invars) if v in read]
+        """The inputs that the first half takes."""
+
+    def _marked(self) -> list[tuple[Any, list[Mark], bool]]:
+        """Gives each equation with its operands' marks, and whether replicas differ in its results."""
+        marks = self._marks
+        marks.update(dict.fromkeys(self.jaxpr.constvars, MIRRORED))
+        found = []
+        for eqn in self.jaxpr.eqns:
+            operands = [
+                MIRRORED if isinstance(v, jex_core.Literal) else marks[v] for v in eqn.invars
+            ]
+            outcome = self._walk.apply(eqn, operands, Control())
+            marks.update(zip(eqn.outvars, outcome.outs, strict=True))
+            for i, mark in outcome.writes.items():
+                marks[eqn.invars[i]] = mark
+            found.append((eqn, operands, any(outcome.outs)))
+        return found
+
+    def _sort(self, marked: Sequence[tuple[Any, list[Mark], bool]]) -> None:
+        """Goes from the end to the start: a replica computes what it needs itself, and no more."""
+        for eqn, operands, differs in reversed(marked):
+            needed = any(v in self._needed for v in eqn.outvars)
+            each = differs or any(operands) or _is_for_each(self.jaxpr, eqn)
+            if not needed and not each:
+                self._rest.append(eqn)
+            elif not needed and not differs and _is_sum(eqn):
+                self._sums.append(eqn)
+                self._needed.update(variables(eqn.invars))
+            elif not needed and not differs and _is_cond(eqn) and not operands[0]:
+                branches = Branches(eqn, operands, self.replicas)
+                self._branches[id(eqn)] = branches
+                self._rest.append(eqn)
+                self._needed.update(variables(branches.reads))
+            else:
+                self._first.append(eqn)
+                self._needed.update(variables(eqn.invars))
+        for eqns in (self._first, self._sums, self._rest):
+            eqns.reverse()
+
+    def _passed(self, own: set[Any]) -> dict[Any, Passed]:
+        outs = variables(self.jaxpr.outvars)
+        after = variables([*(v for eqn in self._rest for v in eqn.invars), *outs])
+        first = {v for eqn in self._first for v in eqn.outvars}
+        passed: dict[Any, Passed] = {}
+        for v in after:
+            if v in own:
+                passed[v] = Passed(v.aval, 0)
+            elif v in first or self._marks.get(v):
+                passed[v] = Passed(v.aval)
+        used = set(after)
+        for v in (v for eqn in self._sums for v in eqn.outvars if v in used):
+            # What is a result is wanted whole.
+            dim = None if v in outs else share_dim(v.aval.shape, self.replicas)
+            passed[v] = Passed(v.aval, dim)
+        return passed
+
+    def handed(self) -> list[Passed]:
+        """Gives what the first half returns, in order."""
+        inner = [one for branches in self._branches.values() for one in branches.handed()]
+        return [*self.passed.values(), *inner]
+
+    def first(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the first half on one replica, from the inputs that it reads."""
+        given: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
+        values = start(self.body, [given.get(i) for i in range(len(self.jaxpr.invars))])
+        run_piece(self.jaxpr, self._first, values, [*self.passed, *self._needed])
+        self._sum(values)
+        inner = [one for branches in self._branches.values() for one in branches.first(values)]
+        return [*(values[v] for v in self.passed), *inner]
+
+    def _sum(self, values: Values) -> None:
+        """Adds up over the replicas; of an array that is divided, each gets only its share."""
+        pairs = [
+            (x, out)
+            for eqn in self._sums
+            for x, out in zip(eqn.invars, eqn.outvars, strict=True)
+            if out in self.passed
+        ]
+        whole = [pair for pair in pairs if self.passed[pair[1]].dim is None]
+        sums = jax.lax.psum([value_of(x, values) for x, _ in whole], DATA) if whole else []
+        values.update(zip([out for _, out in whole], sums, strict=True))
+        for x, out in pairs:
+            if (dim := self.passed[out].dim) is not None:
+                values[out] = jax.lax.psum_scatter(
+                    value_of(x, values), DATA, scatter_dimension=dim, tiled=True
+                )
+
+    def rest(
+        self, inputs: Sequence[Any], handed: Sequence[Any], settle: Mapping[int, Settle]
+    ) -> list[Any]:
+        """Runs the second half.
+
+        Args:
+            inputs: all inputs, as global arrays.
+            handed: what the first half returned, as global arrays.
+            settle: by output, how it is put in its place.
+        """
+        values = start(self.body, inputs)
+        flow = iter(handed)
+        values.update((v, next(flow)) for v in self.passed)
+        inner = {
+            key: [next(flow) for _ in branches.handed()] for key, branches in self._branches.items()
+        }
+        wanted = [*(v for eqn in self._rest for v in eqn.invars), *self.jaxpr.outvars]
+        to_settle = {
+            v: settle[i]
+            for i, v in enumerate(self.jaxpr.outvars)
+            if i in settle and not isinstance(v, jex_core.Literal)
+        }
+        made = {v for eqn in self._rest for v in eqn.outvars}
+        piece: list[Any] = []
+        for eqn in self._rest:
+            if id(eqn) not in self._branches:
+                piece.append(eqn)
+                continue
+            run_piece(self.jaxpr, piece, values, wanted)
+            piece = []
+            # In the branch, so that what is left as it is costs nothing.
+            early = {i: to_settle.pop(v) for i, v in enumerate(eqn.outvars) if v in to_settle}
+            self._branches[id(eqn)].rest(values, inner[id(eqn)], early)
+        run_piece(self.jaxpr, piece, values, wanted)
+        values.update((v, put(value_of(v, values), v in made)) for v, put in to_settle.items())
+        return [value_of(v, values) for v in self.jaxpr.outvars]
+
+
+class Branches:
+    """A condition on which all replicas agree, around a collective: each branch is cut by itself."""
+
+    def __init__(self, eqn: Any, operands: Sequence[Mark], replicas: int) -> None:
+        self.eqn, self.replicas = eqn, replicas
+        whole = [True] * len(eqn.outvars)
+        self.cuts = [Cut(body, operands[1:], whole, replicas) for body in eqn.params["branches"]]
+        taken = sorted({i for cut in self.cuts for i in cut.reads})
+        self.reads = [eqn.invars[0], *(eqn.invars[1 + i] for i in taken)]
+        """The operands that the first half of any branch takes, after the index of the branch."""
+        self._taken = taken
+
+    def handed(self) -> list[Passed]:
+        """Gives what the first halves of all branches return."""
+        return [one for cut in self.cuts for one in cut.handed()]
+
+    def first(self, values: Values) -> list[Any]:
+        """Runs the first half of the branch that is taken; those of the others give zeros."""
+        index, *taken = (value_of(v, values) for v in self.reads)
+
+        def chosen(number: int) -> Any:
+            def run(*taken: Any) -> list[Any]:
+                given = dict(zip(self._taken, taken, strict=True))
+                return [
+                    value
+                    for k, cut in enumerate(self.cuts)
+                    for value in (
+                        cut.first([given[i] for i in cut.reads])
+                        if k == number
+                        else [one.zeros(self.replicas) for one in cut.handed()]
+                    )
+                ]
+
+            return run
+
+        return list(jax.lax.switch(index, list(map(chosen, range(len(self.cuts)))), *taken))
+
+    def rest(self, values: Values, handed: Sequence[Any], settle: Mapping[int, Settle]) -> None:
+        """Runs the second half of the branch that is taken, and adds its results to the values."""
+        index, *inputs = (value_of(v, values) for v in self.eqn.invars)
+        ends = [0]
+        for cut in self.cuts:
+            ends.append(ends[-1] + len(cut.handed()))
+
+        def chosen(number: int) -> Any:
+            cut, mine = self.cuts[number], slice(ends[number], ends[number + 1])
+            return lambda inputs, handed: cut.rest(inputs, handed[mine], settle)
+
+        every = list(map(chosen, range(len(self.cuts))))
+        outs = jax.lax.switch(index, every, inputs, list(handed))
+        values.update(zip(self.eqn.outvars, outs, strict=True))
+
+
+def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
+    """Tells whether an equation belongs on each replica although all of them do the same in it."""
+    if any(collectives(eqn, DATA)) or _has_effects(eqn):
+        return True
+    return any(
+        stack[-1].primitive.name in _PLACED or other_numbers(stack[-1])
+        for stack in equations(jaxpr.replace(eqns=[eqn]))
+    )
+
+
+def _has_effects(eqn: Any) -> bool:
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def _is_sum(eqn: Any) -> bool:
+    """Tells whether an equation adds arrays up over all replicas, and nothing else."""
+    usual = eqn.params.get("axes") == (DATA,) and eqn.params.get("axis_index_groups") is None
+    literal = any(isinstance(v, jex_core.Literal) for v in eqn.invars)
+    boolean = any(v.aval.dtype == bool for v in eqn.invars)
+    return eqn.primitive.name == "psum" and usual and not literal and not boolean
+
+
+def _is_cond(eqn: Any) -> bool:
+    return eqn.primitive.name == "cond" and not _has_effects(eqn)
+
+
+Values = dict[Any, Any]
+"""What the variables of a jaxpr stand for."""
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Gives the variables among operands or results, each once."""
+    return list(dict.fromkeys(v for v in atoms if not isinstance(v, jex_core.Literal)))
+
+
+def value_of(atom: Any, values: Values) -> Any:
+    """Gives what an operand stands for."""
+    if isinstance(atom, jex_core.Literal):
+        literal: Any = atom
+        return jnp.asarray(literal.val, literal.aval.dtype)
+    return values[atom]
+
+
+def run_piece(
+    jaxpr: jex_core.Jaxpr, eqns: Sequence[Any], values: Values, wanted: Iterable[Any]
+) -> None:
+    """Runs some equations, and adds what is wanted of their results to the values."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    outs = [v for v in variables(wanted) if v in made]
+    if not outs and not any(eqn.effects for eqn in eqns):
+        return
+    reads = [v for v in variables(v for eqn in eqns for v in eqn.invars) if v not in made]
+    piece = jaxpr.replace(constvars=[], invars=reads, outvars=outs, eqns=list(eqns))
+    results = jex_core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*(values[v] for v in reads))
+    values.update(zip(outs, results, strict=True))
+
+
+def start(body: Any, args: Sequence[Any]) -> Values:
+    """Gives the values that a jaxpr starts from: its constants and its inputs."""
+    inner = body.jaxpr
+    return dict(zip([*inner.constvars, *inner.invars], [*body.consts, *args], strict=True))
+
+
+def flat(body: Any) -> Callable[..., list[Any]]:
+    """Gives a jaxpr as a function without the ``jit``s in it that talk to the other replicas."""
+
+    def run(*args: Any) -> list[Any]:
+        jaxpr, values = body.jaxpr, start(body, args)
+        later = variables(jaxpr.outvars)
+        wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *later])
+        piece: list[Any] = []
+        for eqn in jaxpr.eqns:
+            if not _is_talking_jit(eqn):
+                piece.append(eqn)
+                continue
+            run_piece(jaxpr, piece, values, wanted)
+            piece = []
+            outs = flat(eqn.params["jaxpr"])(*(value_of(v, values) for v in eqn.invars))
+            values.update(zip(eqn.outvars, outs, strict=True))
+        run_piece(jaxpr, piece, values, wanted)
+        return [value_of(v, values) for v in jaxpr.outvars]
+
+    return run
+
+
+def has_talking_jit(body: Any) -> bool:
+    """Tells whether ``flat`` changes anything."""
+    return any(map(_is_talking_jit, body.jaxpr.eqns))
+
+
+def _is_talking_jit(eqn: Any) -> bool:
+    return eqn.primitive.name in {"jit", "pjit"} and any(collectives(eqn, DATA))

@@ -1,0 +1,301 @@
+"""Where state is stored: mirrored over the mesh, sharded over the replicas, or on one device.
+
+In a sharded update a leaf is divided along its largest dim that the number of replicas divides. One without
+such a dim stays whole on each replica: padding it would change what an optax transformation sees of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from distribute_jax._errors import ArgumentError, MixedStrategiesError
+from distribute_jax._jax_private import read_raw, uncommitted, write_raw
+from distribute_jax._mesh import DATA, mirrored_sharding, num_replicas, outside_mesh, put
+from distribute_jax._messages import is_given_away, leaf_text, listed
+from distribute_jax.program._aggregation import keeps_own_values
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._layout import Layouts
+from distribute_jax.program._lowerings import Compile, Compiled
+from distribute_jax.program._trace import Call
+from distribute_jax.variables import Variable, on_replicas
+
+
+def place_state(
+    binding: Binding,
+    mesh: Mesh,
+    home: Home | None,
+    *,
+    keeps: Callable[[nnx.Variable[Any]], bool],
+    warn: bool,
+) -> None:
+    """Puts every variable where state lies, with one warning where it was made elsewhere.
+
+    Args:
+        binding: whose variables.
+        mesh: where the replicas lie.
+        home: where state lies between steps; None for mirrored over the mesh.
+        keeps: tells whether a variable that is sharded over the mesh stays so.
+        warn: whether to warn.
+    """
+    wanted = home.state if home else mirrored_sharding(mesh)
+    raws = read_raw(binding.variables)
+    _check_arrays(binding, raws)
+    _check_unmixed(binding, raws, mesh)
+
+    def place(variable: nnx.Variable[Any], raw: Any) -> Any:
+        kept = keeps(variable)
+        return jax.tree.map(
+            lambda leaf: leaf if kept and _over_mesh(leaf, mesh) else _placed(leaf, wanted), raw
+        )
+
+    placed = [
+        on_replicas(cast("Variable", variable), mesh)
+        if keeps_own_values(variable)
+        else place(variable, raw)
+        for variable, raw in zip(binding.variables, raws, strict=True)
+    ]
+    moved = [
+        (name, old)
+        for variable, name, old, new in zip(
+            binding.variables, binding.names, raws, placed, strict=True
+        )
+        if not keeps_own_values(variable)
+        and any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
+    ]
+    write_raw(binding.variables, placed)
+    if moved and warn and num_replicas(mesh) > 1:
+        _warn(moved, mesh, home)
+
+
+def kept_shardings(binding: Binding, mesh: Mesh) -> tuple[NamedSharding | None, ...]:
+    """Gives, for each leaf of each variable, how it is sharded over the mesh; None where it is whole."""
+    leaves = jax.tree.leaves(read_raw(binding.variables))
+    return tuple(_over_mesh(leaf, mesh) for leaf in leaves)
+
+
+def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
+    """Gives the sharding of an array that is divided over just this mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return None
+    theirs = sharding.mesh
+    same = theirs.axis_names == mesh.axis_names and theirs.devices.tolist() == mesh.devices.tolist()
+    return NamedSharding(mesh, sharding.spec) if same else None
+
+
+def _placed(leaf: Any, wanted: Sharding) -> Any:
+    if isinstance(leaf, jax.Array):
+        # What was given away is refused by name if the step reads it.
+        if is_given_away(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+            return leaf
+        return put(own_copy(leaf), wanted)
+    return put(jnp.asarray(leaf), wanted)
+
+
+def own_copy(leaf: jax.Array) -> jax.Array:
+    """Copies an array that is about to move.
+
+    A part that stays on its device keeps its memory, even with may_alias=False, which then belongs to an
+    array that the user may hold elsewhere, also in another variable; and state is given away to the step.
+    What lies in other memory than computations use is copied when it moves.
+    """
+    device: Any = next(iter(leaf.sharding.device_set))
+    if leaf.sharding.memory_kind not in (None, device.default_memory().kind):
+        return leaf
+    with outside_mesh():
+        return jnp.copy(leaf)
+
+
+def _warn(moved: Sequence[tuple[str, Any]], mesh: Mesh, home: Home | None) -> None:
+    """Tells of state that was elsewhere; other memory of the right device is no other place."""
+    sharded, outside = [], []
+    for name, raw in moved:
+        leaves = [leaf for leaf in jax.tree.leaves(raw) if isinstance(leaf, jax.Array)]
+        if any(_over_mesh(leaf, mesh) for leaf in leaves):
+            sharded.append(name)
+        elif home is None or any(leaf.devices() != {home.device} for leaf in leaves):
+            outside.append(name)
+    if sharded:
+        warnings.warn(_SHARDED.format(n=len(sharded), lines=listed(sharded, 3)), stacklevel=7)
+    if outside:
+        where = f"lie on {home.device}" if home else "are mirrored over its devices"
+        text = _OUTSIDE.format(n=len(outside), lines=listed(outside, 3), where=where)
+        warnings.warn(text, stacklevel=7)
+
+
+def _check_unmixed(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
+    """Refuses state that lies mirrored over the devices of another strategy."""
+    bad = [
+        f"{name}: mirrored over {_devices(mixed[0].sharding.mesh)}"
+        for name, raw in zip(binding.names, raws, strict=True)
+        if (mixed := [leaf for leaf in jax.tree.leaves(raw) if _is_mirrored_elsewhere(leaf, mesh)])
+    ]
+    if bad:
+        raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=listed(bad)))
+
+
+def _is_mirrored_elsewhere(leaf: Any, mesh: Mesh) -> bool:
+    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
+        return False
+    other = leaf.sharding.mesh
+    alike = other.devices.flatten().tolist() == mesh.devices.flatten().tolist()
+    return other.size > 1 and not alike and leaf.sharding.is_fully_replicated
+
+
+def _devices(mesh: Any) -> str:
+    return "[" + ", ".join(map(str, mesh.devices.flat)) + "]"
+
+
+def _check_arrays(binding: Binding, raws: list[Any]) -> None:
+    bad = [
+        f"{name}: {leaf_text(leaf)}"
+        for name, raw in zip(binding.names, raws, strict=True)
+        for leaf in jax.tree.leaves(raw)
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
+    ]
+    if bad:
+        raise ArgumentError(
+            f"strategy.run found variables that hold no array:\n{listed(bad)}\nThe state of a step "
+            "is made of arrays and numbers. Keep other values as plain attributes of the module."
+        )
+
+
+_MIXED = """\
+strategy.run on the devices {mesh} got variables that were made under another strategy:
+{lines}
+A model belongs to one strategy: run the step with the one whose scope it was made under, or build it \
+again under this one. To move it for good: nnx.update(model, jax.device_put(nnx.state(model), \
+NamedSharding(strategy.mesh, PartitionSpec())))"""
+
+_OUTSIDE = """\
+{n} variables were made outside of strategy.scope() and now {where}:
+{lines}
+Build the model and the optimizer inside `with strategy.scope():`, so that they are placed at once."""
+
+_SHARDED = """\
+{n} variables were sharded over the replicas, and are now whole on each:
+{lines}
+This lowering needs them whole. RunOptions(lowering="vmap") keeps them sharded."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The one device, and the kind of its memory, where state lies between steps."""
+
+    device: jax.Device
+    memory_kind: str | None = None
+    """As ``device.addressable_memories()`` names it; None for the device's default memory."""
+
+    @property
+    def state(self) -> SingleDeviceSharding:
+        """Where variables lie."""
+        return SingleDeviceSharding(self.device, memory_kind=self.memory_kind)
+
+    @property
+    def results(self) -> SingleDeviceSharding:
+        """Where mirrored results lie: in memory that any computation can read."""
+        return SingleDeviceSharding(self.device)
+
+
+def at_home(compile_on_mesh: Compile, home: Home) -> Compile:
+    """Gives a lowering whose programs take and leave what is mirrored at home."""
+
+    def compile_at_home(
+        call: Call,
+        one_replica: Compiled,
+        lies: Layouts,
+        avals: Sequence[Any],
+        donated: Sequence[int],
+    ) -> Compiled:
+        compiled = compile_on_mesh(call, one_replica, lies, avals, donated)
+        return _sending(compiled, home, call.mesh, lies, tuple(donated))
+
+    return compile_at_home
+
+
+def _sending(
+    compiled: Compiled, home: Home, mesh: Mesh, lies: Layouts, donated: tuple[int, ...]
+) -> Compiled:
+    """Sends the inputs, runs the program, and fetches one replica's copy of what is mirrored."""
+    wanted = lies.in_shardings(mesh)
+    devices = [d for d in mesh.devices.flat if d.process_index == home.device.process_index]
+    near = devices.index(home.device) if home.device in devices else 0
+    fetched = [i for i, mirrored in enumerate(lies.mirrored) if mirrored]
+    to = [home.state if i < lies.state else home.results for i in fetched]
+
+    def run(*flat: Any) -> list[Any]:
+        outs = list(compiled(*_sent(flat, wanted)))
+        for i in donated:
+            if isinstance(flat[i], jax.Array):
+                flat[i].delete()  # what was sent is used up, and the new value needs the room
+        copies = jax.device_put([outs[i].addressable_data(near) for i in fetched], to)
+        for i, copy in zip(fetched, copies, strict=True):
+            outs[i] = copy if i < lies.state else uncommitted(copy)
+        return outs
+
+    return run
+
+
+def _sent(flat: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Puts every array where the program takes it, in one call; numbers stay as they are."""
+    arrays = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
+    there = jax.device_put([flat[i] for i in arrays], [wanted[i] for i in arrays])
+    sent = list(flat)
+    for i, array in zip(arrays, there, strict=True):
+        sent[i] = array
+    return sent
+
+
+LEAST_ELEMENTS = 1024
+"""Smaller arrays stay whole: what they take is nothing beside the collectives that sharing them costs."""
+
+
+def share_dim(shape: Sequence[int], replicas: int) -> int | None:
+    """Gives the dim along which an array is divided; None where it stays whole."""
+    fits = [dim for dim, size in enumerate(shape) if size and size % replicas == 0]
+    if replicas == 1 or not fits or prod(shape) < LEAST_ELEMENTS:
+        return None
+    return max(fits, key=lambda dim: shape[dim])
+
+
+def share_spec(dim: int | None) -> PartitionSpec:
+    """Gives the placement of an array that is divided along a dim, or whole."""
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, DATA)
+
+
+def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
+    """Gives where the shares of an array lie; None where it stays whole."""
+    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    dim = share_dim(shape, num_replicas(mesh))
+    return None if dim is None else NamedSharding(mesh, share_spec(dim))
+
+
+def is_shared(variable: nnx.Variable[Any]) -> bool:
+    """Tells whether the replicas share a variable: the state of an optimizer."""
+    return isinstance(variable, nnx.OptState)
+
+
+def divide_state(binding: Binding, mesh: Mesh) -> None:
+    """Leaves each replica its share of the optimizer's state; nothing keeps the whole arrays."""
+    shared = [variable for variable in binding.variables if is_shared(variable)]
+
+    def divided(leaf: Any) -> Any:
+        to = share_sharding(leaf, mesh)
+        if to is None or is_given_away(leaf) or leaf.sharding.is_equivalent_to(to, leaf.ndim):
+            return leaf
+        return put(leaf, to)
+
+    for variable, raw in zip(shared, read_raw(shared), strict=True):
+        write_raw([variable], [jax.tree.map(divided, raw)])

@@ -1,0 +1,440 @@
+"""Traces a step into one jaxpr, in the context that ``shard_map`` will run it in.
+
+Where a step makes variables and keeps them, the first trace ends with their first values instead of the
+step's results. They are computed on the replicas and stored, and the step is traced again, in which it finds
+the variables made.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax import _context
+from distribute_jax._errors import ArgumentError, StaleCaptureError
+from distribute_jax._jax_private import adopt, read_raw, write_raw
+from distribute_jax._mesh import DATA, inside_replica, num_replicas
+from distribute_jax._messages import is_key, leaf_text, listed
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._aggregation import keeps_own_values
+from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._binding import (
+    Binding,
+    Rebuilt,
+    check_rebuilt,
+    swapped_arrays,
+    swapped_state,
+)
+from distribute_jax.program._capture import is_library
+from distribute_jax.program._dataflow import is_unchanged
+from distribute_jax.program._random import per_replica_keys
+from distribute_jax.program._replica_context import ReplicaContext
+from distribute_jax.program._replication_rules import ClosedJaxpr
+from distribute_jax.program._results import Results, sort_results
+from distribute_jax.program._trace_errors import explained
+from distribute_jax.variables import noting_created
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """One step as a jaxpr over flat arrays, and what its inputs and outputs are."""
+
+    jaxpr: ClosedJaxpr
+    """Inputs: raw values of the variables, captured arrays, data, maybe a count; in this order."""
+    written: tuple[int, ...]
+    """Indices of the variables that the step changed; their new values are the first outputs."""
+    results: Results
+    """What ``fn`` returned; its arrays are the remaining outputs."""
+    input_names: tuple[str, ...]
+    """Where each flat input came from, in the user's words."""
+    sizes: tuple[int, int, int, int]
+    """Numbers of flat inputs: variables, captured arrays, data, counts."""
+    written_sizes: tuple[int, ...]
+    """Number of flat outputs of each written variable."""
+    written_trees: tuple[Any, ...]
+    """Structure of the new value of each written variable."""
+    constant_arrays: frozenset[int]
+    """Captured arrays that ended as constants of the jaxpr, since their place cannot be assigned."""
+    input_starts: tuple[int, ...]
+    """Index of the first flat input of each variable, and one past the last."""
+    arrays: tuple[Any, ...] = ()
+    """The captured arrays that were traced; ``without_arrays`` lets go of them."""
+    created: tuple[nnx.Variable[Any], ...] = ()
+    """Variables that the step made and kept. Then the results are their first values, no more."""
+
+    def without_arrays(self) -> Traced:
+        """Returns the same without the arrays, which a program must not keep alive."""
+        return replace(self, arrays=())
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What is traced: a function, its binding and its arguments, for a number of replicas."""
+
+    fn: Callable[..., Any]
+    binding: Binding
+    arguments: Arguments
+    strategy: Any
+    mesh: Mesh
+
+    def share_of(self, value: Any) -> Any:
+        """Gives the abstract value of a data leaf as one replica sees it."""
+        if isinstance(value, PerReplica):
+            return jax.ShapeDtypeStruct(value.part_shape, value.dtype)
+        return abstract(value)
+
+
+def abstract(value: Any) -> Any:
+    """Gives shape, dtype and weakness of an array; numbers and nests stay what they are."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, complex)):
+            return leaf
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype(leaf), weak_type=weak)
+
+    return jax.tree.map(one, value)
+
+
+def own_value(variable: nnx.Variable[Any]) -> Any:
+    """Gives the abstract raw value of a variable as one replica sees it."""
+    whole = abstract(variable.get_raw_value())
+    if not keeps_own_values(variable):
+        return whole
+    return jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
+
+
+def _dtype(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+# What JAX remembers of a function that a step calls, such as a jit, it remembers by what is current. The
+# replica context is Python state, so each trace has a number that is current: nothing is reused from another.
+_number_of_trace = jax.make_user_context()
+_numbers = count()
+
+
+def state_outputs(
+    call: Call, traced: Traced
+) -> Iterator[tuple[nnx.Variable[Any], str, int, range]]:
+    """Yields for each state output its variable, name, old value and all inputs of the variable."""
+    starts = traced.input_starts
+    for index, size in zip(traced.written, traced.written_sizes, strict=True):
+        inputs = range(starts[index], starts[index + 1])
+        for k in range(size):
+            yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
+
+
+def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
+    """Traces a step once for one replica of the mesh.
+
+    Args:
+        call: what to trace.
+        data: abstract values to trace with instead of the call's own shares.
+    """
+    binding, masked = call.binding, call.arguments.counts is not None
+    raws = [own_value(variable) for variable in binding.variables]
+    arrays = binding.captured()
+    shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
+    counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []
+    recorder = _Recorder(call)
+    older = arrays_now()
+    inside = jax.sharding.use_abstract_mesh(inside_replica(call.mesh))
+    name = getattr(call.strategy, "axis_name", DATA)
+    axes = [(axis, num_replicas(call.mesh)) for axis in dict.fromkeys((DATA, name))]
+    with inside, explained(call), _number_of_trace(next(_numbers)):
+        jaxpr = jax.make_jaxpr(recorder.step, axis_env=axes)(
+            raws, [abstract(array) for array in arrays], shares, counts
+        )
+    jaxpr = with_mesh_axis(jaxpr, name)
+    if recorder.rebuilt:
+        jaxpr = recorder.without_rebuilt(jaxpr, len(jax.tree.leaves(raws)))
+    check_constants(jaxpr, arrays, older)
+    return recorder.traced(jaxpr, (raws, arrays, shares, counts))
+
+
+class _Recorder:
+    """Runs the user's function under the trace, and notes what went in and came out."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.written: tuple[int, ...] = ()
+        self.written_sizes: tuple[int, ...] = ()
+        self.written_trees: tuple[Any, ...] = ()
+        self.results: Results | None = None
+        self.created: tuple[nnx.Variable[Any], ...] = ()
+        self.rebuilt: list[Rebuilt] = []
+        self._array_at: dict[int, int] = {}
+
+    def step(self, raws: list[Any], arrays: list[Any], data: list[Any], counts: list[Any]) -> Any:
+        """The function that is traced: swaps the tracers in, runs ``fn``, collects the outcome."""
+        call, binding = self.call, self.call.binding
+        share = batch_share(call.arguments, data) if call.arguments.has_batch else None
+        context = ReplicaContext(call.strategy, share=share, counts=counts[0] if counts else None)
+        nodes = [node for ref in binding.nodes if (node := ref()) is not None]
+        with ExitStack() as stack:
+            stack.enter_context(swapped_arrays(binding, arrays))
+            stack.enter_context(swapped_state(binding.variables, nodes, raws, self.rebuilt))
+            stack.enter_context(_context.frame(call.strategy, context))
+            given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
+            noted = stack.enter_context(noting_created())
+            attributes = [set(vars(node)) for node in nodes]
+            result = call.fn(*self._positional(data), **self._keywords)
+            if kept := kept_variables(call, noted):
+                return self._first_values(kept)
+            now = read_raw(binding.variables)
+            gone = self._removed(nodes, attributes)
+            self.written = tuple(
+                i
+                for i, (new, old) in enumerate(zip(now, given, strict=True))
+                if new is not old and i not in gone
+            )
+            new_values = [jax.tree.leaves(now[i]) for i in self.written]
+            self.results, arrays_out = sort_results(result, binding, nodes)
+            self.written_trees = tuple(jax.tree.structure(now[i]) for i in self.written)
+        self.written_sizes = tuple(map(len, new_values))
+        self._array_at = {id(array): i for i, array in enumerate(arrays)}
+        outs = [leaf for leaves in new_values for leaf in leaves] + arrays_out
+        return outs + [array.new for array in self.rebuilt]
+
+    def _removed(self, nodes: list[Any], attributes: list[set[str]]) -> set[int]:
+        """Finds variables that the step took off their module, as nnx.pop does: they end with it."""
+        if all(had <= set(vars(node)) for node, had in zip(nodes, attributes, strict=True)):
+            return set()
+        reached = set(map(id, Binding(self.call.fn, self.call.arguments).variables))
+        variables = self.call.binding.variables
+        return {i for i, variable in enumerate(variables) if id(variable) not in reached}
+
+    def _first_values(self, kept: list[tuple[Any, Any]]) -> list[Any]:
+        """Ends a trace in which variables were made: the step is traced anew once they exist."""
+        self.created = tuple(variable for variable, _ in kept)
+        arrays = [raw for _, raw in kept]
+        # What is left on the user's objects must be no tracer.
+        write_raw(self.created, [abstract(raw) for raw in arrays])
+        self.results, arrays = sort_results(arrays, self.call.binding, [])
+        return arrays
+
+    def without_rebuilt(self, jaxpr: ClosedJaxpr, first_array: int) -> ClosedJaxpr:
+        """Proves of the last outputs that they are captured arrays unchanged, and takes them off."""
+        body = jaxpr.jaxpr
+        kept = len(body.outvars) - len(self.rebuilt)
+        for output, array in enumerate(self.rebuilt, kept):
+            at = self._array_at.get(id(array.old))
+            same = at is not None and is_unchanged(body, output, first_array + at)
+            check_rebuilt(array, unchanged=same)
+        return ClosedJaxpr(body.replace(outvars=body.outvars[:kept]), jaxpr.consts)
+
+    def _positional(self, data: list[Any]) -> tuple[Any, ...]:
+        arguments = self.call.arguments
+        flow = iter(data)
+        leaves = [
+            next(flow) if kind == "data" else leaf
+            for kind, leaf in zip(arguments.kinds, arguments.leaves, strict=True)
+        ]
+        args, self._keywords = jax.tree.unflatten(arguments.treedef, leaves)
+        return tuple(args)
+
+    def traced(self, jaxpr: ClosedJaxpr, inputs: tuple[list[Any], ...]) -> Traced:
+        """Puts the outcome together."""
+        binding, arguments = self.call.binding, self.call.arguments
+        assert self.results is not None
+        raws, arrays, shares, counts = inputs
+        variable_names = [
+            name + jax.tree_util.keystr(path)
+            for name, raw in zip(binding.names, raws, strict=True)
+            for path, _ in jax.tree_util.tree_leaves_with_path(raw)
+        ]
+        names = [*variable_names, *(name for name, _, _ in binding.arrays), *data_names(arguments)]
+        return Traced(
+            jaxpr=jaxpr,
+            written=self.written,
+            results=self.results,
+            input_names=(*names, *("the batch mask" for _ in counts)),
+            sizes=(len(variable_names), len(arrays), len(shares), len(counts)),
+            written_sizes=self.written_sizes,
+            written_trees=self.written_trees,
+            constant_arrays=_constant_arrays(jaxpr, arrays),
+            arrays=tuple(arrays),
+            input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
+            created=self.created,
+        )
+
+
+def _constant_arrays(jaxpr: ClosedJaxpr, arrays: Sequence[Any]) -> frozenset[int]:
+    constants = {id(constant) for constant in jaxpr.consts}
+    return frozenset(i for i, array in enumerate(arrays) if id(array) in constants)
+
+
+def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:
+    """Gives the number of rows in one replica's share of the batch."""
+    for value, leaf in zip(arguments.data, data, strict=True):
+        if isinstance(value, PerReplica) and value.layout is Layout.JOINED:
+            return int(leaf.shape[0])
+    raise AssertionError("no batch among the arguments")
+
+
+def data_names(arguments: Arguments) -> list[str]:
+    """Names the leaves that are inputs of the program."""
+    from_names = zip(arguments.names, arguments.kinds, strict=True)
+    return [name for name, kind in from_names if kind == "data"]
+
+
+def kept_variables(call: Any, noted: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Gives those of the variables made in a step that outlive it, with their first values."""
+    if not noted:
+        return []
+    reached = {id(variable) for variable in Binding(call.fn, call.arguments).variables}
+    return [(variable, raw) for variable, raw in noted if id(variable) in reached]
+
+
+def give_first_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Stores first values, as a program that computed them gave them."""
+    adopt(variables)
+    pairs = zip(variables, values, strict=True)
+    write_raw(variables, [_raw(variable, value) for variable, value in pairs])
+
+
+def _raw(variable: Any, value: Any) -> Any:
+    if isinstance(value, PerReplica):
+        return value.global_array
+    return value[None] if keeps_own_values(variable) else value  # one replica's only component
+
+
+def check_made_once(names: Sequence[str]) -> None:
+    """Raises where a step makes variables although it made them before."""
+    if names:
+        raise ArgumentError(
+            f"The step makes the variables {', '.join(names)} each time that it is traced. A step "
+            "may make variables in its first run only: make them once, as with `if self.v is None: "
+            "self.v = dj.Variable(0.0)`, or before, under strategy.scope()."
+        )
+
+
+def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
+    """Gives every array that is built into a program, at any depth."""
+    yield from jaxpr.consts
+    for eqn in jaxpr.jaxpr.eqns:
+        for value in eqn.params.values():
+            yield from _in_parameter(value)
+        for atom in eqn.invars:
+            if isinstance(atom, jex_core.Literal):
+                yield atom.val
+
+
+def _in_parameter(value: Any) -> Iterator[Any]:
+    if isinstance(value, ClosedJaxpr):
+        yield from constants(value)
+    elif isinstance(value, jex_core.Jaxpr):
+        yield from constants(ClosedJaxpr(value, ()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _in_parameter(item)
+
+
+def arrays_now() -> set[int]:
+    """Identifies every array there is."""
+    return set(map(id, jax.live_arrays()))
+
+
+def check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:
+    """Raises where an array from before the trace would be built into the program.
+
+    Args:
+        jaxpr: the step.
+        inputs: the captured arrays that are inputs.
+        older: what ``arrays_now`` returned before the trace; what was made since is a constant by its nature.
+    """
+    replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in inputs}
+    stale = [
+        leaf_text(constant)
+        for constant in constants(jaxpr)
+        if isinstance(constant, jax.Array)
+        and id(constant) not in replaced
+        # A key is no plain array, and one made in the step would be traced.
+        and (id(constant) in older or is_key(constant))
+        and not _belongs_to_library(constant)
+    ]
+    if stale:
+        raise StaleCaptureError(
+            "The step uses arrays that it neither got as arguments nor captured in a way that run "
+            f"could see:\n{listed(stale)}\nBuilt into the program they would never change again, "
+            "and weights among them would never train. Pass the array, or the object that holds "
+            "it, in args: strategy.run(step, args=(model, x))."
+        )
+
+
+def _belongs_to_library(constant: jax.Array) -> bool:
+    """Whether nothing but globals and closures of libraries hold an array: those do not change."""
+    holders = [h for h in gc.get_referrers(constant) if not isinstance(h, types.FrameType)]
+    return bool(holders) and all(
+        isinstance(holder, types.CellType)
+        or (
+            isinstance(holder, dict) and is_library(holder.get("__name__")) and "__spec__" in holder
+        )
+        for holder in holders
+    )
+
+
+_NAMES = ("axes", "axis_name")
+"""The parameters in which JAX's collectives name axes."""
+
+
+def with_mesh_axis(jaxpr: ClosedJaxpr, name: str) -> ClosedJaxpr:
+    """Returns a traced step in which every collective over the user's axis is over that of the mesh."""
+    return jaxpr if name == DATA else _Renaming(name).closed(jaxpr)
+
+
+class _Renaming:
+    """Goes through a jaxpr and those inside it; one that stands in several places stays one."""
+
+    def __init__(self, old: str) -> None:
+        self._old = old
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def closed(self, closed: Any) -> Any:
+        return closed.replace(jaxpr=self._jaxpr(closed.jaxpr))
+
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        if id(jaxpr) not in self._known:
+            new = jaxpr.replace(
+                eqns=[self._equation(eqn) for eqn in jaxpr.eqns], effects=self._effects(jaxpr)
+            )
+            self._known[id(jaxpr)] = jaxpr, new  # held, so that its id stays its own
+        return self._known[id(jaxpr)][1]
+
+    def _equation(self, eqn: Any) -> Any:
+        params = {
+            key: self._axis(value) if key in _NAMES else self._value(value)
+            for key, value in eqn.params.items()
+        }
+        return eqn.replace(params=params, effects=self._effects(eqn))
+
+    def _effects(self, of: Any) -> Any:
+        return {type(e)(DATA) if getattr(e, "name", None) == self._old else e for e in of.effects}
+
+    def _axis(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._axis(one) for one in value)
+        return DATA if value == self._old else value
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, jex_core.ClosedJaxpr):
+            return self.closed(value)
+        if isinstance(value, jex_core.Jaxpr):
+            return self._jaxpr(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._value, value))
+        return value

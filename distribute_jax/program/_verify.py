@@ -1,0 +1,434 @@
+"""Equal by check: the step on all replicas against the step on one device with the whole batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from distribute_jax._errors import ArgumentError, NotEqualError
+from distribute_jax._mesh import (
+    first_replica,
+    num_replicas,
+    outside_mesh,
+    split_sharding,
+    whole_here,
+)
+from distribute_jax._messages import listed
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._call import Entry
+from distribute_jax.program._compare import (
+    OTHER_ORDER,
+    Array,
+    Verdict,
+    coarsest,
+    compared,
+    difference,
+    exactly_equal,
+    finite,
+    largest,
+    noise_of,
+    nudged_outcome,
+    on_host,
+    same_specials,
+    spacing_of,
+)
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._padding_check import copied, run_checked_for_leaks
+from distribute_jax.program._plan import model_shaped
+from distribute_jax.program._program import build
+from distribute_jax.program._result_rows import per_example_results
+from distribute_jax.program._trace import Call
+from distribute_jax.program._verify_float64 import in_float64
+from distribute_jax.program._verify_outputs import (
+    as_read,
+    check_copies,
+    compared_outputs,
+    components_on,
+    scales_by_number,
+)
+
+_UNEQUAL = """\
+The step on {replicas} replicas is not the step on one device with the whole batch:
+{lines}
+A distributed step must give what one device gives, to rounding. The state is as before the call.{hint}"""
+
+_PAIRS = """
+Gradients are right in two ways: all_reduce("sum", gradients) of a loss by \
+dj.compute_average_loss(losses), or all_reduce("mean", gradients) of a mean over this replica's examples. \
+dj.Optimizer sums by itself, so that its loss is the first. Where the step divides by the number of \
+replicas, let it ask for it: dj.get_replica_context().num_replicas_in_sync."""
+
+_UNASKED = """
+Where the step is meant to differ from one device, as with a loss over pairs of one replica's examples: \
+strategy.run(..., options=dj.RunOptions(verify="off"))."""
+
+_RANDOM = (
+    "\nThe step draws random numbers, which differ on each replica, so it cannot be equal: check it "
+    "with the dropout off (model.eval())."
+)
+
+
+_EXACT = 1e-9
+"""The relative difference that sums in another order make in float64, and more."""
+_NUDGES = (1, -1, 2, -2, 3, -3, 4, -4)
+"""By how many times their last digit the inputs are changed, one after the other."""
+
+_TOO_SMALL = (
+    "%s changes these variables by hardly more than their rounding, so verify cannot tell whether the "
+    "change is that of one device:\n%s\nTo check them, run the step once with a larger learning rate, or in "
+    'float64 with jax.config.update("jax_enable_x64", True).'
+)
+
+_log = logging.getLogger("distribute_jax")
+
+
+class _OneReplica:
+    """Stands in for a strategy while its step runs on one device."""
+
+    num_replicas_in_sync = 1
+
+    def __init__(self, strategy: Any) -> None:
+        self.stands_for = strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stands_for, name)
+
+
+def verify(call: Call, entry: Entry, values: Sequence[Any], options: RunOptions) -> bool:
+    """Runs the step both ways from copies of the state, and raises where they differ.
+
+    With ``verify="auto"`` only a step for which that is sure to tell something is compared.
+
+    Returns:
+        Whether it is enough to have compared this call, for steps that are compared once.
+    """
+    if num_replicas(call.mesh) == 1:
+        return True
+    flat = entry.flat_inputs(values, call.arguments)
+    if options.verify == "auto":
+        return not options.check_sync or _verify_unasked(call, entry, values, flat)
+    comparison = _Comparison(call, entry, values, flat, range(len(entry.output_names())))
+    check_copies(entry, comparison.outs)
+    lines, small = comparison.differences()
+    if lines:
+        raise _not_equal(entry, call, lines)
+    if small and options.verify not in entry.program.verified:
+        _log.warning(_TOO_SMALL, entry.step, listed(small))
+    return True
+
+
+def _verify_unasked(call: Call, entry: Entry, values: Sequence[Any], flat: list[Any]) -> bool:
+    """Compares what a training step leaves behind; one that cannot be compared passes."""
+    try:
+        chosen = compared_outputs(call, entry, flat)
+        if not chosen:
+            return True
+        comparison = _Comparison(call, entry, values, flat, chosen)
+        lines, _ = comparison.differences()
+        if lines and scales_by_number(call, entry, comparison.single):
+            return True
+    except Exception as error:  # the user's code, or the devices, may not take the whole batch
+        _log.debug("%s is not compared with one device: %r", entry.step, error)
+        return True
+    if not lines:
+        return comparison.has_changed
+    if call.arguments.counts is not None and entry.program.padding is None:
+        # Padding that is seen is the nearer cause.
+        run_checked_for_leaks(call, entry, values, copied(flat))
+    raise _not_equal(entry, call, lines, _UNASKED)
+
+
+def _not_equal(entry: Entry, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
+    random = any(isinstance(v, nnx.RngCount) for v in entry.outputs)
+    scaled = any("number of replicas" in line for line in lines)
+    hint = f"{_RANDOM if random else ''}{_PAIRS if scaled else ''}{hint}"
+    replicas = num_replicas(call.mesh)
+    return NotEqualError(_UNEQUAL.format(replicas=replicas, lines=listed(lines), hint=hint))
+
+
+class _Outcomes(NamedTuple):
+    """What a step gives in both ways, at one precision."""
+
+    run: Callable[[list[Any]], list[Any]]
+    """The program of all replicas."""
+    flat: list[Any]
+    """Its inputs."""
+    before: list[Any]
+    """What each output is the new value of; 0 where it is of nothing."""
+    many: list[Any]
+    one: list[Any]
+
+
+_Found = dict[int, tuple[Verdict, str]]
+
+
+class _Comparison:
+    """One call on all replicas and on one device."""
+
+    def __init__(
+        self,
+        call: Call,
+        entry: Entry,
+        values: Sequence[Any],
+        flat: list[Any],
+        chosen: Sequence[int],
+    ) -> None:
+        """Runs the step both ways; ``chosen`` are the outputs to compare."""
+        entry.check_readable(flat)
+        self.call, self.entry, self.chosen = call, entry, chosen
+        self._old = _old_inputs(call, entry, len(flat))
+        self.outs = entry.execute(copied(flat))
+        # A scope's mesh has all replicas, and JAX refuses another beside it.
+        with outside_mesh(), components_on(entry.binding, first_replica(call.mesh)):
+            self._single_call, self.single = _on_one_device(call, entry)
+            self._single_flat = self.single.flat_inputs(values, self._single_call.arguments)
+            placed = self.single.placed(self._single_flat)
+            one = as_read(self.single, self.single.execute(placed))
+        many = as_read(entry, self.outs)
+        self._native = _Outcomes(entry.execute, flat, self._before(flat), many, one)
+        results = [k - entry.state_size for k in chosen if k >= entry.state_size]
+        mirrored = all(entry.program.plan.mirrored[k] for k in results)
+        if call.arguments.has_batch and not mirrored and entry.program.per_example is None:
+            entry.program.per_example = per_example_results(call, entry)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the step changed any floating number that is compared."""
+        _, _, before, many, _ = self._native
+        pairs = [(_old_on_host(before[k], many[k]), on_host(many[k])) for k in self.chosen]
+        return any(
+            np.issubdtype(new.dtype, np.inexact) and not exactly_equal(old, new)
+            for old, new in pairs
+        )
+
+    def differences(self) -> tuple[list[str], list[str]]:
+        """Returns a line for each output that differs, and for each that changed too little to tell.
+
+        What the step's own precision does not show to be equal is compared in float64. A difference
+        that is no larger than what the last digits of the inputs make is none.
+        """
+        spacing = coarsest(self.entry.program.traced.jaxpr.jaxpr)
+        found = self._judged(self._native, self.chosen)
+        if found:
+            # A few entries of a large array, as of a gradient near 0, may be rounding: that costs no program.
+            near = [self._nudged(self._native, sign * spacing) for sign in (1, -1)]
+            found = self._judged(self._native, list(found), near=near)
+        if not found:
+            return [], []
+        try:
+            with jax.enable_x64(True):
+                exact = self._in_float64()
+                left = self._apart(exact, list(found), _EXACT, 8 * spacing)
+                far = self._judged(exact, list(left), OTHER_ORDER, only=Verdict.UNEQUAL)
+            # What is far apart in float64 alone says that some operation has another meaning there.
+            seen = self._judged(self._native, list(far), OTHER_ORDER)
+            left = {k: line for k, line in left.items() if k in seen or k not in far}
+            small = []
+        except Exception as error:  # no device computes everything in float64
+            _log.debug("%s is not compared in float64: %r", self.entry.step, error)
+            left = self._apart(self._native, list(found), OTHER_ORDER, OTHER_ORDER)
+            small = [text for k, (_, text) in found.items() if k not in left]
+        return [text for _, text in left.values()], small
+
+    def _in_float64(self) -> _Outcomes:
+        run, flat = in_float64(self.call, self.entry, self._native.flat)
+        many = as_read(self.entry, run(flat))
+        with outside_mesh(), components_on(self.entry.binding, self.single.program.mesh):
+            run_one, flat_one = in_float64(self._single_call, self.single, self._single_flat)
+            one = as_read(self.single, run_one(flat_one))
+        return _Outcomes(run, flat, self._before(flat), many, one)
+
+    def _before(self, flat: list[Any]) -> list[Any]:
+        before: list[Any] = [0.0 if i is None else flat[i] for i in self._old]
+        return as_read(self.entry, before)
+
+    def _apart(
+        self, outcomes: _Outcomes, indices: list[int], relative: float, nudged: float
+    ) -> _Found:
+        """Returns the outputs that differ by more than rounding.
+
+        Args:
+            outcomes: at the precision at which to judge.
+            indices: the outputs in question.
+            relative: how much of its change an entry may differ by.
+            nudged: the same, where the last digits of the inputs decide besides.
+        """
+        spacing = coarsest(self.entry.program.traced.jaxpr.jaxpr)
+        left = self._judged(outcomes, indices, relative, only=Verdict.UNEQUAL)
+        near: list[list[Any]] = []
+        for times in _NUDGES:
+            if not left:
+                break
+            near.append(self._nudged(outcomes, times * spacing))
+            left = self._judged(outcomes, list(left), nudged, near, only=Verdict.UNEQUAL)
+        return left
+
+    def _nudged(self, outcomes: _Outcomes, change: float) -> list[Any]:
+        outs = nudged_outcome(outcomes.run, outcomes.flat, change, self._old)
+        return as_read(self.entry, outs)
+
+    def _judged(
+        self,
+        outcomes: _Outcomes,
+        indices: Sequence[int],
+        relative: float | None = None,
+        near: Sequence[Sequence[Any]] = (),
+        only: Verdict | None = None,
+    ) -> _Found:
+        """Returns the outputs that are not equal, or those of one verdict only, with what to say."""
+        names = self.entry.output_names()
+        found: _Found = {}
+        for k in indices:
+            if (
+                outcomes.many[k] is None
+            ):  # an ON_READ variable without aggregation has no value to compare
+                continue
+            left = on_host(outcomes.many[k])
+            noise = noise_of(left, (on_host(outs[k]) for outs in near))
+            verdict, text = self._judgement(outcomes, k, left, relative, noise)
+            if verdict is not Verdict.EQUAL and only in (None, verdict):
+                found[k] = verdict, f"{names[k]}: {text}"
+        return found
+
+    def _judgement(
+        self, outcomes: _Outcomes, k: int, left: Array, relative: float | None, noise: float
+    ) -> tuple[Verdict, str]:
+        right, eps = on_host(outcomes.one[k]), spacing_of(outcomes.many[k])
+        result = k - self.entry.state_size
+        if result >= 0 and not self.entry.program.plan.mirrored[result]:
+            line = difference(
+                left,
+                right,
+                rows=_rows_of(self.entry, result),
+                counts=self.call.arguments.counts,
+                eps=eps,
+                relative=32 * eps if relative is None else relative,
+                noise=noise,
+            )
+            return (Verdict.UNEQUAL, line) if line else (Verdict.EQUAL, "")
+        if left.shape != right.shape:
+            text = f"shape {left.shape} on the replicas, {right.shape} on one device"
+            return Verdict.UNEQUAL, text
+        old = _old_on_host(outcomes.before[k], outcomes.one[k])
+        verdict = compared(left, right, old, eps=eps, relative=relative, noise=noise)
+        if verdict is Verdict.TOO_SMALL:
+            return verdict, _changes(left, right, old)
+        return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
+
+
+def _old_inputs(call: Call, entry: Entry, inputs: int) -> list[int | None]:
+    """Returns for each output the flat input that it is the new value of, None where it is of none."""
+    traced, at = entry.program.traced, 0
+    old: list[int | None] = []
+    for index, size in zip(traced.written, traced.written_sizes, strict=True):
+        before = traced.input_starts[index + 1] - traced.input_starts[index]
+        old += list(range(at, at + size)) if before == size else [None] * size
+        at += before
+    first = inputs - traced.sizes[2] - traced.sizes[3]
+    arguments: dict[int, int] = {}
+    for part in model_shaped(call, traced):
+        for k, leaf in zip(part.results, part.leaves, strict=True):
+            arguments[k] = first + call.arguments.kinds[: leaf.position].count("data")
+    return [*old, *(arguments.get(k) for k in range(len(traced.results.names)))]
+
+
+def _old_on_host(old: Any, new: Any) -> Array:
+    """Returns what an output was before; zeros where it was nothing of that shape."""
+    array = on_host(old) if isinstance(old, jax.Array) else np.asarray(old)
+    fits = array.shape == new.shape and not isinstance(old, float)
+    return array if fits else np.zeros(new.shape, on_host(new).dtype)
+
+
+def _on_one_device(call: Call, entry: Entry) -> tuple[Call, Entry]:
+    mesh = first_replica(call.mesh)
+    whole = [_whole(value, mesh) for value in call.arguments.data]
+    arguments = Arguments.with_data(call.arguments, whole)
+    single = replace(call, arguments=arguments, mesh=mesh, strategy=_OneReplica(call.strategy))
+    shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in whole)
+    programs = entry.program.on_one_device
+    if shapes not in programs:
+        programs[shapes] = build(
+            single, RunOptions(check_sync=False, donate_state=False, verify="off")
+        )
+    return single, Entry(programs[shapes], call.binding, entry.step)
+
+
+def _whole(value: Any, mesh: Any) -> Any:
+    """Gives the whole batch, real examples only, as the share of a single replica."""
+    if not isinstance(value, PerReplica):
+        return value
+    if value.layout is Layout.STACKED:
+        raise ArgumentError(
+            "verify cannot run this step on one device: an argument holds a value for each replica "
+            f"({value!r}), which one device has no place for. Pass a distributed batch instead."
+        )
+    every = np.asarray(whole_here(value.global_array))
+    parts = np.split(every, num_replicas(value.mesh))
+    real = [
+        part[:count] for part, count in zip(parts, value.counts or map(len, parts), strict=True)
+    ]
+    batch = jax.device_put(np.concatenate(real), split_sharding(mesh))
+    return PerReplica(batch, mesh, layout=Layout.JOINED)
+
+
+def _rows_of(entry: Entry, result: int) -> Any:
+    """Tells whether a result has one row for each example, as far as it is known."""
+    known = entry.program.per_example
+    return known[result] if known else result in entry.program.results.declared
+
+
+def _changes(left: Array, right: Array, old: Array | float) -> str:
+    many, one = largest(left - old), largest(right - old)
+    return f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to {largest(right):.3g}"
+
+
+def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
+    """Says how what the step added differs (or the values, where nothing was there before)."""
+    if not np.issubdtype(right.dtype, np.inexact):
+        return f"differs by up to {largest(left.astype(np.float64) - right):.3g}"
+    if not same_specials(left, right):
+        return "has NaNs or infinities in other places than on one device"
+    left, right, old = finite(left), finite(right), finite(old)
+    apart = np.abs(left - right)
+    most = int(np.argmax(apart))
+    change = float(np.abs(right - old).flat[most])
+    ratio = _ratio(left - old, right - old, replicas)
+    return f"differs by up to {float(apart.flat[most]):.3g}" + (
+        ratio or f", where one device changes it by {change:.3g}"
+    )
+
+
+def _ratio(left: Array, right: Array, replicas: int) -> str:
+    """Names the common ratio of the entries that differ, where there is one, and its likely cause."""
+    sizes = np.abs(right)
+    differ = (sizes > 1e-6 * largest(right)) & (np.abs(left - right) > 1e-3 * sizes)
+    if not differ.any() or np.iscomplexobj(right):
+        return ""
+    low, ratio, high = (
+        float(x) for x in np.quantile(left[differ] / right[differ], (0.1, 0.5, 0.9))
+    )
+    if high - low > 0.02 * abs(ratio):
+        return ""
+    return f"; the change is {ratio:.3f} times that on one device{_cause(ratio, replicas)}"
+
+
+def _cause(ratio: float, replicas: int) -> str:
+    def near(value: float) -> bool:
+        return abs(ratio - value) <= 0.01 * abs(value)
+
+    if near(replicas):
+        return f" ({ratio:.3f} = number of replicas: gradients of a mean were summed)"
+    if near(1 / replicas):
+        return f" ({ratio:.3f} = 1 / number of replicas: the gradient of a sum was averaged)"
+    if near(replicas**2):
+        return (
+            f" ({ratio:.3f} = number of replicas squared: a square of summed gradients of a mean)"
+        )
+    return ""

@@ -1,0 +1,204 @@
+"""A traced step once more in float64: there rounding is too small to hide, or to feign, a difference.
+
+The equations are those of the trace, also where the user's code pins a dtype, so nothing is traced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._mesh import put
+from distribute_jax.program._call import Entry
+from distribute_jax.program._layout import input_avals, layouts, replica_function
+from distribute_jax.program._lowerings import compile_shard_map
+from distribute_jax.program._program import Reordered
+from distribute_jax.program._replication_rules import ClosedJaxpr
+from distribute_jax.program._trace import Call
+
+Run = Callable[[list[Any]], list[Any]]
+
+
+class NotInFloat64Error(Exception):
+    """An equation of the step cannot be computed in float64."""
+
+
+def in_float64(call: Call, entry: Entry, flat: Sequence[Any]) -> tuple[Run, list[Any]]:
+    """Compiles a step in float64, and widens its inputs; for a block with ``jax.enable_x64(True)``.
+
+    Raises:
+        NotInFloat64Error: it holds an equation for which there is no float64.
+    """
+    program = entry.program
+    lies = layouts(call, program.traced, program.plan)
+    captured = [place.get() for _, place, _ in call.binding.arrays]
+    step = replica_function(program.traced, program.plan, lies, captured, _widely)
+    avals = input_avals(call, program.traced)
+    ordered_lies = lies.in_order(program.order)
+    where = ordered_lies.in_shardings(call.mesh)
+    inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
+    compiled = compile_shard_map(
+        call, Reordered(step, program.order, avals), ordered_lies, list(map(_aval, inputs)), ()
+    )
+    return lambda flat: compiled(*flat), inputs
+
+
+def _on_host(x: Any) -> Any:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    array = np.asarray(x)
+    # An int of Python is a number of 32 bits to the step.
+    narrow = isinstance(x, int) and not isinstance(x, bool)
+    return array.astype(np.int32 if narrow else wide(array.dtype))
+
+
+def _aval(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def wide(dtype: Any) -> Any:
+    """Returns float64 for a floating dtype, complex128 for a complex one, else the dtype itself."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float64)
+    return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def _widely(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+    return lambda *inputs: evaluated(jaxpr, inputs)
+
+
+def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr, closed or open, with every floating number in float64."""
+    consts = getattr(jaxpr, "consts", ())
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    values = dict(zip(jaxpr.constvars, map(_widened, consts), strict=True))
+    values |= dict(zip(jaxpr.invars, map(_widened, inputs), strict=True))
+
+    def read(var: Any) -> Any:
+        if isinstance(var, jex_core.Literal):
+            aval: Any = var.aval
+            return np.asarray(var.val, wide(aval.dtype))
+        return values[var]
+
+    for eqn in jaxpr.eqns:
+        outs = _RULES.get(eqn.primitive.name, _bound)(eqn, list(map(read, eqn.invars)))
+        values.update(zip(eqn.outvars, map(_widened, outs), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _widened(x: Any) -> Any:
+    dtype = wide(x.dtype)
+    if dtype is x.dtype or dtype == x.dtype:
+        return x
+    return jax.lax.convert_element_type(x, dtype) if isinstance(x, jax.Array) else x.astype(dtype)
+
+
+def _bound(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    """Applies the primitive to wide operands; one that holds programs keeps its own dtypes."""
+    if any(not hasattr(var.aval, "dtype") for var in (*eqn.invars, *eqn.outvars)):
+        raise NotInFloat64Error(eqn.primitive.name)  # a reference, or a token
+    if any(True for _ in jex_core.subjaxprs(cast("Any", SimpleNamespace(eqns=[eqn])))):
+        return _narrow(eqn, values)
+    params = {name: _wide_parameter(name, value) for name, value in eqn.params.items()}
+    try:
+        return _outputs(eqn, eqn.primitive.bind(*values, **params))
+    except (TypeError, ValueError, NotImplementedError, AttributeError):
+        return _narrow(eqn, values)
+
+
+def _wide_parameter(name: str, value: Any) -> Any:
+    if name == "precision":
+        return None
+    try:
+        is_type = name.endswith(("dtype", "element_type")) and value is not None
+        return wide(np.dtype(value)) if is_type else value
+    except TypeError:  # a dtype of JAX's, such as that of keys
+        return value
+
+
+def _narrow(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    """Applies the primitive as it was traced."""
+    inputs = [_cast(x, var.aval) for x, var in zip(values, eqn.invars, strict=True)]
+    return _outputs(eqn, eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params)))
+
+
+def _cast(x: Any, aval: Any) -> Any:
+    return x if x.dtype == aval.dtype else jax.lax.convert_element_type(x, aval.dtype)
+
+
+def _outputs(eqn: Any, outs: Any) -> Sequence[Any]:
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def _scatter(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    # Its program of one addition is written for another dtype: JAX's function makes it for this one.
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    scatter = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
+    return [scatter(*values, **{name: eqn.params[name] for name in names})]
+
+
+def _inlined(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    names = ("call_jaxpr", "jaxpr", "fun_jaxpr")
+    return evaluated(next(eqn.params[name] for name in names if name in eqn.params), values)
+
+
+def _scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    p = eqn.params
+    fixed, size = p["num_consts"], p["num_carry"]
+
+    def body(carry: Any, x: Any) -> Any:
+        outs = evaluated(p["jaxpr"], [*values[:fixed], *carry, *x])
+        return outs[:size], outs[size:]
+
+    carry, stacked = jax.lax.scan(
+        body,
+        values[fixed : fixed + size],
+        values[fixed + size :],
+        length=p["length"],
+        reverse=p["reverse"],
+        unroll=p["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _while(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    p = eqn.params
+    first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    outs: list[Any] = jax.lax.while_loop(
+        lambda carry: evaluated(p["cond_jaxpr"], [*values[:first], *carry])[0],
+        lambda carry: evaluated(p["body_jaxpr"], [*values[first:second], *carry]),
+        values[second:],
+    )
+    return outs
+
+
+def _cond(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    branches = [lambda *x, b=branch: evaluated(b, x) for branch in eqn.params["branches"]]
+    index, *operands = values
+    outs: list[Any] = jax.lax.switch(index, branches, *operands)
+    return outs
+
+
+_CALLS = (
+    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+)
+_SCATTERS = ("add", "sub", "mul", "min", "max")
+
+_RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
+    **dict.fromkeys(_CALLS, _inlined),
+    **{f"scatter{sign}{name}": _scatter for name in _SCATTERS for sign in "-_"},
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    # What is done to the bits of a number, or outside of JAX, is done to those of its own dtype.
+    **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
+    "reduce_precision": lambda eqn, values: values,
+}
+"""How equations are computed that hold programs, or that depend on the dtype of their operands."""

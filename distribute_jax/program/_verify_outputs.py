@@ -1,0 +1,213 @@
+"""What ``verify`` compares: which steps and outputs, copies on the devices, ON_READ variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax._errors import OutOfSyncError
+from distribute_jax._jax_private import read_raw, write_raw
+from distribute_jax._mesh import is_local, num_replicas
+from distribute_jax._messages import listed
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.collectives._check_in_sync import out_of_sync
+from distribute_jax.collectives._markers import mirrored_p
+from distribute_jax.program._aggregation import Combine, keeps_own_values
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._call import Entry
+from distribute_jax.program._capture import roots
+from distribute_jax.program._plan import model_shaped
+from distribute_jax.program._replication_rules import line
+from distribute_jax.program._trace import Call
+from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
+
+_MOST_BYTES = 256 * 2**20
+"""State of this size and more is not compared unasked."""
+
+_UNREPEATABLE = (
+    *("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"),
+    *("callback", "infeed", "outfeed", "debug_print"),
+)
+"""Parts of the names of primitives that draw random numbers, or that must not be run twice."""
+
+
+def compared_outputs(call: Call, entry: Entry, flat: list[Any]) -> list[int]:
+    """Returns the outputs of a step that one device must leave as well; none for a step of another kind.
+
+    They are what the step leaves behind for the next one. What it returns besides, and what metrics
+    count, may be meant for each replica.
+
+    Args:
+        call: the call.
+        entry: the step.
+        flat: its flat inputs.
+    """
+    program = entry.program
+    trained = [_is_trained(v) for v in entry.outputs]
+    returned = [k for one in model_shaped(call, program.traced) for k in one.results]
+    if not any(trained) and not returned:
+        return []
+    if not is_local(call.mesh) or any(map(_is_stacked, call.arguments.data)):
+        return []
+    rules = set(program.plan.combine)
+    if rules & {Combine.MEAN, Combine.FIRST} or any(map(_is_statistic, entry.output_names())):
+        return []
+    if any(isinstance(v, nnx.RngState) for v in entry.outputs) or not _repeatable(entry):
+        return []
+    whole = [x for x in flat if isinstance(x, jax.Array) and not _is_split(x, call)]
+    if sum(x.nbytes for x in whole) >= _MOST_BYTES:
+        return []
+    variables = [
+        v
+        for v, size in zip(entry.outputs, program.traced.written_sizes, strict=True)
+        for _ in range(size)
+    ]
+    rules_of = zip(program.plan.combine, variables, strict=True)
+    state = [k for k, (rule, v) in enumerate(rules_of) if _leaves_behind(rule, v)]
+    return [*state, *(entry.state_size + k for k in returned)]
+
+
+def _is_trained(variable: nnx.Variable[Any]) -> bool:
+    """Whether a variable belongs to a model or its optimizer."""
+    return isinstance(variable, (nnx.Param, nnx.OptState)) or _is_optimizer_state(variable)
+
+
+def _is_optimizer_state(variable: nnx.Variable[Any]) -> bool:
+    # A dj.Variable hands unknown attributes on to its value, its class does not.
+    return bool(getattr(type(variable), "is_optimizer_state", False))
+
+
+def _leaves_behind(rule: Combine, variable: nnx.Variable[Any]) -> bool:
+    """Whether a variable ends with the value that it would have on one device."""
+    if _is_optimizer_state(variable):
+        return True
+    if isinstance(variable, Variable):
+        # By another aggregation each replica's write counts, as of a number of replicas.
+        return variable.aggregation is VariableAggregation.NONE and rule is Combine.MIRRORED
+    return not isinstance(variable, nnx.metrics.MetricState) and rule is Combine.MIRRORED
+
+
+def _is_stacked(value: Any) -> bool:
+    return isinstance(value, PerReplica) and value.layout is Layout.STACKED
+
+
+def _is_split(x: jax.Array, call: Call) -> bool:
+    return any(isinstance(v, PerReplica) and v.global_array is x for v in call.arguments.data)
+
+
+def _is_statistic(name: str) -> bool:
+    return "batch_stats" in name
+
+
+def _repeatable(entry: Entry) -> bool:
+    jaxpr = entry.program.traced.jaxpr
+    if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
+        return False
+    names = {eqn.primitive.name for eqn in _equations(jaxpr.jaxpr)}
+    return not any(part in name for name in names for part in _UNREPEATABLE)
+
+
+def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[Any]:
+    yield from jaxpr.eqns
+    for inner in jex_core.subjaxprs(jaxpr):
+        yield from _equations(inner)
+
+
+def scales_by_number(call: Call, many: Entry, one: Entry) -> bool:
+    """Whether a step has the number of replicas as a number of its own, and scales by it.
+
+    One device then divides by the number of replicas, too: what differs tells nothing.
+    """
+    replicas = num_replicas(call.mesh)
+    scales = (float(replicas), 1 / replicas)
+    held = [*roots(call.fn).values, *call.arguments.leaves]
+    if not any(_is_one_of(value, scales) for value in held):
+        return False
+    used = [{float(v) for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)]
+    return bool(used[0] & used[1])
+
+
+def _is_one_of(value: Any, scales: tuple[float, ...]) -> bool:
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return number and any(abs(float(value) - scale) < 1e-6 for scale in scales)
+
+
+def _literals(entry: Entry) -> Iterator[float]:
+    """Yields the floating scalars among a program's constants."""
+    for eqn in _equations(entry.program.traced.jaxpr.jaxpr):
+        for var in eqn.invars:
+            aval: Any = var.aval
+            if isinstance(var, jex_core.Literal) and not aval.shape and aval.dtype.kind == "f":
+                yield float(var.val)
+
+
+_DIFFER = """\
+The step leaves these values, which are taken for the same on every replica, different:
+{lines}
+{why}
+Make them the same with dj.get_replica_context().all_reduce(...), or leave them per replica. The state is \
+as before the call."""
+
+_ASSUMED = (
+    "Where nothing is declared that is proved; here the step declares it, with dj.assume_mirrored at {at}, "
+    "of a value that was not."
+)
+
+_UNPROVED = (
+    "With RunOptions(check_sync=False) that is not proved. Otherwise the copies of the state differed before "
+    "(dj.check_in_sync(model) tells), or a device is faulty."
+)
+
+
+def check_copies(entry: Entry, outs: Sequence[jax.Array]) -> None:
+    """Raises where the devices' copies of mirrored state, or of a mirrored result, differ in any bit.
+
+    Args:
+        entry: the step.
+        outs: all outputs of its program, state first.
+    """
+    mirrored = zip(entry.output_names(), outs, entry.program.ordered_lies.mirrored, strict=True)
+    lines = out_of_sync([(name, array) for name, array, same in mirrored if same])
+    if lines:
+        at = list(dict.fromkeys(_declared(entry.program.traced.jaxpr.jaxpr)))
+        why = _ASSUMED.format(at=" and ".join(at)) if at else _UNPROVED
+        raise OutOfSyncError(_DIFFER.format(lines=listed(lines), why=why))
+
+
+def _declared(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
+    """Gives the user's lines that declare a value mirrored."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is mirrored_p:
+            yield line(eqn)
+    for inner in jex_core.subjaxprs(jaxpr):
+        yield from _declared(inner)
+
+
+@contextmanager
+def components_on(binding: Binding, mesh: Mesh) -> Iterator[None]:
+    """Lets ON_READ variables have one component for each replica of another mesh, for a block."""
+    own = [cast("Variable", v) for v in binding.variables if keeps_own_values(v)]
+    before = read_raw(own)
+    write_raw(own, [on_replicas(variable, mesh) for variable in own])
+    try:
+        yield
+    finally:
+        write_raw(own, before)
+
+
+def as_read(entry: Entry, outs: Sequence[jax.Array]) -> list[Any]:
+    """Gives the outputs of a step with ON_READ variables as they read; None where they do not."""
+    sizes = entry.program.traced.written_sizes
+    variables = [v for v, size in zip(entry.outputs, sizes, strict=True) for _ in range(size)]
+    state = [
+        aggregated(cast("Variable", variable), out) if keeps_own_values(variable) else out
+        for variable, out in zip(variables, outs, strict=False)
+    ]
+    return [*state, *outs[len(state) :]]

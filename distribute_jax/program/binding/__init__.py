@@ -1,1 +1,0 @@
-"""What a step reads and changes: found in arguments, closures, globals and objects, and swapped."""

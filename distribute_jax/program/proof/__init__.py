@@ -1,1 +1,0 @@
-"""Which results are equal on all replicas, and what would hang, read off the traced step."""

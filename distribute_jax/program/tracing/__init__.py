@@ -1,1 +1,0 @@
-"""One trace of the step, as one replica sees it."""

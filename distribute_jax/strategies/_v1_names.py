@@ -1,0 +1,164 @@
+"""Older spellings of TensorFlow, so that code that has them runs: each warns and names the modern one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import PyTree, listed
+from distribute_jax.data import (
+    ArrayDataset,
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    from_arrays,
+)
+
+T = TypeVar("T")
+
+
+class _Modern(Protocol):
+    """The methods that the older ones call."""
+
+    def run(self, fn: Any, args: tuple[Any, ...] = ...) -> PyTree: ...
+
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]: ...
+
+    def distribute_dataset(self, dataset: Any) -> DistributedDataset: ...
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Any, options: InputOptions | None = ...
+    ) -> DistributedDataset: ...
+
+
+class OlderNames:
+    """The part of ``Strategy`` that keeps older spellings alive. New code needs none of it."""
+
+    __module__ = "distribute_jax"
+
+    def experimental_distribute_datasets_from_function(
+        self: _Modern,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Older name of ``distribute_datasets_from_function``."""
+        _warn(
+            "experimental_distribute_datasets_from_function",
+            "distribute_datasets_from_function(fn)",
+        )
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: PyTree, session: Any = None
+    ) -> ArrayDataset:
+        """Makes a dataset of single examples: batch it, then distribute it.
+
+        Args:
+            numpy_input: a nest of arrays with the examples along dim 0; lists of arrays are stacked.
+            session: accepted for TensorFlow's signature.
+
+        Raises:
+            ValueError: the arrays of a list differ in shape, or what ``dj.data.from_arrays`` refuses.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_make_numpy_dataset
+        """
+        del session
+        _warn("experimental_make_numpy_dataset", "dj.data.from_arrays(x).batch(256)", method=False)
+        return from_arrays(_stacked(numpy_input))
+
+    def make_dataset_iterator(self: _Modern, dataset: Any) -> OlderIterator:
+        """Distributes a dataset of global batches, and gives an iterator over it.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#make_dataset_iterator
+        """
+        _warn("make_dataset_iterator", "distribute_dataset(ds)")
+        return OlderIterator(self.distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self: _Modern,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> OlderIterator:
+        """Deals out the batches of a function's datasets, and gives an iterator over them.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#make_input_fn_iterator
+        """
+        _warn("make_input_fn_iterator", "distribute_datasets_from_function(fn)")
+        options = InputOptions(experimental_replication_mode=replication_mode)
+        return OlderIterator(self.distribute_datasets_from_function(input_fn, options))
+
+    def experimental_run(
+        self: _Modern, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
+    ) -> PyTree:
+        """Runs a step on the next element of an iterator, its only argument, or on none.
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#experimental_run
+        """
+        _warn("experimental_run", "run(fn, args=(next(iterator),))")
+        return self.run(fn, args=() if input_iterator is None else (next(input_iterator),))
+
+    def unwrap(self: _Modern, value: PyTree) -> tuple[PyTree, ...]:
+        """Older name of ``experimental_local_results``."""
+        _warn("unwrap", "experimental_local_results(value)")
+        return self.experimental_local_results(value)
+
+    def update_config_proto(self, config_proto: T) -> T:
+        """Gives back a session's configuration: there is no session to configure."""
+        _warn("update_config_proto", "no call at all: a mesh needs no session", method=False)
+        return config_proto
+
+
+class OlderIterator(Iterator[Any]):
+    """An iterator over a distributed dataset that ``initialize`` starts again."""
+
+    __module__ = "distribute_jax"
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+        self._iterator: Iterator[Any] | None = None
+
+    def initialize(self) -> list[Any]:
+        """Starts the next epoch; no operations are left to run, so the list is empty."""
+        self._iterator = iter(self._dataset)
+        return []
+
+    def __next__(self) -> PyTree:
+        """The next element, of an epoch that was started if none was; StopIteration at the end."""
+        if self._iterator is None:
+            self.initialize()
+        return next(self._iterator or iter(()))
+
+    get_next = __next__
+
+
+def _stacked(tree: PyTree) -> PyTree:
+    """Puts each list of arrays together along a new dim 0, as tf.data does."""
+
+    def stack(node: Any) -> Any:
+        if not isinstance(node, list):
+            return node
+        try:
+            return np.asarray(node)
+        except ValueError:
+            shapes = listed([str(np.shape(array)) for array in node])
+            raise ArgumentError(
+                "strategy.experimental_make_numpy_dataset stacks the arrays of a list into one, and "
+                f"these have several shapes:\n{shapes}\nPad them to one shape, or pass a tuple of "
+                "arrays that have as many rows each."
+            ) from None
+
+    return jax.tree.map(stack, tree, is_leaf=lambda node: isinstance(node, list))
+
+
+def _warn(older: str, modern: str, *, method: bool = True) -> None:
+    warnings.warn(
+        f"strategy.{older} is an older spelling. Use {'strategy.' if method else ''}{modern}.",
+        DeprecationWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,106 @@
+"""Compares a distributed step with one device, and simulates devices on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+from distribute_jax._errors import ArgumentError, BackendStartedError
+from distribute_jax._messages import StepFunction
+from distribute_jax._user_frames import frames_hidden
+from distribute_jax._values import DistributedValues
+from distribute_jax.program import RunOptions
+from distribute_jax.strategies import Strategy
+
+
+@frames_hidden
+def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) -> Any:
+    """Runs a step on all replicas, and from a copy of the state on one device with the whole batch.
+
+    State and mirrored results must agree to rounding, and so must each row of a result that has one
+    for each example. Of other values that each replica has for itself, the sum or the mean must be the
+    value on one device: the parts of ``compute_average_loss`` sum to it, means over equal shares
+    average to it. Which of the two it is, ``strategy.reduce`` has to say. Anything else cannot be
+    compared and raises. State that a step changes by hardly more than its rounding shows is named in
+    a logged warning, since a wrong scale could not be seen.
+
+    Steps that draw random numbers or use the statistics of each replica's share are not equal by
+    nature: turn dropout off, synchronise batch norm.
+
+    Args:
+        strategy: whose replicas run the step.
+        step: the function given to ``strategy.run``.
+        batch: an element of ``strategy.distribute_dataset``, or a nest of arrays, dim 0 the examples
+            of the global batch, which is distributed first. A tuple becomes several arguments.
+
+    Returns:
+        What ``strategy.run`` returned; the state has been updated by this one step.
+
+    Raises:
+        ValueError: they differ; names every variable, the ratio and its likely cause.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp, numpy as np
+        >>> strategy = dj.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> def step(x):
+        ...     return dj.get_replica_context().all_reduce("sum", jnp.sum(x))
+        >>> float(dj.testing.check_equals_one_device(strategy, step, np.arange(4.0)))
+        6.0
+    """
+    element = batch if _is_distributed(batch) else next(iter(strategy.distribute_dataset([batch])))
+    args = element if isinstance(element, tuple) else (element,)
+    return strategy.run(step, args=args, options=RunOptions(verify="always"))
+
+
+def _is_distributed(batch: Any) -> bool:
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
+    return any(isinstance(leaf, DistributedValues) for leaf in leaves)
+
+
+_STARTED = """\
+dj.simulate({n}) came too late: JAX has already started with {found}. The number of devices is fixed at \
+the first use of one. Call dj.simulate({n}) right after the imports, before any array, nnx.Rngs or \
+jax.devices() (in a notebook: restart the kernel first), or start Python with
+  XLA_FLAGS=--xla_force_host_platform_device_count={n}"""
+
+
+def simulate(n: int) -> None:
+    """Gives this process n virtual CPU devices, also on a machine with a GPU.
+
+    Call it before JAX starts: right after the imports. The devices compute in turns on the cores
+    there are, so they show that a program is right, not how fast it is on n real devices. JAX is not
+    started by it: in a job of several processes each gets n devices, and meets the others when its
+    ``MultiWorkerMirroredStrategy`` is made. Setting
+    ``XLA_FLAGS=--xla_force_host_platform_device_count=n`` before Python starts works as well.
+
+    Args:
+        n: the number of devices, at least 1.
+
+    Raises:
+        ValueError: n is not a positive int.
+        RuntimeError: JAX has started already with other devices; the message says what to do.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.simulate(8)  # doctest: +SKIP
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ArgumentError(f"dj.simulate({n!r}): the number of devices is an int of at least 1.")
+    # On two cores, fewer pool threads than devices let collectives of unread steps deadlock.
+    os.environ["NPROC"] = str(max(2 * n, int(os.environ.get("NPROC", "0") or 0)))
+    try:
+        jax.config.update("jax_num_cpu_devices", n)
+        jax.config.update("jax_platforms", "cpu")
+    except (
+        RuntimeError
+    ):  # JAX has started; elsewhere it is left to start later, as processes must meet before
+        _check_as_wanted(n)
+
+
+def _check_as_wanted(n: int) -> None:
+    devices = jax.devices()
+    if len(devices) != n or devices[0].platform != "cpu":
+        kind = devices[0].platform.upper()
+        raise BackendStartedError(_STARTED.format(n=n, found=f"{len(devices)} {kind} device(s)"))

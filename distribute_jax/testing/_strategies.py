@@ -1,0 +1,308 @@
+"""Strategies to run a test under: ``strategy_combinations``, their factories and devices."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax.strategies import (
+    CentralStorageStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+    Strategy,
+)
+
+StrategyFactory = Callable[[list[jax.Device]], Strategy]
+"""Makes a strategy with one replica on each of the devices."""
+
+LIBRARY: tuple[Any, ...] = (OneDeviceStrategy, MirroredStrategy, CentralStorageStrategy)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A strategy that is not made yet, and its number of replicas."""
+
+    name: str
+    factory: Any
+    replicas: int
+    caller: str
+    """The public function that makes it, for messages."""
+
+    def __str__(self) -> str:
+        """Gives the id of a test that runs with it, as ``"mirrored-4"``."""
+        return f"{self.name}-{self.replicas}"
+
+    def made(self) -> Strategy:
+        """Makes the strategy on this process's first devices."""
+        devices = first_devices(self.replicas)
+        strategy = _from_devices(self.factory)(devices)
+        if not isinstance(strategy, Strategy):
+            raise ArgumentError(
+                f"{self.caller}: the factory {self.name} returned {strategy!r:.80} for "
+                f"{self.replicas} device(s), which is no dj.Strategy. Return the strategy that it made."
+            )
+        found = strategy.num_replicas_in_sync
+        if found != self.replicas:
+            raise ArgumentError(
+                f"{self.caller}: the factory {self.name} was given {self.replicas} device(s) and made "
+                f"{strategy!r} with {found} replica(s). Make one replica for each device it is given, or "
+                "say with replicas=[1] how many there can be."
+            )
+        return strategy
+
+
+def possible_counts(factory: Any) -> tuple[int, ...]:
+    """Gives the numbers of replicas that a factory can make: OneDeviceStrategy makes one only."""
+    return (1,) if factory is OneDeviceStrategy else REPLICAS
+
+
+def checked_factory(factory: Any, caller: str) -> Any:
+    """Refuses what cannot be called, such as a strategy that was made already."""
+    if callable(factory):
+        return factory
+    raise ArgumentError(
+        f"{caller}: {factory!r:.80} is no factory. A factory is a function that makes a strategy from a "
+        "list of devices, since each number of replicas needs its own: pass dj.MirroredStrategy, or "
+        "lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())."
+    )
+
+
+def named_factories(strategies: Any, caller: str) -> dict[str, Any]:
+    """Gives factories by name; a list gets the names of its classes and functions.
+
+    Raises:
+        ValueError: it is neither list nor dict, holds what is no factory, or a name is missing or used
+            twice.
+    """
+    if isinstance(strategies, Mapping):
+        pairs = [(name, factory) for name, factory in strategies.items()]
+    elif isinstance(strategies, Sequence) and not isinstance(strategies, str):
+        pairs = [(factory_name(checked_factory(f, caller)), f) for f in strategies]
+    else:
+        pairs = []
+    names = [name for name, _ in pairs]
+    fit = all(isinstance(name, str) and name not in {"", "<lambda>"} for name in names)
+    if not pairs or not fit or len(set(names)) < len(names):
+        raise ArgumentError(
+            f"{caller}(strategies={strategies!r:.200}): a list of factories whose names differ, or, for "
+            "lambdas, a dict from names to factories, such as "
+            '{"ring": lambda devices: dj.MirroredStrategy(devices, dj.RingAllReduce())}.'
+        )
+    return {name: checked_factory(factory, caller) for name, factory in pairs}
+
+
+def factory_name(factory: Any) -> str:
+    """Gives ``"central_storage"`` for ``CentralStorageStrategy``, and a function's own name."""
+    name = getattr(factory, "__name__", type(factory).__name__)
+    if not isinstance(factory, type):
+        return str(name)
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Strategy") or name)
+    return words.lower()
+
+
+def _from_devices(factory: Any) -> StrategyFactory:
+    if factory is OneDeviceStrategy:
+        return lambda devices: OneDeviceStrategy(devices[0])
+    made: StrategyFactory = factory
+    return made
+
+
+Test = Callable[..., Any]
+_CALLER = "strategy_combinations"
+_ARGUMENT = "strategy"
+
+
+class Combinations(Collection[Combination]):
+    """Strategies and their numbers of replicas; JAX starts when they are looked at, not before."""
+
+    def __init__(self, strategies: Any = None, replicas: Any = None) -> None:
+        """Checks what was asked for, but for the number of devices."""
+        if replicas is not None:
+            check_replicas(replicas, _CALLER)
+        chosen = LIBRARY if strategies is None else strategies
+        self._factories, self._replicas = named_factories(chosen, _CALLER), replicas
+
+    def __iter__(self) -> Iterator[Combination]:
+        """Gives those for which there are devices."""
+        counts = replica_counts(self._replicas, _CALLER)
+        found = [
+            Combination(name, factory, count, _CALLER)
+            for name, factory in self._factories.items()
+            for count in counts
+            if count in possible_counts(factory)
+        ]
+        if not found:
+            raise ArgumentError(
+                f"{_CALLER}(strategies={list(self._factories)}, replicas={self._replicas}): there is "
+                "no such combination, since OneDeviceStrategy has one replica. Add 1 to replicas, or "
+                "dj.MirroredStrategy to strategies."
+            )
+        return iter(found)
+
+    def __len__(self) -> int:
+        """Tells how many there are."""
+        return len(list(iter(self)))
+
+    def __contains__(self, combination: object) -> bool:
+        """Tells whether a combination is one of them."""
+        return combination in list(iter(self))
+
+
+@overload
+def strategy_combinations(test: Test, /) -> Test: ...
+
+
+@overload
+def strategy_combinations(
+    *,
+    strategies: Sequence[StrategyFactory] | Mapping[str, StrategyFactory] | None = None,
+    replicas: Sequence[int] | None = None,
+) -> Callable[[Test], Test]: ...
+
+
+def strategy_combinations(
+    test: Test | None = None,
+    /,
+    *,
+    strategies: Any = None,
+    replicas: Sequence[int] | None = None,
+) -> Any:
+    """Runs a test of your own under every strategy and number of replicas.
+
+    It decorates a function with an argument ``strategy``. pytest shows one test for each combination,
+    as ``test_loss[mirrored-4]``. Called without ``strategy``, by another runner or by hand, the function
+    runs under all combinations, and those that failed are reported together. Each run gets a strategy
+    that was made for it.
+
+    For a pytest fixture ``strategy`` instead, which runs each test that takes it under all
+    combinations of the library, put ``pytest_plugins = ["distribute_jax.testing.pytest_plugin"]``
+    into your conftest.py.
+
+    Args:
+        test: the function, where the decorator stands without arguments.
+        strategies: what to run under: a list of functions or classes that make a strategy from a list
+            of ``jax.Device``, or a dict that gives each a name; None means ``OneDeviceStrategy``,
+            ``MirroredStrategy`` and ``CentralStorageStrategy``.
+        replicas: the numbers of replicas; None means those of 1, 2, 4 and 8 for which there are
+            devices. ``OneDeviceStrategy`` runs with 1 only.
+
+    Returns:
+        The test, or a decorator that makes it.
+
+    Raises:
+        ValueError: the function takes no ``strategy``, or an argument is wrong; when the tests are
+            collected or run: there are too few devices.
+        ExceptionGroup: the function was called without ``strategy`` and failed under some
+            combinations; it holds the errors of all, each with a note that names its combination.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> @dj.testing.strategy_combinations(replicas=[1, 2])
+        ... def test_sum_counts_the_replicas(strategy):
+        ...     total = strategy.run(lambda: dj.get_replica_context().all_reduce("sum", 1.0))
+        ...     assert float(total) == strategy.num_replicas_in_sync
+        >>> test_sum_counts_the_replicas()  # as one_device-1, mirrored-1, …, central_storage-2
+    """
+    combinations = Combinations(strategies, replicas)
+    if test is None:
+        return functools.partial(_decorated, combinations=combinations)
+    return _decorated(test, combinations)
+
+
+def _decorated(test: Test, combinations: Combinations) -> Test:
+    _check_takes_strategy(test)
+    signature = inspect.signature(test)
+
+    @functools.wraps(test)
+    def under_combinations(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if _ARGUMENT not in given:
+            return _under_all(test, combinations, args, kwargs)
+        if isinstance(given[_ARGUMENT], Combination):
+            kwargs[_ARGUMENT] = given[_ARGUMENT].made()
+        return test(*args, **kwargs)
+
+    return _parametrized(under_combinations, combinations)
+
+
+def _check_takes_strategy(test: Any) -> None:
+    is_plain = inspect.isfunction(test) and not (
+        # Calling these runs none of their code, so that they would pass whatever they say.
+        inspect.iscoroutinefunction(test) or inspect.isgeneratorfunction(test)
+    )
+    if not is_plain or _ARGUMENT not in inspect.signature(test).parameters:
+        raise ArgumentError(
+            f"strategy_combinations decorates {getattr(test, '__qualname__', repr(test)):.80}, which is "
+            "no plain function with an argument `strategy`. Write `def test_something(strategy):`, and "
+            "give options by name: "
+            "@dj.testing.strategy_combinations(strategies=[dj.MirroredStrategy], replicas=[1, 4])."
+        )
+
+
+def _under_all(
+    test: Test, combinations: Combinations, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    failed: dict[str, Exception] = {}
+    for combination in combinations:
+        try:
+            test(*args, **kwargs, strategy=combination.made())
+        except Exception as error:
+            error.add_note(f"under {combination}")
+            failed[str(combination)] = error
+    if failed:
+        raise ExceptionGroup(
+            f"{test.__qualname__} failed under {len(failed)} of {len(combinations)} combinations: "
+            f"{', '.join(failed)}",
+            list(failed.values()),
+        )
+
+
+def _parametrized(test: Test, combinations: Combinations) -> Test:
+    """Lets pytest make one test of each combination; it is not imported where it does not run."""
+    pytest: Any = sys.modules.get("pytest")
+    if pytest is None:
+        return test
+    marked: Test = pytest.mark.parametrize(_ARGUMENT, combinations, ids=str)(test)
+    return marked
+
+
+REPLICAS = (1, 2, 4, 8)
+"""The numbers of replicas that are tried; each divides the eight examples of a full batch."""
+
+
+def first_devices(count: int) -> list[jax.Device]:
+    """Gives this process's first devices."""
+    return list(jax.local_devices()[:count])
+
+
+def replica_counts(
+    asked: Sequence[int] | None, caller: str, possible: Sequence[int] = REPLICAS
+) -> tuple[int, ...]:
+    """Gives the numbers of replicas to try; None means all possible for which there are devices."""
+    have = len(jax.local_devices())
+    if asked is None:
+        return tuple(count for count in possible if count <= have)
+    check_replicas(asked, caller)
+    if max(asked) > have:
+        raise ArgumentError(
+            f"{caller}(replicas={list(asked)}): this process has {have} device(s). Call "
+            f"dj.simulate({max(asked)}) before JAX starts, or ask for fewer."
+        )
+    return tuple(asked)
+
+
+def check_replicas(asked: Any, caller: str) -> None:
+    """Refuses what is no list of numbers of replicas; how many devices there are is not asked."""
+    is_list = isinstance(asked, (list, tuple)) and len(asked) > 0
+    if not is_list or not all(count in REPLICAS for count in asked):
+        raise ArgumentError(
+            f"{caller}(replicas={asked!r}): a list of some of {', '.join(map(str, REPLICAS))}."
+        )

@@ -1,0 +1,294 @@
+"""Callbacks that save: ``ModelCheckpoint`` and ``BackupAndRestore``, and how often they do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax.checkpoint import CheckpointManager
+from distribute_jax.checkpoint._agreement import by_chief
+from distribute_jax.checkpoint._manager import delete_all, finish_alone
+from distribute_jax.processes import Preemption, is_chief
+from distribute_jax.processes._status import SAVED, report_step
+from distribute_jax.training.callbacks._callback import Callback
+from distribute_jax.training.callbacks._monitor import Monitor, say
+
+
+class ModelCheckpoint(Monitor):
+    """Saves the model after epochs, or every so many batches.
+
+    Args:
+        filepath: where to; ``{epoch}``, counted from 1, ``{batch}`` and the names of the logs are
+            filled in, as in ``"best-{epoch:02d}-{val_loss:.2f}"``.
+        monitor: the number that says which is best.
+        verbose: 1 to say what is saved.
+        save_best_only: whether only what is better than all before is saved; everything is, with a
+            warning, as long as the logs lack ``monitor``.
+        save_weights_only: whether ``model.save_weights`` is called in place of ``model.save``.
+        mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
+        save_freq: ``"epoch"``, or a number of batches.
+        initial_value_threshold: what the first one has to beat.
+
+    Raises:
+        ValueError: another ``mode`` or ``save_freq``; a name in ``filepath`` that the logs lack.
+
+    Source: https://keras.io/api/callbacks/model_checkpoint/
+    """
+
+    reads_late = True
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        initial_value_threshold: float | None = None,
+    ) -> None:
+        super().__init__(monitor, mode)
+        self.filepath, self.verbose = os.fspath(filepath), verbose
+        self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
+        self.best = initial_value_threshold
+        self._often = SaveFrequency("ModelCheckpoint", save_freq)
+        self._epoch = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Counts batches anew; the best so far stays."""
+        self._often.start()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves, if it is time."""
+        if self._often.batch_is_due(batch):
+            self._save(self._epoch, {"batch": batch + 1, **self._read()})
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves, if it is time."""
+        self._often.epoch_ended()
+        if self._often.each_epoch:
+            self._save(epoch, logs or {})
+
+    def _save(self, epoch: int, logs: dict[str, Any]) -> None:
+        if not self._is_wanted(epoch, logs):
+            return
+        path = self._path(epoch, logs)
+        if is_chief():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        say(self.verbose, f"Epoch {epoch + 1}: saving the model to {path}")
+        if self.save_weights_only:
+            self.model.save_weights(path)
+        else:
+            self.model.save(path)
+
+    def _is_wanted(self, epoch: int, logs: dict[str, Any]) -> bool:
+        if not self.save_best_only:
+            return True
+        value = self.watched(logs, "saves every time")
+        if value is None:
+            return not self.was_found
+        if not self.is_better(value, self.best):
+            say(self.verbose, f"Epoch {epoch + 1}: {self.monitor} is not better than {self.best}")
+            return False
+        self.best = value
+        return True
+
+    def _path(self, epoch: int, logs: dict[str, Any]) -> str:
+        try:
+            return self.filepath.format(epoch=epoch + 1, **logs)
+        except (KeyError, IndexError) as error:
+            names = ", ".join(["epoch", *logs])
+            raise ArgumentError(
+                f"ModelCheckpoint(filepath={self.filepath!r}) has {error} between braces, which is not "
+                f"among: {names}."
+            ) from None
+
+
+class BackupAndRestore(Callback):
+    """Saves the training on the way; ``fit``, called again after an interruption, goes on from there.
+
+    Weights, optimizer, random streams, running loss and metrics, and the position in the data are those
+    of a training that was not interrupted: a batch that was trained on before the backup is not trained
+    on again, nor read again where the source can start at any batch. Call ``fit`` with the same
+    arguments and data that come in the same order.
+
+    Args:
+        backup_dir: a folder for this alone.
+        save_freq: ``"epoch"``, or a number of batches; False to save before a preemption only.
+        double_checkpoint: whether the backup before the last one is kept too, for the case that the
+            last one is damaged.
+        delete_checkpoint: whether the backups are deleted when the training ends.
+        save_before_preemption: whether the training is saved when a process is told to end (SIGTERM): all
+            processes save after the same batch and leave with ``SystemExit(42)``, by which
+            ``distribute-jax launch`` knows to start them again.
+
+    Raises:
+        ValueError: no folder; another ``save_freq``; nothing would ever be saved.
+        CheckpointError: what is in the folder is not of this model, or cannot be read or written.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> callback = dj.callbacks.BackupAndRestore("backup", save_freq=1000)
+
+    Source: https://keras.io/api/callbacks/backup_and_restore/
+    """
+
+    reads_late = True
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        save_before_preemption: bool = False,
+    ) -> None:
+        super().__init__()
+        if not os.fspath(backup_dir):
+            raise ArgumentError(
+                "BackupAndRestore got an empty backup_dir. Name a folder for it alone."
+            )
+        if save_freq is False and not save_before_preemption:
+            raise ArgumentError(
+                "BackupAndRestore(save_freq=False) saves nothing. Pass save_before_preemption=True, or how "
+                "often to save."
+            )
+        self._often = SaveFrequency("BackupAndRestore", save_freq, may_be_never=True)
+        self._watches = save_before_preemption
+        self._preemption: Preemption | None = None
+        self._manager = CheckpointManager(backup_dir, max_to_keep=2 if double_checkpoint else 1)
+        self.delete_checkpoint = delete_checkpoint
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores the last backup, if there is one, and lets ``fit`` go on behind it."""
+        self._often.start()
+        self._steps, self._last = 0, -1
+        tree = self._tree(epoch=0, batch=0)
+        number = self._manager.restore_latest(tree)
+        self._number = 0 if number is None else number + 1
+        if number is not None:
+            self.params["initial_epoch"] = tree["epoch"]
+            self.params["initial_batch"] = tree["batch"]
+            self.params["position"] = tree["position"]
+            self.model.trainer.own_logs.text = tree["own"]
+            self._often.go_on_from(tree["batch"])
+            self._steps, self._last = tree["steps"], tree["batch"] - 1
+        report_step(self._steps)
+        if self._watches:
+            self._preemption = Preemption(_GRACE_SECONDS).__enter__()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves, if it is time, and leaves, if all processes have agreed to."""
+        self._steps += batch - self._last
+        self._last = batch
+        report_step(self._steps)
+        leaves = self._preemption is not None and self._preemption.reached(self._steps)
+        if self._often.batch_is_due(batch) or leaves:
+            self._save(self._epoch, batch + 1)
+        if leaves:
+            self._manager.wait()
+            raise SystemExit(SAVED)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves, if it is time."""
+        self._often.epoch_ended()
+        self._last = -1
+        if self._often.each_epoch:
+            self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Deletes the backups, if wanted."""
+        preemption, self._preemption = self._preemption, None
+        if preemption is not None:
+            preemption.__exit__(None, None, None)
+        self._manager.wait()
+        if self.delete_checkpoint:
+            by_chief("BackupAndRestore", lambda: delete_all(self._manager))
+
+    def _save(self, epoch: int, batch: int) -> None:
+        self._manager.save(self._number, self._tree(epoch=epoch, batch=batch))
+        self._number += 1
+
+    def _tree(self, *, epoch: int, batch: int) -> dict[str, Any]:
+        """Gives all that a training is, and what comes next."""
+        trainer = self.model.trainer
+        return {
+            "module": trainer.module,
+            "optimizer": trainer.setup.optimizer,
+            "tracker": trainer.setup.tracker,
+            "own": trainer.own_logs.text,
+            "epoch": epoch,
+            "batch": batch,
+            "steps": self._steps,
+            "position": "" if trainer.batches is None else trainer.batches.position(),
+        }
+
+    def _release(self) -> None:
+        # Where an error ends the run, it goes first, and other processes may not come here.
+        preemption, self._preemption = self._preemption, None
+        if preemption is not None:
+            preemption.__exit__(SystemExit, None, None)
+        finish_alone(self._manager)
+
+
+_GRACE_SECONDS = 30.0
+"""How long a process that was told to end may take to save."""
+
+
+class SaveFrequency:
+    """Counts batches, also where several go to the devices together.
+
+    Args:
+        owner: the callback, for messages.
+        save_freq: ``"epoch"``, or a number of batches; False for never, where the callback saves otherwise.
+        may_be_never: whether it does.
+    """
+
+    def __init__(self, owner: str, save_freq: str | int, *, may_be_never: bool = False) -> None:
+        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
+        never = may_be_never and save_freq is False
+        if save_freq != "epoch" and not whole and not never:
+            raise ArgumentError(
+                f'{owner}(save_freq={save_freq!r}): it is "epoch" or a number of batches, at least 1.'
+            )
+        self._every = save_freq if isinstance(save_freq, int) and whole else None
+        self._is_never = never
+        self.start()
+
+    @property
+    def each_epoch(self) -> bool:
+        """Whether it is after epochs."""
+        return self._every is None and not self._is_never
+
+    def start(self) -> None:
+        """Begins to count."""
+        self._since = 0
+        self._last = -1
+
+    def go_on_from(self, batch: int) -> None:
+        """Takes the batches before this one as counted, where a training goes on in an epoch."""
+        self._last = batch - 1
+
+    def batch_is_due(self, batch: int) -> bool:
+        """Counts the batches up to this one, and tells whether it is time."""
+        self._since += batch - self._last
+        self._last = batch
+        if self._every is None or self._since < self._every:
+            return False
+        self._since = 0
+        return True
+
+    def epoch_ended(self) -> None:
+        """Takes note that the next batch is 0 again."""
+        self._last = -1

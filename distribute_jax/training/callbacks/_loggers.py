@@ -1,0 +1,210 @@
+"""Callbacks that write logs: ``CSVLogger`` and ``TensorBoard``."""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from distribute_jax import summary
+from distribute_jax._errors import ArgumentError
+from distribute_jax.processes import is_chief
+from distribute_jax.training._tracker import Snapshot
+from distribute_jax.training._weights import weight_variables
+from distribute_jax.training.callbacks._callback import Callback
+from distribute_jax.training.callbacks._checkpoints import SaveFrequency
+
+
+class CSVLogger(Callback):
+    """Writes a line of a CSV file for every epoch, by the first process only.
+
+    The columns are ``epoch`` and the names of the first epoch's logs in alphabetical order; an epoch
+    without one of them has ``NA``. Columns for a validation that comes later are there from the start.
+
+    Args:
+        filename: the file.
+        separator: what stands between two values.
+        append: whether a file that exists is continued, as after an interruption.
+
+    Source: https://keras.io/api/callbacks/csv_logger/
+    """
+
+    def __init__(
+        self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False
+    ) -> None:
+        super().__init__()
+        self.filename, self.sep, self.append = os.fspath(filename), separator, append
+        self._file: TextIO | None = None
+        self._keys: list[str] | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Opens the file."""
+        self._release()
+        if not is_chief():
+            return
+        path = Path(self.filename)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._headed = self.append and path.exists() and path.stat().st_size > 0
+        self._keys = None
+        self._file = path.open("a" if self.append else "w", newline="", encoding="utf-8")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes a line."""
+        if self._file is None:
+            return
+        logs = logs or {}
+        writer = csv.writer(self._file, delimiter=self.sep)
+        if self._keys is None:
+            self._keys = sorted(logs)
+            if not any(key.startswith("val_") for key in self._keys):
+                self._keys += [f"val_{key}" for key in self._keys]
+            if not self._headed:
+                writer.writerow(["epoch", *self._keys])
+        writer.writerow([epoch, *(_text(logs.get(key, "NA")) for key in self._keys)])
+        self._file.flush()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Closes the file."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _text(value: Any) -> Any:
+    return f"[{', '.join(map(str, np.ravel(value)))}]" if np.ndim(value) else value
+
+
+WAITING = 32
+"""How many reports of batches may be on their way to the host."""
+
+
+class TensorBoard(Callback):
+    """Writes event files that TensorBoard shows, by the first process only.
+
+    Training goes to ``log_dir/train``, validation to ``log_dir/validation``, with Keras's tags:
+    ``epoch_loss`` at the epoch, ``batch_loss`` at the training step, ``evaluation_loss_vs_iterations``.
+    Batches are written when the devices have their numbers: the loop does not wait for them. For
+    profiles there is ``ProfilerCallback``.
+
+    Args:
+        log_dir: the folder.
+        histogram_freq: write histograms of all weights every so many epochs; 0 for never.
+        write_steps_per_second: whether to write how fast it goes.
+        update_freq: ``"epoch"``, ``"batch"``, or after how many batches numbers are written.
+
+    Raises:
+        ValueError: another ``update_freq``.
+
+    Source: https://keras.io/api/callbacks/tensorboard/
+    """
+
+    reads_late = True
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        histogram_freq: int = 0,
+        *,
+        write_steps_per_second: bool = False,
+        update_freq: str | int = "epoch",
+    ) -> None:
+        super().__init__()
+        if isinstance(update_freq, str) and update_freq not in ("epoch", "batch"):
+            raise ArgumentError(
+                f'TensorBoard(update_freq={update_freq!r}): it is "epoch", "batch" or a number of batches.'
+            )
+        self.log_dir, self.histogram_freq = Path(log_dir), histogram_freq
+        self.write_steps_per_second = write_steps_per_second
+        self._often = SaveFrequency("TensorBoard", 1 if update_freq == "batch" else update_freq)
+        self._writers: dict[str, summary.SummaryWriter] = {}
+        self._waiting: deque[tuple[int, Snapshot]] = deque()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Goes on from the optimizer's step."""
+        self._often.start()
+        self._step = int(np.asarray(self.model.optimizer.step[...]))
+        self._waiting.clear()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the time."""
+        self._since, self._first = time.perf_counter(), self._step
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Asks for the numbers if it is time, and writes those that are there."""
+        self._step += batch + 1 - self._batches
+        self._batches = batch + 1
+        due = self._often.batch_is_due(batch)
+        if due:
+            self._waiting.append((self._step, Snapshot(self.model.trainer.setup.tracker)))
+        self._write_batches(at_most=WAITING)
+        if due and self.write_steps_per_second:
+            self._write("train", {"batch_steps_per_second": self._speed()}, self._step)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes the numbers of an evaluation at the training step."""
+        step = int(np.asarray(self.model.optimizer.step[...]))
+        named = {f"evaluation_{name}_vs_iterations": value for name, value in (logs or {}).items()}
+        self._write("validation", named, step)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes the numbers of the epoch."""
+        self._often.epoch_ended()
+        self._write_batches(at_most=0)
+        logs = logs or {}
+        train = {f"epoch_{k}": v for k, v in logs.items() if not k.startswith("val_")}
+        if self.write_steps_per_second:
+            train["epoch_steps_per_second"] = self._speed()
+        self._write("train", {**self._learning_rate(), **train}, epoch)
+        held_out = {f"epoch_{k[4:]}": v for k, v in logs.items() if k.startswith("val_")}
+        self._write("validation", held_out, epoch)
+        if self.histogram_freq and epoch % self.histogram_freq == 0:
+            self._write_weights(epoch)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def _release(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+        self._waiting.clear()
+
+    def _write_batches(self, at_most: int) -> None:
+        while self._waiting and (len(self._waiting) > at_most or self._waiting[0][1].is_ready):
+            step, report = self._waiting.popleft()
+            named = {f"batch_{name}": value for name, value in report.logs().items()}
+            self._write("train", named, step)
+
+    def _write(self, run: str, numbers: dict[str, Any], step: int) -> None:
+        scalars = {name: value for name, value in numbers.items() if not np.ndim(value)}
+        if scalars:
+            with self._writer(run).as_default(step):
+                for name, value in scalars.items():
+                    summary.scalar(name, value)
+
+    def _write_weights(self, epoch: int) -> None:
+        with self._writer("train").as_default(epoch):
+            for name, variable in weight_variables(self.model.module):
+                summary.histogram(f"{name.replace('.', '/')}/histogram", variable[...])
+
+    def _writer(self, run: str) -> summary.SummaryWriter:
+        if run not in self._writers:
+            self._writers[run] = summary.create_file_writer(self.log_dir / run)
+        return self._writers[run]
+
+    def _speed(self) -> float:
+        return (self._step - self._first) / max(time.perf_counter() - self._since, 1e-9)
+
+    def _learning_rate(self) -> dict[str, float]:
+        try:
+            return {"epoch_learning_rate": self.model.learning_rate}
+        except ArgumentError:  # a rate that the optimizer keeps to itself
+            return {}

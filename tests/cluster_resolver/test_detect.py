@@ -1,0 +1,78 @@
+"""Which resolver is found where, and what is said where there is none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import distribute_jax as dj
+from distribute_jax.cluster_resolver._detect import ORDER
+
+AROUND = {
+    "LaunchedClusterResolver": {
+        "DISTRIBUTE_JAX_NUM_PROCESSES": "1",
+        "DISTRIBUTE_JAX_PROCESS_ID": "0",
+        "DISTRIBUTE_JAX_HOST": "127.0.0.1",
+        "DISTRIBUTE_JAX_MEETING": "/",
+        "DISTRIBUTE_JAX_ATTEMPT": "0",
+    },
+    "TFConfigClusterResolver": {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
+    "TorchrunClusterResolver": {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    },
+    "OpenMPIClusterResolver": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    "SlurmClusterResolver": {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "a",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+    },
+    "SageMakerClusterResolver": {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a"},
+    "TPUClusterResolver": {"TPU_WORKER_HOSTNAMES": "a", "TPU_WORKER_ID": "0"},
+    "KubernetesClusterResolver": {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "0"},
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_the_first_in_the_order_is_found_among_all_that_come_after(monkeypatch, name):
+    """Our own launcher, what the user wrote, another launcher, the platform."""
+    names = [resolver.__name__ for resolver in ORDER]
+    assert names == list(AROUND)
+    for later in names[names.index(name) :]:
+        for variable, value in AROUND[later].items():
+            monkeypatch.setenv(variable, value)
+    assert type(dj.cluster_resolver.detect()).__name__ == name
+
+
+def test_where_there_is_none_the_message_lists_what_was_looked_for(monkeypatch):
+    """With what is there of each, since half a launch is a mistake more often than chance."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    with pytest.raises(RuntimeError, match="No cluster was found around this process") as error:
+        dj.cluster_resolver.detect()
+    assert isinstance(error.value, dj.NoClusterError)
+    said = str(error.value).splitlines()
+    for line, resolver in zip(said[1:], ORDER, strict=False):
+        assert line.strip().startswith(f"{resolver.__name__}: ")
+    assert "(found RANK; missing WORLD_SIZE, MASTER_ADDR, MASTER_PORT)" in said[3]
+    assert "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK" in said[4]
+    assert said[-1].endswith("task_type='worker', task_id=0).")
+
+
+def test_a_cluster_that_is_described_wrongly_is_not_passed_over(monkeypatch):
+    """Else a typing error in TF_CONFIG would train on one machine, alone."""
+    monkeypatch.setenv("TF_CONFIG", "{")
+    with pytest.raises(dj.TFConfigError):
+        dj.cluster_resolver.detect()
+
+
+def test_detection_and_its_resolvers_change_nothing(monkeypatch):
+    """Looking around leaves the environment as it is."""
+    before = dict(os.environ)
+    with pytest.raises(dj.NoClusterError):
+        dj.cluster_resolver.detect()
+    assert dict(os.environ) == before

@@ -1,0 +1,301 @@
+"""Google Cloud: instance groups and TPUs, asked through a server on loopback."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from distribute_jax.cluster_resolver import GCEClusterResolver, TPUClusterResolver
+from distribute_jax.cluster_resolver._tpu import parse_endpoints, parse_variables
+
+META = "/computeMetadata/v1"
+TOKEN = f"{META}/instance/service-accounts/default/token"
+GROUP = "/compute/v1/projects/p/zones/z/instanceGroups/g/listInstances"
+INSTANCE = "/compute/v1/projects/p/zones/z/instances/"
+
+
+@pytest.fixture
+def google(server, monkeypatch):
+    """Lets the server play the metadata server and the APIs, with a token and two running instances."""
+    monkeypatch.setenv("GCE_METADATA_HOST", server.host)
+    monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE", f"{server.url}/compute/v1/")
+    server.answers[TOKEN] = '{"access_token": "secret", "expires_in": 3599}'
+    server.answers[GROUP] = json.dumps(
+        {"items": [{"instance": "https://x/instances/i2"}], "nextPageToken": "a/b"}
+    )
+    server.answers[f"{GROUP}?pageToken=a%2Fb"] = json.dumps(
+        {"items": [{"instance": "https://x/i1"}]}
+    )
+    for name, ip in {"i1": "10.0.0.1", "i2": "10.0.0.2"}.items():
+        server.answers[INSTANCE + name] = json.dumps({"networkInterfaces": [{"networkIP": ip}]})
+    return server
+
+
+def _group(**more):
+    return GCEClusterResolver("p", "z", "g", 8470, **more)
+
+
+def test_running_instances_are_workers_in_the_order_of_their_addresses(google):
+    """Page by page, with the token of this machine, and only those that run."""
+    resolver = _group()
+    assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+    assert resolver.master() == "grpc://10.0.0.1:8470"
+    assert resolver.master("worker", 1, "http") == "http://10.0.0.2:8470"
+    listed = [(path, body) for method, path, _, body in google.asked if method == "POST"]
+    assert listed[0] == (GROUP, '{"instanceState": "RUNNING"}')
+    authorized = [
+        h.get("authorization") for _, path, h, _ in google.asked if path.startswith("/compute/")
+    ]
+    assert set(authorized) == {"Bearer secret"}
+    flavors = [h.get("metadata-flavor") for _, path, h, _ in google.asked if path.startswith(META)]
+    assert set(flavors) == {"Google"}
+
+
+def test_an_instance_finds_itself_by_its_address(google):
+    """So that all instances can run the same line."""
+    google.answers[f"{META}/instance/network-interfaces/0/ip"] = "10.0.0.2"
+    resolver = _group(task_id=None)
+    assert (resolver.task_id, resolver.process_id, resolver.num_processes) == (1, 1, 2)
+    google.answers[f"{META}/instance/network-interfaces/0/ip"] = "10.0.0.9"
+    with pytest.raises(RuntimeError, match=r"this instance, 10.0.0.9, is none of the group 'g'"):
+        _ = resolver.process_id
+
+
+@pytest.mark.parametrize(
+    ("credentials", "header"),
+    [(None, None), ("mine", "Bearer mine"), (SimpleNamespace(token="held"), "Bearer held")],
+)
+def test_credentials_may_be_given(google, credentials, header):
+    """None, a token, or an object that holds one."""
+    _group(credentials=credentials).cluster_spec()
+    assert {headers.get("authorization") for _, _, headers, _ in google.asked} == {header}
+
+
+def test_a_client_of_googles_may_be_given():
+    """As googleapiclient builds it, pages included."""
+    pages = iter([["i2"], ["i1"]])
+    ips = {"i1": "10.0.0.1", "i2": "10.0.0.2"}
+
+    def page():
+        return SimpleNamespace(
+            execute=lambda: {"items": [{"instance": f"x/{n}"} for n in next(pages)]}
+        )
+
+    follows = iter([page(), None])
+    groups = SimpleNamespace(
+        listInstances=lambda project, zone, instanceGroup, body: page(),  # noqa: N803  # Google's name
+        listInstances_next=lambda previous_request, previous_response: next(follows),
+    )
+    instances = SimpleNamespace(
+        get=lambda project, zone, instance: SimpleNamespace(
+            execute=lambda: {"networkInterfaces": [{"networkIP": ips[instance]}]}
+        )
+    )
+    service = SimpleNamespace(instanceGroups=lambda: groups, instances=lambda: instances)
+    spec = _group(task_type="ps", service=service).cluster_spec()
+    assert spec.as_dict() == {"ps": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+
+
+def test_a_group_that_cannot_be_used_is_an_error(google):
+    """No instance, no address, no right, and a job that is fixed."""
+    google.answers[INSTANCE + "i1"] = json.dumps({"name": "i1"})
+    with pytest.raises(RuntimeError, match="the instance 'i1' has no address inside the network"):
+        _group().cluster_spec()
+    google.answers[GROUP] = "{}"
+    with pytest.raises(RuntimeError, match=r"no instance of the group 'g' .* is running"):
+        _group().cluster_spec()
+    google.answers[GROUP] = 403
+    with pytest.raises(
+        RuntimeError, match=r"listInstances answered 403 .*Check project, zone and name"
+    ):
+        _group().cluster_spec()
+    google.answers[TOKEN] = "{}"
+    with pytest.raises(RuntimeError, match="without an access token"):
+        _group().cluster_spec()
+    with pytest.raises(TypeError, match="credentials of the type int hold no token"):
+        _group(credentials=3).cluster_spec()
+    with pytest.raises(RuntimeError, match="You cannot reset the task_type"):
+        _group().task_type = "ps"
+
+
+def test_a_metadata_server_that_is_silent_is_named_in_time(server, monkeypatch):
+    """As on a machine outside of Google Cloud whose network swallows what it does not know."""
+    monkeypatch.setenv("GCE_METADATA_IP", server.host)
+    server.answers[TOKEN] = "silence"
+    with pytest.raises(
+        RuntimeError, match=rf"no answer from http://{server.host}{META}.* within 0.3 s"
+    ):
+        _group(timeout=0.3).cluster_spec()
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("t1v-n-0,t1v-n-1", ("t1v-n-0", "t1v-n-1")),
+        ("unknown:8470:10.0.0.2,unknown:8470:10.0.0.3\n", ("10.0.0.2", "10.0.0.3")),
+        ("10.0.0.2", ("10.0.0.2",)),
+    ],
+)
+def test_both_forms_of_endpoints_are_read(text, hosts):
+    """Names, or triples with the address last."""
+    assert parse_endpoints(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a:b", "a:1:", "a,,b"])
+def test_endpoints_of_another_form_are_refused(text):
+    """No host is guessed."""
+    with pytest.raises(RuntimeError, match="neither a list of names nor of name:port:address"):
+        parse_endpoints(text)
+
+
+def test_the_variables_of_a_tpu_are_read():
+    """Quotes come off, and colons in a value stay."""
+    text = "A: '2'\nTPU_TOPOLOGY:4x4\n\nB: 'x:1'\n"
+    assert parse_variables(text) == {"A": "2", "TPU_TOPOLOGY": "4x4", "B": "x:1"}
+
+
+def _attributes(server, **values):
+    for name, value in values.items():
+        server.answers[f"{META}/instance/attributes/{name.replace('_', '-')}"] = value
+
+
+def test_the_hosts_of_this_tpu_come_from_the_metadata_server(google):
+    """Asked once, however often the resolver is; a TPU without tpu-env is one slice."""
+    _attributes(
+        google, agent_worker_number="1", worker_network_endpoints="u:8470:10.0.0.2,u:8470:10.0.0.3"
+    )
+    resolver = TPUClusterResolver()
+    assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert (resolver.num_processes, resolver.process_id) == (2, 1)
+    assert resolver.coordinator_address == "10.0.0.2:8482"
+    assert resolver.master() == resolver.get_master() == "grpc://10.0.0.2:8470"
+    assert resolver.master("worker", 1, "http") == "http://10.0.0.3:8470"
+    assert len(google.asked) == 3
+
+
+def test_slices_are_numbered_one_after_the_other(google):
+    """The own slice knows its own hosts and where process 0 is."""
+    env = "MEGASCALE_NUM_SLICES: '3'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: 'first:8080'"
+    _attributes(google, agent_worker_number="1", worker_network_endpoints="a,b", tpu_env=env)
+    resolver = TPUClusterResolver()
+    workers = resolver.cluster_spec().job_tasks("worker")
+    assert workers == ["first:8470", "", "a:8470", "b:8470", "", ""]
+    assert (resolver.num_processes, resolver.process_id) == (6, 3)
+    assert resolver.coordinator_address == "first:8482"
+
+
+def test_the_environment_of_kubernetes_engine_is_enough(monkeypatch):
+    """Nobody is asked."""
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "big-0.big, big-1.big")
+    monkeypatch.setenv("TPU_WORKER_ID", "1")
+    resolver = TPUClusterResolver(
+        job_name="tpu_worker", coordinator_name="lead", coordinator_address="x:1"
+    )
+    spec = {"lead": ["x:1"], "tpu_worker": ["big-0.big:8470", "big-1.big:8470"]}
+    assert resolver.cluster_spec() == spec
+    assert (resolver.num_processes, resolver.process_id) == (2, 1)
+    assert resolver.coordinator_address == "big-0.big:8482"
+    assert resolver.get_job_name() == "tpu_worker"
+    assert resolver.get_coordination_service_leader() == "/job:tpu_worker/replica:0/task:0"
+    assert TPUClusterResolver.is_present()
+    monkeypatch.setenv("TPU_WORKER_ID", "2")
+    with pytest.raises(RuntimeError, match="this is host 2 of 2"):
+        TPUClusterResolver().cluster_spec()
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "two")
+    with pytest.raises(RuntimeError, match="MEGASCALE_NUM_SLICES='two'"):
+        TPUClusterResolver().cluster_spec()
+
+
+@pytest.mark.parametrize("tpu", ["local", ""])
+def test_a_local_tpu_is_this_process_with_the_devices_it_has(tpu):
+    """Simulated ones too, so that programs for TPUs run in tests."""
+    resolver = TPUClusterResolver(tpu)
+    assert not resolver.cluster_spec()
+    assert (resolver.num_processes, resolver.process_id, resolver.coordinator_address) == (
+        1,
+        0,
+        None,
+    )
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 0, "")
+    assert resolver.num_accelerators() == {"TPU": jax.local_device_count()}
+    metadata = resolver.get_tpu_system_metadata()
+    assert (metadata.num_cores, metadata.num_hosts) == (jax.device_count(), 1)
+    assert metadata.devices == tuple(jax.devices())
+    assert metadata.num_of_cores_per_host == jax.local_device_count()
+
+
+def test_addresses_may_be_given(google):
+    """Which of them this is says the machine."""
+    _attributes(google, agent_worker_number="1", worker_network_endpoints="a,b")
+    resolver = TPUClusterResolver("grpc://10.0.0.2:1,grpc://10.0.0.3:1")
+    assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.2:1", "10.0.0.3:1"]}
+    assert (resolver.process_id, resolver.coordinator_address) == (1, "10.0.0.2:8482")
+
+
+NODE = "/v2/projects/p/locations/us-z/nodes/mine"
+READY = {
+    "state": "READY",
+    "health": "HEALTHY",
+    "networkEndpoints": [{"ipAddress": "10.0.0.2", "port": 8470}, {"ipAddress": "10.0.0.3"}],
+}
+
+
+def test_a_tpu_is_found_by_its_name(google):
+    """Project and zone are those of this machine where they are not given."""
+    google.answers[NODE] = json.dumps(READY)
+    google.answers[f"{META}/project/project-id"] = "p"
+    google.answers[f"{META}/instance/zone"] = "projects/123/zones/us-z"
+    _attributes(google, agent_worker_number="1", worker_network_endpoints="a,b")
+    resolver = TPUClusterResolver("mine", discovery_url=f"{google.url}/$discovery/rest?version=v2")
+    assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]}
+    assert resolver.process_id == 1
+    assert google.asked[-1][0] == "GET"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"state": "PREEMPTED"}, "its state is PREEMPTED"),
+        (
+            {"health": "UNHEALTHY_TPU", "healthDescription": "hot"},
+            r"its health UNHEALTHY_TPU \(hot\)",
+        ),
+        ({"networkEndpoints": []}, "has no addresses"),
+    ],
+)
+def test_a_tpu_that_cannot_be_used_is_an_error(google, monkeypatch, change, says):
+    """With its state, and at connect already."""
+    monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", google.url)
+    google.answers[NODE] = json.dumps(READY | change)
+    with pytest.raises(RuntimeError, match=says):
+        TPUClusterResolver.connect("mine", zone="us-z", project="p")
+    google.answers[NODE] = json.dumps(READY)
+    assert TPUClusterResolver.connect("mine", zone="us-z", project="p").num_processes == 2
+
+
+def test_a_client_of_googles_may_be_given_for_a_tpu():
+    """As googleapiclient builds it."""
+    asked = []
+
+    def get(name):
+        asked.append(name)
+        return SimpleNamespace(execute=lambda: READY)
+
+    nodes = SimpleNamespace(get=get)
+    locations = SimpleNamespace(nodes=lambda: nodes)
+    projects = SimpleNamespace(locations=lambda: locations)
+    service = SimpleNamespace(projects=lambda: projects)
+    resolver = TPUClusterResolver("mine", zone="us-z", project="p", service=service)
+    assert resolver.num_processes == 2
+    assert asked == ["projects/p/locations/us-z/nodes/mine"]
+
+
+def test_half_a_coordinator_is_refused():
+    """A name without an address is a job without a task."""
+    with pytest.raises(ValueError, match="give both or neither"):
+        TPUClusterResolver("local", coordinator_name="lead")

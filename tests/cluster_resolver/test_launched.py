@@ -1,0 +1,71 @@
+"""The resolver of the processes that our own launcher has started."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+import distribute_jax as dj
+from distribute_jax.cluster_resolver import _launched
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Makes this process one of three that were launched."""
+
+    def become(process, **changes):
+        around = {
+            _launched.NUM_PROCESSES: "3",
+            _launched.PROCESS_ID: str(process),
+            _launched.LOCAL_PROCESS_ID: str(process),
+            _launched.HOST: "127.0.0.1",
+            _launched.MEETING: str(tmp_path),
+            _launched.ATTEMPT: "0",
+            **changes,
+        }
+        for name, value in around.items():
+            monkeypatch.setenv(name, value)
+        return dj.cluster_resolver.LaunchedClusterResolver(timeout=5)
+
+    return become
+
+
+def test_all_processes_meet_where_process_0_says(launched, tmp_path):
+    """Its port is picked once for each attempt; the others wait for it."""
+    resolver = launched(1)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(resolver.coordinator_address))
+    waiting.start()
+    time.sleep(0.05)
+    assert (resolver.num_processes, resolver.process_id, resolver.local_process_id) == (3, 1, 1)
+    (tmp_path / "coordinator-0").write_text("127.0.0.1:4242")
+    waiting.join()
+    assert found == ["127.0.0.1:4242"]
+
+    first = launched(0, **{_launched.ATTEMPT: "1"})
+    address = first.coordinator_address
+    assert address == first.coordinator_address == first.master()
+    assert dj.cluster_resolver.detect().coordinator_address == address
+    assert launched(2, **{_launched.ATTEMPT: "1"}).coordinator_address == address
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))):
+        pass  # nobody has it
+
+
+def test_a_process_0_that_never_says_where_it_is_is_named(launched, tmp_path):
+    """After the timeout, with the file that is missing."""
+    launched(1)
+    resolver = dj.cluster_resolver.LaunchedClusterResolver(timeout=0.1)
+    with pytest.raises(dj.ClusterError, match=r"process 1 waited 0\.1 s for process 0") as error:
+        _ = resolver.coordinator_address
+    assert str(tmp_path / "coordinator-0") in str(error.value)
+
+
+def test_an_address_of_another_machine_is_refused_by_name(launched):
+    """Process 0 must be able to listen there."""
+    resolver = launched(0, **{_launched.HOST: "192.0.2.1"})
+    with pytest.raises(dj.ClusterError, match=r"process 0 cannot listen on '192\.0\.2\.1'"):
+        _ = resolver.coordinator_address

@@ -1,0 +1,151 @@
+"""torchrun, Open MPI and SageMaker: what their variables say."""
+
+from __future__ import annotations
+
+import pytest
+
+from distribute_jax.cluster_resolver import (
+    OpenMPIClusterResolver,
+    SageMakerClusterResolver,
+    TorchrunClusterResolver,
+)
+from distribute_jax.cluster_resolver._open_mpi import parse_launcher
+
+TORCHRUN = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+URI = "1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911"
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Sets variables; None takes one away."""
+
+    def play(variables, **more):
+        for name, value in (variables | more).items():
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(
+                name, value
+            )
+
+    return play
+
+
+def test_torchrun_says_rank_size_and_where(launched):
+    """Each rank is a worker; only the first has a known address."""
+    launched(TORCHRUN)
+    resolver = TorchrunClusterResolver(rpc_layer="grpc")
+    assert resolver.cluster_spec().as_dict() == {"worker": ["a:29500", "", "", ""]}
+    assert (resolver.task_type, resolver.task_id, resolver.local_process_id) == ("worker", 2, 0)
+    assert (resolver.num_processes, resolver.process_id) == (4, 2)
+    assert resolver.coordinator_address == "a:29500"
+    assert (resolver.master(), resolver.master("worker", 1)) == ("grpc://a:29500", "")
+
+
+def test_torchrun_that_listens_itself_leaves_the_port_above(launched):
+    """Its agent holds MASTER_PORT, so process 0 could not listen there."""
+    launched(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_RANK=None)
+    assert TorchrunClusterResolver().coordinator_address == "a:29501"
+    assert TorchrunClusterResolver().local_process_id is None
+    launched(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False")
+    assert TorchrunClusterResolver().coordinator_address == "a:29500"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"RANK": None}, "RANK not found in environment. Start the program with torchrun"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
+        ({"RANK": "4"}, "RANK=4, and WORLD_SIZE=4"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR=''"),
+    ],
+)
+def test_a_launch_by_torchrun_that_is_none_is_named(launched, change, says):
+    """The variable, and the rule."""
+    launched(TORCHRUN, **change)
+    with pytest.raises(RuntimeError, match=says):
+        TorchrunClusterResolver().cluster_spec()
+
+
+@pytest.mark.parametrize(
+    ("uri", "address"),
+    [
+        (URI, "10.96.0.1:62624"),
+        ("1531576320.0;tcp://10.96.0.1:34911", "10.96.0.1:62624"),
+        (
+            "4096.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d::2]:43370",
+            "[fe80::b9b:ac5d:9cf0:b858]:61441",
+        ),
+    ],
+)
+def test_open_mpi_4_says_where_its_launcher_is(uri, address):
+    """The first address, and a port that differs between jobs."""
+    assert parse_launcher(uri) == address
+
+
+@pytest.mark.parametrize("uri", ["", "x", "1.0;udp://a:1", "1;tcp://a:1"])
+def test_another_form_of_launcher_is_refused(uri):
+    """With the argument to pass instead."""
+    with pytest.raises(RuntimeError, match=r"Pass OpenMPIClusterResolver\(coordinator_address="):
+        parse_launcher(uri)
+
+
+def test_open_mpi_says_rank_and_size(launched):
+    """Each rank is a worker."""
+    launched(OPEN_MPI, OMPI_MCA_orte_hnp_uri=URI)
+    resolver = OpenMPIClusterResolver()
+    assert (resolver.num_processes, resolver.process_id, resolver.local_process_id) == (4, 3, 1)
+    assert (resolver.coordinator_address, resolver.detection_method) == ("10.96.0.1:62624", None)
+    assert resolver.master() == "10.96.0.1:62624"
+
+
+def test_open_mpi_5_leaves_one_question_to_jax(launched):
+    """Where rank 0 is, JAX finds out through mpi4py, unless it is passed."""
+    launched(OPEN_MPI)
+    resolver = OpenMPIClusterResolver()
+    assert (resolver.num_processes, resolver.process_id) == (4, 3)
+    assert (resolver.coordinator_address, resolver.detection_method) == (None, "mpi4py")
+    given = OpenMPIClusterResolver("a:1234")
+    assert (given.coordinator_address, given.detection_method) == ("a:1234", None)
+    launched({}, OMPI_COMM_WORLD_RANK="4")
+    with pytest.raises(RuntimeError, match="OMPI_COMM_WORLD_RANK=4, and OMPI_COMM_WORLD_SIZE=4"):
+        resolver.cluster_spec()
+
+
+def test_sage_maker_numbers_its_hosts_by_name(launched):
+    """The first by name is worker 0, whichever order they are listed in."""
+    launched({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-1"})
+    resolver = SageMakerClusterResolver()
+    assert resolver.cluster_spec().as_dict() == {"worker": ["algo-1:2223", "algo-2:2223"]}
+    assert (resolver.task_type, resolver.task_id, resolver.process_id) == ("worker", 0, 0)
+    assert resolver.master() == "algo-1:2223"
+    assert resolver.master("worker", 1, "grpc") == "grpc://algo-2:2223"
+    assert SageMakerClusterResolver(port=1, task_id=1).master() == "algo-2:1"
+    launched({"SM_HOSTS": '["algo-1"]'})
+    assert resolver.master() == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"SM_HOSTS": None}, "SM_HOSTS not found"),
+        ({"SM_HOSTS": "algo-1"}, "must be a JSON list of hosts"),
+        ({"SM_HOSTS": "[]"}, "must be a JSON list of hosts"),
+        ({"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST='algo-3' is none of the hosts"),
+        ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST=None is none of the hosts"),
+    ],
+)
+def test_a_job_of_sage_maker_that_is_none_is_named(launched, change, says):
+    """The variable, and what it holds."""
+    launched({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-1"}, **change)
+    with pytest.raises(RuntimeError, match=says):
+        _ = SageMakerClusterResolver().process_id

@@ -1,0 +1,106 @@
+"""What every resolver derives from the cluster and the task: the three questions, and accelerators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import pytest
+
+from distribute_jax.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from distribute_jax.cluster_resolver._base import count_accelerators
+
+CHIEF = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
+GAPS = {"worker": {2: "b:1", 0: "a:1"}}
+IPV6 = {"worker": ["[::1]:2222", "[::1]:2223"]}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "answers"),
+    [
+        (CHIEF, ("chief", 0), (3, 0, "c:1")),
+        (CHIEF, ("worker", 1), (3, 2, "c:1")),  # ps and evaluator are not counted
+        (CHIEF, ("evaluator", 0), (1, 0, None)),  # stands alone
+        ({"worker": ["a:1"]}, ("evaluator", 0), (1, 0, None)),
+        ({"worker": ["a:1", "b:1"]}, ("worker", 0), (2, 0, "a:1")),
+        (GAPS, ("worker", 2), (2, 1, "a:1")),  # process ids leave no gaps
+        (IPV6, ("worker", 1), (2, 1, "[::1]:2222")),
+        ({}, (None, None), (1, 0, None)),
+    ],
+)
+def test_processes_follow_from_the_cluster_and_the_task(cluster, task, answers):
+    """How many, which one, and where: the chief first, then the workers by index."""
+    resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task[0], task_id=task[1])
+    asked = (resolver.num_processes, resolver.process_id, resolver.coordinator_address)
+    assert asked == answers
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "says"),
+    [
+        ({"worker": ["a:1"]}, (None, None), "which of its tasks this process is, is not"),
+        ({"worker": ["a:1"]}, ("worker", 1), r"\('worker', 1\) is no process"),
+        (CHIEF, ("ps", 0), "Tasks of the jobs 'ps' and 'evaluator' do not train"),
+        ({"ps": ["a:1"]}, ("ps", 0), "has no task that trains"),
+        ({"worker": ["a:1", "a:1"]}, ("worker", 1), "the same address 'a:1'"),
+        ({"chief": ["a:1", "b:1"]}, ("chief", 0), "2 chiefs"),
+    ],
+)
+def test_a_process_that_cannot_be_placed_is_an_error_that_says_why(cluster, task, says):
+    """No number is made up where the cluster and the task do not fit together."""
+    resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task[0], task_id=task[1])
+    with pytest.raises(RuntimeError, match=says):
+        _ = resolver.process_id
+
+
+@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:0", "a:65536", "a:x", ""])
+def test_process_0_must_be_met_at_a_host_and_a_port(address):
+    """An address at which nobody can be met is refused before anybody waits there."""
+    resolver = SimpleClusterResolver(ClusterSpec({"worker": [address, "b:1"]}))
+    with pytest.raises(RuntimeError, match="must be host:port with a port from 1 to 65535"):
+        _ = resolver.coordinator_address
+
+
+def test_a_simple_resolver_gives_back_what_it_was_given():
+    """Each argument of the constructor is an answer, and a task that is asked for has its own address."""
+    spec = ClusterSpec({"worker": ["a:1", "b:1"]})
+    resolver = SimpleClusterResolver(spec, "m", "worker", 1, "cloud", {"TPU": 8}, "grpc")
+    assert resolver.cluster_spec() is spec
+    assert (resolver.master(), resolver.master("worker", 0)) == ("m", "grpc://a:1")
+    assert resolver.master("worker", 0, "http") == "http://a:1"
+    assert (resolver.environment, resolver.rpc_layer) == ("cloud", "grpc")
+    assert resolver.num_accelerators() == {"TPU": 8}
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "ps", 0, "http"
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 0, "http")
+    with pytest.raises(TypeError, match="cluster_spec must be a ClusterSpec"):
+        SimpleClusterResolver({"worker": ["a:1"]})
+
+
+@dataclass
+class Device:
+    """A device as far as counting is concerned."""
+
+    platform: str
+
+
+@pytest.mark.parametrize(
+    ("platforms", "counts"),
+    [
+        (["tpu", "tpu", "gpu", "gpu"], {"TPU": 2, "GPU": 2}),
+        (["cuda", "rocm"], {"GPU": 2}),
+        (["cpu", "cpu"], {}),
+        ([], {}),
+    ],
+)
+def test_accelerators_are_counted_by_kind(platforms, counts):
+    """CPUs are no accelerators, and every make of GPU is a GPU."""
+    assert count_accelerators(map(Device, platforms)) == counts
+
+
+def test_devices_of_a_task_are_those_of_its_process():
+    """JAX runs with one process here, so that the second task's devices are not there to count."""
+    resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}))
+    assert resolver.num_accelerators() == count_accelerators(jax.devices())
+    assert resolver.num_accelerators("worker", 0) == count_accelerators(jax.devices())
+    with pytest.raises(ValueError, match=r"this is process 1, and JAX runs with 1 process"):
+        resolver.num_accelerators("worker", 1)

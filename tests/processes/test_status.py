@@ -1,0 +1,75 @@
+"""What a process is doing can be read at any moment, also after it was killed."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+
+import distribute_jax as dj
+from distribute_jax.cluster_resolver._launched import STATUS
+from distribute_jax.processes import _status
+from distribute_jax.processes._status import StatusWriter, own_status, read_status
+
+
+def test_what_was_written_last_is_read(tmp_path):
+    """Step, phase, error and time; nothing where there is no file, or nobody wrote."""
+    path = tmp_path / "status"
+    assert read_status(path).step is None
+    writer = StatusWriter(path)
+    assert read_status(path) == read_status(tmp_path / "absent")
+    before = time.monotonic()
+    writer.step(0)
+    assert read_status(path).step == 0
+    writer.step(2**40)
+    writer.phase("compiling ✓")
+    writer.error("ValueError: " + "é" * 5000)
+    status = read_status(path)
+    assert (status.step, status.phase) == (2**40, "compiling ✓")
+    assert status.error.startswith("ValueError: éé")
+    assert before <= status.updated <= time.monotonic()
+    writer.phase("x")
+    assert read_status(path).phase == "x"
+
+
+def test_a_text_is_never_read_while_half_of_it_is_written(tmp_path, monkeypatch):
+    """The reader sees the writer's turn, and reads again; a writer that died then does not stop it."""
+    path = tmp_path / "status"
+    writer = StatusWriter(path)
+    pages = []
+    for text in ("old", "new"):
+        writer.error(text)
+        pages.append(path.read_bytes())
+    half = struct.pack("=q", 3) + pages[0][8:]
+    reads = iter([half, half, pages[0], pages[1], pages[1], pages[1]])
+    monkeypatch.setattr(_status, "_bytes", lambda path: next(reads))
+    assert read_status(path).error == "new", "neither while it is written nor as it changes"
+    monkeypatch.setattr(_status, "_bytes", lambda path: half)
+    assert read_status(path).error == "old"
+
+
+def test_a_step_costs_about_a_microsecond(tmp_path):
+    """A loop may report every step."""
+    writer = StatusWriter(tmp_path / "status")
+    best = min(_seconds(writer) for _ in range(5))
+    assert best < 10e-6, best
+
+
+def _seconds(writer, n=2000):
+    began = time.perf_counter()
+    for step in range(n):
+        writer.step(step)
+    return (time.perf_counter() - began) / n
+
+
+def test_the_process_finds_its_file_in_the_environment(tmp_path, monkeypatch):
+    """And without one, or with that of a job that is gone, reporting does nothing."""
+    monkeypatch.delenv(STATUS, raising=False)
+    dj.report_step(3)
+    monkeypatch.setenv(STATUS, str(tmp_path / "gone" / "status"))
+    dj.report_step(3)
+    monkeypatch.setenv(STATUS, str(tmp_path / "status"))
+    dj.report_step(4)
+    assert own_status() is own_status()
+    assert read_status(tmp_path / "status").step == 4
+    assert os.stat(tmp_path / "status").st_mode & 0o777 == 0o600

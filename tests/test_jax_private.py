@@ -1,0 +1,366 @@
+"""Each entry of ``_jax_private.py`` still does what it says on the installed JAX and Flax."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from distribute_jax import _jax_private
+
+
+@contextmanager
+def promised(entry: str, owner: str) -> Iterator[None]:
+    """Fails with the versions that moved what an entry stands on."""
+    try:
+        yield
+    except Exception as error:
+        versions = {
+            "JAX": jax.__version__,
+            "Flax": flax.__version__,
+            "Python": platform.python_version(),
+        }
+        pytest.fail(
+            f"{owner} {versions[owner]} moved what _jax_private.{entry} uses (installed: JAX "
+            f"{jax.__version__}, Flax {flax.__version__}): {type(error).__name__}: {error}"
+        )
+
+
+def test_a_moved_name_fails_with_the_version_that_moved_it() -> None:
+    with (
+        pytest.raises(pytest.fail.Exception, match=f"Flax {flax.__version__} moved .*read_raw"),
+        promised("read_raw", "Flax"),
+    ):
+        nnx.Param(jnp.ones(2))._no_such_name  # noqa: B018
+
+
+def test_every_entry_has_a_test_here() -> None:
+    entries = [
+        name
+        for name, value in vars(_jax_private).items()
+        if inspect.isfunction(value)
+        and value.__module__ == _jax_private.__name__
+        and not name.startswith("_")
+    ]
+    tested = {name for name in globals() if name.startswith("test_")}
+    assert [e for e in entries if not any(t.startswith(f"test_{e}_") for t in tested)] == []
+
+
+def test_read_metadata_returns_the_dict_that_set_metadata_changes() -> None:
+    with promised("read_metadata", "Flax"):
+        variable = nnx.Param(jnp.ones(2), rate=1)
+        [table] = _jax_private.read_metadata([variable])
+        variable.set_metadata(rate=2)
+        assert table["rate"] == 2
+        variable.set_metadata({"rate": 3})
+        assert _jax_private.read_metadata([variable])[0]["rate"] == 3
+
+
+def test_metadata_entries_counts_what_set_metadata_adds() -> None:
+    with promised("metadata_entries", "Flax"):
+        variables = [nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2), rate=1)]
+        before = _jax_private.metadata_entries(variables)
+        variables[0].set_metadata(rate=2)
+        assert _jax_private.metadata_entries(variables) == before + 1
+
+
+class Doubling(nnx.Variable[jax.Array]):
+    """A variable whose own reading and writing change the value."""
+
+    def get_value(self, **_: object) -> jax.Array:
+        """Reads twice the value."""
+        return super().get_value() * 2
+
+    def set_value(self, value: jax.Array, **_: object) -> None:
+        """Stores twice the value."""
+        super().set_value(value * 2)
+
+
+def test_read_raw_gives_the_very_array_past_hooks() -> None:
+    with promised("read_raw", "Flax"):
+        plain, doubling = nnx.Param(jnp.ones(2)), Doubling(jnp.ones(2))
+        raws = _jax_private.read_raw([plain, doubling])
+        assert raws[0] is plain.get_raw_value()
+        assert raws[1] is doubling.get_raw_value()
+        np.testing.assert_array_equal(raws[1], [1.0, 1.0])
+
+
+def test_write_raw_stores_the_very_array_past_hooks() -> None:
+    with promised("write_raw", "Flax"):
+        plain, doubling = nnx.Param(jnp.zeros(2)), Doubling(jnp.zeros(2))
+        new = [jnp.ones(2), jnp.full(2, 3.0)]
+        _jax_private.write_raw([plain, doubling], new)
+        assert plain.get_raw_value() is new[0]
+        assert doubling.get_raw_value() is new[1]
+        np.testing.assert_array_equal(plain[...], [1.0, 1.0])
+
+
+def test_at_top_level_is_false_under_every_transformation() -> None:
+    seen: list[bool] = []
+
+    def note(x: jax.Array) -> jax.Array:
+        seen.append(_jax_private.at_top_level())
+        return x * 1.0
+
+    with promised("at_top_level", "JAX"):
+        assert _jax_private.at_top_level()
+        jax.jit(note)(1.0)
+        jax.grad(note)(1.0)
+        jax.vmap(note)(jnp.ones(2))
+        jax.lax.scan(lambda carry, _: (note(carry), None), 1.0, None, length=2)
+        nnx.jit(note)(jnp.ones(()))
+        assert seen
+        assert not any(seen)
+        assert _jax_private.at_top_level()
+
+
+def test_at_top_level_does_not_mind_a_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with promised("at_top_level", "JAX"), jax.set_mesh(mesh):
+        assert _jax_private.at_top_level()
+
+
+class Counter(nnx.Module):
+    """A module whose variable and plain attribute a step changes."""
+
+    def __init__(self) -> None:
+        self.count = nnx.Variable(jnp.zeros(()))
+        self.last = 0
+
+    def add(self) -> None:
+        """Changes both."""
+        self.count[...] += 1.0
+        self.last = 1
+
+
+def test_owned_by_current_trace_is_needed() -> None:
+    counter = Counter()
+    with promised("owned_by_current_trace", "Flax"):
+        with pytest.raises(flax.errors.TraceContextError):
+            jax.make_jaxpr(lambda x: counter.add() or x)(1.0)
+        assert counter.last == 0
+
+
+def test_owned_by_current_trace_lets_a_step_write_and_gives_back() -> None:
+    counter = Counter()
+    raw = counter.count.get_raw_value()
+
+    def step(x: jax.Array) -> jax.Array:
+        with _jax_private.owned_by_current_trace([counter.count], [counter]):
+            _jax_private.write_raw([counter.count], [x])
+            counter.add()
+            new = counter.count[...]
+            _jax_private.write_raw([counter.count], [raw])
+        return new
+
+    with promised("owned_by_current_trace", "Flax"):
+        assert float(jax.jit(step)(2.0)) == 3.0
+        assert counter.count.get_raw_value() is raw
+        counter.add()
+        assert float(counter.count[...]) == 1.0
+
+
+def test_owned_by_current_trace_gives_back_after_an_error() -> None:
+    counter = Counter()
+
+    def step(x: jax.Array) -> jax.Array:
+        with _jax_private.owned_by_current_trace([counter.count], [counter]):
+            raise ZeroDivisionError
+
+    with promised("owned_by_current_trace", "Flax"):
+        with pytest.raises(ZeroDivisionError):
+            jax.make_jaxpr(step)(1.0)
+        counter.add()
+        assert float(counter.count[...]) == 1.0
+
+
+def test_adopt_lets_code_outside_write_what_a_trace_made() -> None:
+    made: list[nnx.Variable[jax.Array]] = []
+    jax.make_jaxpr(lambda x: made.append(nnx.Param(x)) or x)(1.0)
+    _jax_private.write_raw(made, [jnp.ones(())])
+    with promised("adopt", "Flax"):
+        with pytest.raises(flax.errors.TraceContextError):
+            made[0][...] = jnp.zeros(())
+        _jax_private.adopt(made)
+        made[0][...] = jnp.full((), 2.0)
+        assert float(made[0][...]) == 2.0
+
+
+def test_hidden_attributes_are_all_that_flax_adds_to_a_module() -> None:
+    with promised("HIDDEN_ATTRIBUTES", "Flax"):
+        assert set(vars(Counter())) - {"count", "last"} == set(_jax_private.HIDDEN_ATTRIBUTES)
+
+
+def test_uncommitted_mixes_with_arrays_on_other_devices() -> None:
+    there = jax.device_put(jnp.ones(2), jax.devices()[3])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.P("data")))
+    with promised("uncommitted", "JAX"):
+        with pytest.raises(ValueError, match="devices"):
+            there + spread
+        free = _jax_private.uncommitted(there)
+        np.testing.assert_array_equal(free + spread, [2.0, 2.0])
+        np.testing.assert_array_equal(free + jax.device_put(jnp.ones(2), jax.devices()[5]), 2.0)
+
+
+def test_uncommitted_moves_no_data() -> None:
+    there = jax.device_put(jnp.ones(2), jax.devices()[3])
+    with promised("uncommitted", "JAX"):
+        free = _jax_private.uncommitted(there)
+        assert free.devices() == {jax.devices()[3]}
+        assert not free.committed
+        assert free.unsafe_buffer_pointer() == there.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_deleted_arrays_crash_only_where_it_says_so(devices: int) -> None:
+    """Where it says no, JAX refuses an array that was given away before it takes the others."""
+    if _jax_private.deleted_arrays_crash(devices):
+        assert devices > 1
+        assert jax.__version_info__ < (0, 12), "a version known to raise is asked at every step"
+        return
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    first, second = (jax.device_put(np.ones(4), whole) for _ in range(2))
+    step = jax.jit(lambda a, b: (a + 1, b * 2), donate_argnums=(0, 1))
+    compiled = step.lower(first, second).compile()
+    jax.jit(jnp.exp, donate_argnums=0)(second)
+    assert second.is_deleted()
+    with promised("deleted_arrays_crash", "JAX"), pytest.raises((RuntimeError, ValueError)):
+        compiled(first, second)
+    assert not first.is_deleted()
+
+
+AT_EXIT = f"""
+import atexit, threading
+import concurrent.futures.thread
+from collections.abc import Callable
+{inspect.getsource(_jax_private.before_exit)}
+from concurrent.futures import ThreadPoolExecutor
+def work():
+    with ThreadPoolExecutor() as pool:
+        print(pool.submit(lambda: "worked in another thread").result())
+before_exit(work)
+"""
+
+
+def test_before_exit_comes_while_threads_may_start() -> None:
+    with promised("before_exit", "Python"):
+        done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
+        assert done.stdout == "worked in another thread\n", done.stderr
+
+
+def test_backend_is_started_is_true_once_a_device_was_used() -> None:
+    """The question that decides whether processes can still be connected."""
+    jnp.ones(1)
+    with promised("backend_is_started", "JAX"):
+        assert _jax_private.backend_is_started() is True
+        code = "from distribute_jax import _jax_private; print(_jax_private.backend_is_started())"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == "False"
+
+
+def test_coordination_client_is_none_in_a_process_alone_and_the_state_has_it() -> None:
+    """The attribute is there, and the client has the calls that the store makes."""
+    _jax = importlib.import_module("jax._src.lib")._jax
+    with promised("coordination_client", "JAX"):
+        assert _jax_private.coordination_client() is None
+        methods = dir(_jax.DistributedRuntimeClient)
+    needed = {"key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
+    assert needed <= set(methods)
+
+
+def test_is_ready_tells_whether_an_array_is_computed() -> None:
+    """True once it was waited for."""
+    array = jnp.ones(3) + 1
+    array.block_until_ready()
+    with promised("is_ready", "JAX"):
+        assert _jax_private.is_ready(array) is True
+
+
+def test_trace_settings_differ_where_jit_traces_again() -> None:
+    with promised("trace_settings", "JAX"):
+        usual = _jax_private.trace_settings()
+        for context in (
+            jax.enable_x64(True),
+            jax.numpy_rank_promotion("raise"),
+            jax.default_matmul_precision("bfloat16"),
+            jax.numpy_dtype_promotion("strict"),
+            jax.threefry_partitionable(False),
+        ):
+            with context:
+                assert _jax_private.trace_settings() != usual
+        assert _jax_private.trace_settings() == usual
+
+
+def test_trace_settings_do_not_mind_a_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with promised("trace_settings", "JAX"):
+        usual = _jax_private.trace_settings()
+        with jax.set_mesh(mesh):
+            assert _jax_private.trace_settings() == usual
+
+
+def test_context_now_is_one_object_until_a_setting_changes() -> None:
+    with promised("context_now", "JAX"):
+        _jax_private.trace_settings()
+        before = _jax_private.context_now()
+        _jax_private.trace_settings()
+        assert _jax_private.context_now() is before
+        with jax.numpy_rank_promotion("raise"):
+            _jax_private.trace_settings()
+            assert _jax_private.context_now() is not before
+
+
+def test_call_in_c_runs_a_compiled_program_without_python() -> None:
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
+    with promised("call_in_c", "JAX"):
+        compiled(jnp.ones(3))
+        call = _jax_private.call_in_c(compiled)
+        assert call is not None
+        frames: list[str] = []
+        x = jnp.ones(3)
+        call(x)
+        sys.setprofile(lambda frame, event, _: frames.append(event))
+        result = call(x)
+        sys.setprofile(None)
+        assert "call" not in frames, frames
+        np.testing.assert_array_equal(result, 2.0)
+
+
+def test_call_in_c_is_none_where_python_runs_around_the_program() -> None:
+    with promised("call_in_c", "JAX"):
+        assert _jax_private.call_in_c(lambda: None) is None
+
+
+def test_array_is_the_type_of_arrays_and_of_no_tracer_or_key() -> None:
+    with promised("ARRAY", "JAX"):
+        assert type(jnp.ones(3)) is _jax_private.ARRAY
+        assert type(jax.random.key(0)) is not _jax_private.ARRAY
+        jax.jit(lambda x: None if type(x) is not _jax_private.ARRAY else 1 / 0)(1.0)
+
+
+def test_with_packed_numbers_takes_what_a_callback_has_put_on_the_devices() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    host = np.arange(4).astype(jnp.int4)
+    array = jax.make_array_from_callback((4,), split, lambda index: np.array(host[index]))
+    jitted = jax.jit(lambda x: [x + x], in_shardings=split, out_shardings=[split])
+    with promised("with_packed_numbers", "JAX"):
+        compiled = jitted.lower(array).compile()
+        (result,) = _jax_private.with_packed_numbers(compiled, [array])(array)
+        np.testing.assert_array_equal(result, host + host)
+        assert _jax_private.with_packed_numbers(compiled, [jnp.ones(3)]) is compiled

@@ -1,0 +1,90 @@
+"""Integers that need more bits than JAX has are refused wherever they come in; none wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+from distribute_jax._messages import fitting
+
+BIG = 2**40
+
+
+def inside(strategy: dj.Strategy, act: Callable[[Any], Any]) -> Any:
+    """Does something with the replica context in a step."""
+    return strategy.run(lambda: act(dj.get_replica_context()))
+
+
+ENTRIES: dict[str, Callable[[dj.Strategy, Any], Any]] = {
+    "all_reduce": lambda s, x: inside(s, lambda c: c.all_reduce("sum", {"a": x})),
+    "all_reduce by default": lambda s, x: dj.get_replica_context().all_reduce("mean", x),
+    "all_gather": lambda s, x: inside(s, lambda c: c.all_gather(x, axis=0)),
+    "reduce": lambda s, x: s.reduce("mean", x, axis=None),
+    "gather": lambda s, x: s.gather(x, axis=0),
+    "merge_call": lambda s, x: inside(
+        s, lambda c: c.merge_call(lambda current, y: current.reduce("mean", y), args=(x,))
+    ),
+    "from function": lambda s, x: s.experimental_distribute_values_from_function(lambda c: x),
+    "variable": lambda s, x: dj.Variable(x),
+    "assume_mirrored": lambda s, x: inside(s, lambda c: dj.assume_mirrored(x)),
+    "argument": lambda s, x: s.run(lambda y: y, args=(x,)),
+}
+
+
+@pytest.mark.parametrize("value", [BIG, -BIG, 10**400, np.array([1, BIG]), np.uint64(2**63)])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_integer_that_does_not_fit_is_refused(s2: dj.Strategy, entry: str, value: Any):
+    """The message says that it does not fit and what to turn on, and it is a ValueError of ours."""
+    with pytest.raises(dj.ArgumentError, match=r"(does|do) not fit .*jax_enable_x64"):
+        ENTRIES[entry](s2, value)
+
+
+def test_a_result_that_does_not_fit_is_refused(s2: dj.Strategy):
+    """NumPy integers that a step returns would wrap on the way out."""
+    with pytest.raises(ValueError, match=r"result of its step, got int64\[1\], which does not fit"):
+        s2.run(lambda: np.array([BIG]))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**31 - 1, -(2**31), True, np.array([2**32 - 1], np.uint64), np.zeros(0, int), 1e30, "a"],
+)
+def test_what_fits_goes_through_as_it_is(value: Any):
+    """The largest numbers fit, and what is no integer is no matter of this check."""
+    assert fitting(value, "it") is value
+
+
+def test_x64_mode_takes_more():
+    """With 64 bits 2**40 fits and 2**63 does not."""
+    with jax.enable_x64(True):
+        assert fitting(BIG, "it") == BIG
+        with pytest.raises(ValueError, match="does not fit int64"):
+            fitting(2**63, "it")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
+def test_a_traced_integer_of_unknown_size_is_not_narrowed(s2: dj.Strategy, dtype: Any):
+    """A Python int in args is a weak int32 in the step: 300 would become 44 in an int8."""
+    with s2.scope():
+        v = dj.Variable(jnp.zeros((), dtype))
+    with pytest.raises(ValueError, match=f"has dtype {jnp.dtype(dtype)} and was given int32"):
+        s2.run(v.assign, args=(300,))
+    s2.run(lambda: v.assign(100))
+    s2.run(lambda x: v.assign_add(x.astype(dtype)), args=(jnp.int32(3),))
+    assert int(v.numpy()) == 103
+
+
+def test_lists_of_large_integers_are_refused_too(s2: dj.Strategy):
+    """NumPy reads the list, so the check sees the numbers before JAX wraps them."""
+    with s2.scope():
+        v = dj.Variable(jnp.zeros(2, jnp.int32))
+    for write in (lambda: v.assign([1, BIG]), lambda: v.scatter_add([0], [BIG])):
+        with pytest.raises(ValueError, match="was given int64"):
+            write()
+    assert v.assign([1, 2]).numpy().tolist() == [1, 2]
