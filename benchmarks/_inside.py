@@ -14,14 +14,14 @@ from benchmarks._steps import Trained
 from distribute_jax.program import RunOptions, _call as _entry
 from distribute_jax.program._arguments import take_apart
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._call import Entry
+from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._plan import input_marks
 from distribute_jax.program._program import build
 from distribute_jax.program._replication import prove
 from distribute_jax.program._trace import Call, trace
 
 
-def entry_of(trained: Trained) -> tuple[Entry, list[Any]]:
+def entry_of(trained: Trained) -> tuple[BoundProgram, list[Any]]:
     """Gives the program that a call of ``run`` would use, compiled if need be, and its values."""
     strategy = trained.strategy
     arguments = take_apart(trained.batch, {}, strategy.mesh)

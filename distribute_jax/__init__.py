@@ -64,7 +64,7 @@ from distribute_jax._errors import (
     TracedValueError as TracedValueError,
     UnsupportedError as UnsupportedError,
 )
-from distribute_jax._lazy import load_later, publish
+from distribute_jax._lazy import lazy_exports, publish
 from distribute_jax._values import (
     DistributedValues as DistributedValues,
     Mirrored as Mirrored,
@@ -150,7 +150,7 @@ if TYPE_CHECKING:
         unpack_x_y_sample_weight as unpack_x_y_sample_weight,
     )
 else:
-    __getattr__ = load_later(
+    __getattr__ = lazy_exports(
         globals(),
         {
             "callbacks": (),

@@ -99,7 +99,7 @@ def note_step() -> None:
     _threads_of_steps.add(threading.get_ident())
 
 
-def steps_run_elsewhere() -> bool:
+def other_thread_runs_steps() -> bool:
     """Tells whether another thread than this one has run steps, and may be running one."""
     return len(_threads_of_steps) > (threading.get_ident() in _threads_of_steps)
 

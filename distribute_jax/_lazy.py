@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 
-def load_later(
+def lazy_exports(
     namespace: dict[str, Any], parts: Mapping[str, Sequence[str]], public: str | None = None
 ) -> Callable[[str], Any]:
     """Gives the ``__getattr__`` of a package that loads some of its modules when they are first read.

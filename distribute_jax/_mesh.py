@@ -110,7 +110,7 @@ def put(value: Any, to: Sharding) -> Any:
     if to.is_fully_addressable:
         # What several processes hold goes to one of them only from that one's own memory.
         elsewhere = isinstance(value, jax.Array) and not value.is_fully_addressable
-        return jax.device_put(whole_here(value) if elsewhere else value, to)
+        return jax.device_put(local_copy_of_replicated(value) if elsewhere else value, to)
     return jax.tree.map(lambda leaf: _put_own_parts(leaf, to), value)
 
 
@@ -127,7 +127,7 @@ def _put_own_parts(value: Any, to: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(whole.shape, to, parts, dtype=whole.dtype)
 
 
-def whole_here(array: jax.Array) -> jax.Array:
+def local_copy_of_replicated(array: jax.Array) -> jax.Array:
     """Gives all of an array as one that this process alone holds, on one of its devices.
 
     Where processes hold different parts of it, that is a collective, so all of them call this together.

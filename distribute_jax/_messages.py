@@ -49,7 +49,7 @@ def is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def is_given_away(value: Any) -> bool:
+def is_donated(value: Any) -> bool:
     """Tells whether a step has taken the memory of an array: to use it crashes JAX 0.10."""
     concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     return concrete and value.is_deleted()

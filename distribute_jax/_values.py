@@ -22,7 +22,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._jax_private import at_top_level, uncommitted
 from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh
-from distribute_jax._messages import error_text, is_given_away, is_key, leaf_text
+from distribute_jax._messages import error_text, is_donated, is_key, leaf_text
 
 
 class Layout(enum.Enum):
@@ -306,7 +306,7 @@ def reading(value: Any) -> Iterator[None]:
     Steps run in the background, and this does not wait for them.
     """
     array = getattr(value, "global_array", value)
-    if is_given_away(array):
+    if is_donated(array):
         raise DonatedError(
             f"{leaf_text(array)} was given to an earlier step, which reused its memory, so it can no longer "
             "be read. Use what that step returned or wrote instead, or keep dj.snapshot(value) before it."

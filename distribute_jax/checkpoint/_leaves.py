@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import CheckpointError
-from distribute_jax._messages import is_given_away, is_key, listed
+from distribute_jax._messages import is_donated, is_key, listed
 from distribute_jax._values import DistributedValues
 from distribute_jax.data import DistributedIterator
 from distribute_jax.variables import Variable, VariableAggregation
@@ -151,7 +151,7 @@ def _of_components(path: str, variable: Variable) -> Slot:
     if variable.aggregation is VariableAggregation.NONE:
         return Slot(Spec(path, OTHER, _NO_VALUE), variable, variable.set_raw_value)
     raw = variable.get_raw_value()
-    shape = raw.shape[1:] if is_given_away(raw) else variable.values[0].shape
+    shape = raw.shape[1:] if is_donated(raw) else variable.values[0].shape
     spec = Spec(path, ARRAY, raw.dtype.name, shape)
     return Slot(spec, variable, variable.set_raw_value, variable.get_value, (id(variable), 0))
 

@@ -18,7 +18,7 @@ from distribute_jax._errors import (
     DonatedError,
     UnsupportedError,
 )
-from distribute_jax._messages import is_given_away, listed
+from distribute_jax._messages import is_donated, listed
 from distribute_jax.checkpoint._agreement import all_values, by_chief, check_shared, on_all, write
 from distribute_jax.checkpoint._leaves import OTHER, Slot, Slots, is_in_place, slots_of
 from distribute_jax.checkpoint._manifest import Manifest, surroundings
@@ -154,7 +154,7 @@ def _readable_slots(tree: Any, method: str) -> list[Slot]:
     faults = [f"{slot.spec.path}: {slot.spec}" for slot in slots if slot.spec.kind == OTHER]
     if faults:
         raise CheckpointError(_NOT_SAVED.format(method=method, lines=listed(faults)))
-    gone = [slot.spec.path for slot in slots if is_given_away(slot.held)]
+    gone = [slot.spec.path for slot in slots if is_donated(slot.held)]
     if gone:
         raise DonatedError(_GONE.format(method=method, lines=listed(gone)))
     return slots

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import CheckpointError, CheckpointFileError
-from distribute_jax._mesh import whole_here
+from distribute_jax._mesh import local_copy_of_replicated
 from distribute_jax._messages import error_text, is_key, listed
 from distribute_jax.checkpoint._agreement import SEEN_SECONDS, Relay, all_values
 from distribute_jax.checkpoint._arrays import write_arrays, write_bytes
@@ -237,7 +237,9 @@ def copied(slots: Sequence[Slot]) -> tuple[dict[int, Any], list[Piece]]:
             continue
         value = slot.read()  # of an ON_READ variable all processes compute it together
         if writers[i] == mine:
-            leaf = leaf_of(slot.spec.path, whole_here(value) if _is_of_all(value) else value)
+            leaf = leaf_of(
+                slot.spec.path, local_copy_of_replicated(value) if _is_of_all(value) else value
+            )
             _sort_in(i, leaf, texts, pieces)
     return texts, pieces
 

@@ -7,7 +7,7 @@ JAX users have. ``_base`` holds the base class, ``_spec`` the jobs and addresses
 
 from typing import TYPE_CHECKING
 
-from distribute_jax._lazy import load_later
+from distribute_jax._lazy import lazy_exports
 
 # What looks for a cluster, and the requests of remote services with it, is loaded when it is asked for.
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         TPUSystemMetadata as TPUSystemMetadata,
     )
 else:
-    __getattr__ = load_later(
+    __getattr__ = lazy_exports(
         globals(),
         {
             "_detect": ("detect",),

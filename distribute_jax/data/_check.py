@@ -15,7 +15,7 @@ from distribute_jax._messages import (
     PyTree,
     error_text,
     is_array,
-    is_given_away,
+    is_donated,
     leaf_text,
     listed,
     path_text,
@@ -160,7 +160,7 @@ def _is_too_large(leaf: Any) -> bool:
 
 _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_is_distributed, DISTRIBUTED),
-    (is_given_away, GIVEN_AWAY),
+    (is_donated, GIVEN_AWAY),
     (lambda leaf: isinstance(leaf, np.ma.MaskedArray), MASKED),
     (_is_not_numeric, NOT_NUMERIC),
     (_is_unbatched, UNBATCHED),

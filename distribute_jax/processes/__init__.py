@@ -8,7 +8,7 @@ the process in order.
 
 from typing import TYPE_CHECKING
 
-from distribute_jax._lazy import load_later
+from distribute_jax._lazy import lazy_exports
 from distribute_jax.processes._job import (
     ClusterOptions as ClusterOptions,
     Job as Job,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distribute_jax.processes._connect import start as start
     from distribute_jax.processes._preemption import Preemption as Preemption
 else:
-    __getattr__ = load_later(
+    __getattr__ = lazy_exports(
         globals(),
         {
             "_preemption": ("Preemption",),

@@ -29,13 +29,13 @@ from distribute_jax.program._replica_context import (
 from distribute_jax.program._results import per_example as per_example
 from distribute_jax.program._run import Runner as Runner, one_at_a_time as one_at_a_time
 from distribute_jax.program._snapshot import snapshot as snapshot
-from distribute_jax.program._state_placement import Home as Home
+from distribute_jax.program._state_placement import ParameterDevice as ParameterDevice
 
 __all__ = [
     "Combine",
-    "Home",
     "MergeRule",
     "MergedValues",
+    "ParameterDevice",
     "ReplicaContext",
     "RunOptions",
     "Runner",

@@ -35,7 +35,7 @@ from distribute_jax.processes import Job, is_chief, job
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._call import Entry
+from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._program import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -144,7 +144,7 @@ _HOST = 1 << 20
 _MOST_NAMED = 8
 
 
-class Made:
+class KnownArrays:
     """The arrays that steps have left, which need no comparison: known as long as they live."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Made:
         return ref is not None and ref() is array
 
 
-_made = Made()
+_made = KnownArrays()
 
 
 class Calls:
@@ -178,7 +178,7 @@ class Calls:
         fingerprint: of its program.
     """
 
-    def __init__(self, entry: Entry, fingerprint: str) -> None:
+    def __init__(self, entry: BoundProgram, fingerprint: str) -> None:
         program, binding = entry.program, entry.binding
         starts = program.traced.input_starts
         self._names = [program.traced.input_names[i] for i in program.order]
@@ -222,7 +222,7 @@ class Calls:
 
 
 def note_call(
-    entry: Entry, flat: Sequence[Any], data: Sequence[Any], mesh: Mesh, steps: int = 1
+    entry: BoundProgram, flat: Sequence[Any], data: Sequence[Any], mesh: Mesh, steps: int = 1
 ) -> None:
     """Notes a call of a step, before it runs.
 
@@ -241,7 +241,7 @@ def note_call(
         entry.calls.note(found, entry.left, flat, data, steps)
 
 
-def note_made(entry: Entry, results: Sequence[Any], mesh: Mesh) -> None:
+def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> None:
     """Remembers what a step has left: its state and its results."""
     if job() is not None and not is_local(mesh):
         _made.add([*entry.left, *results])

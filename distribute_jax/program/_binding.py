@@ -25,9 +25,9 @@ from distribute_jax._jax_private import (
 )
 from distribute_jax._messages import listed
 from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._capture import Attributes, codes, roots
+from distribute_jax.program._capture import Attributes, captures, codes
 from distribute_jax.program._graph import Graph, Walker
-from distribute_jax.program._places import Fixed, Item, Place, anchor
+from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, anchor
 from distribute_jax.variables import readable_elsewhere
 
 
@@ -40,7 +40,7 @@ class Binding:
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
         """Walks everything that ``fn`` and the bound arguments reach."""
-        found = roots(fn, named=True)
+        found = captures(fn, named=True)
         names = [*(found.names or ()), *_bound_names(arguments)]
         values = [*found.values, *arguments.bound]
         places = [*(found.places or ()), *(None for _ in arguments.bound)]
@@ -63,7 +63,7 @@ class Binding:
         """Returns this binding for one call, with these arrays wherever its own are kept by now."""
         fixed = copy.copy(self)
         fixed.arrays = [
-            (name, Fixed(array), root)
+            (name, FixedValue(array), root)
             for (name, _, root), array in zip(self.arrays, arrays, strict=True)
         ]
         return fixed
@@ -140,7 +140,7 @@ class Binding:
 
 
 def _walk(
-    fn: Callable[..., Any], names: list[str], values: list[Any], places: list[Place | None]
+    fn: Callable[..., Any], names: list[str], values: list[Any], places: list[CapturePath | None]
 ) -> tuple[Graph, tuple[Any, ...]]:
     """Walks until no further attribute name turns up in the code reached."""
     used = Attributes()
@@ -160,7 +160,7 @@ def _bound_names(arguments: Arguments) -> list[str]:
     return [name for name, kind in named if kind == "bound"]
 
 
-def _array_sources(graph: Graph, values: list[Any]) -> list[tuple[str, Place, int | None]]:
+def _array_sources(graph: Graph, values: list[Any]) -> list[tuple[str, CapturePath, int | None]]:
     """Says of each captured array whether it is read from the roots of the call or from below."""
     at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
     return [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
@@ -327,14 +327,14 @@ class _Swap:
     """What stands for what while a step is traced."""
 
     def __init__(self) -> None:
-        self._names: list[tuple[Place, str]] = []
-        self._anchors: list[tuple[Place, Any]] = []
+        self._names: list[tuple[CapturePath, str]] = []
+        self._anchors: list[tuple[CapturePath, Any]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}
         # By the identity of what is in place: that object, kept so that no other gets its identity, and
         # the original.
         self._originals: dict[int, tuple[Any, Any]] = {}
 
-    def put(self, place: Place, new: Any, name: str = "") -> None:
+    def put(self, place: CapturePath, new: Any, name: str = "") -> None:
         """Replaces an array by what stands for it."""
         outer = anchor(place)
         before, old = self._original(outer.get()), self._original(place.get())
@@ -349,7 +349,7 @@ class _Swap:
         """Returns what a value stands for; one place may be reached in two ways."""
         return self._originals.get(id(value), (None, value))[1]
 
-    def put_copy(self, place: Place) -> None:
+    def put_copy(self, place: CapturePath) -> None:
         """Replaces a NumPy array by a copy, the same one wherever it occurs."""
         array = self._original(place.get())
         _, copied = self._copies.setdefault(id(array), (array, array.copy()))
@@ -371,7 +371,7 @@ class _Swap:
                 array[...] = copied  # what Python did to it while the step was traced
         done: set[int] = set()
         for place, before in self._anchors:
-            if isinstance(place, Item):
+            if isinstance(place, ItemPath):
                 if id(place.container) not in done:
                     done.add(id(place.container))
                     self._undo_in(place.container)
@@ -413,7 +413,7 @@ def contents_restored_on_error(binding: Binding) -> Iterator[None]:
         raise
 
 
-def check_left_behind(binding: Binding) -> None:
+def check_leaked_tracers(binding: Binding) -> None:
     """Raises where an object that the step reaches holds an array of a trace that has ended."""
     left = [name for name, place, _ in binding.arrays if _is_traced(place.get())]
     raws = read_raw(binding.variables)

@@ -9,14 +9,14 @@ from typing import Any
 from distribute_jax._user_frames import warn_user
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._call import Entry
-from distribute_jax.program._capture import roots
+from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._capture import captures
 from distribute_jax.program._program import Program
 
 
 @contextmanager
-def bound_through_traces(
-    entries: MutableMapping[Any, list[Entry]],
+def looked_up_by_trace(
+    entries: MutableMapping[Any, list[BoundProgram]],
     programs: MutableMapping[Any, Program],
     fn: Callable[..., Any],
     arguments: Arguments,
@@ -32,7 +32,7 @@ def bound_through_traces(
         fn: the step.
         arguments: of the call for which it is traced.
     """
-    found = roots(fn)
+    found = captures(fn)
     values = found.values + arguments.bound
     held = [
         (head, entry, entry.binding.captured())
@@ -50,10 +50,13 @@ def bound_through_traces(
 
 
 def _bind_again(
-    some: list[Entry], programs: MutableMapping[Any, Program], old: Entry, binding: Binding
+    some: list[BoundProgram],
+    programs: MutableMapping[Any, Program],
+    old: BoundProgram,
+    binding: Binding,
 ) -> None:
     """Replaces an entry by one for the objects as they are now."""
-    new = Entry(old.program, binding, old.step)
+    new = BoundProgram(old.program, binding, old.step)
     new.calls = old.calls
     binding.on_release.append(new.release)
     some[some.index(old)] = new

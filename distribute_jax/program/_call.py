@@ -27,7 +27,7 @@ from distribute_jax._jax_private import (
     write_raw,
 )
 from distribute_jax._mesh import put
-from distribute_jax._messages import is_given_away, is_key, listed
+from distribute_jax._messages import is_donated, is_key, listed
 from distribute_jax._values import PerReplica, mark_all_mirrored
 from distribute_jax.processes import doing
 from distribute_jax.program._arguments import Arguments
@@ -35,7 +35,7 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._failures import failed, is_runtime_failure, not_finite
 from distribute_jax.program._program import Program
 from distribute_jax.program._results import rebuild
-from distribute_jax.program._state_placement import own_copy
+from distribute_jax.program._state_placement import fresh_copy
 from distribute_jax.program._trace_errors import compilable
 
 _DONATED = """\
@@ -49,7 +49,7 @@ class OutdatedError(Exception):
     """The state has got other shapes or dtypes than the program was compiled for."""
 
 
-class Entry:
+class BoundProgram:
     """A program together with the objects it runs on."""
 
     def __init__(self, program: Program, binding: Binding, step: str) -> None:
@@ -155,7 +155,7 @@ class Entry:
 
     def finish(self) -> None:
         """Stores what a program has left, where an exception came between, and the old state is gone."""
-        if self._pending and any(map(is_given_away, jax.tree.leaves(read_raw(self.outputs)))):
+        if self._pending and any(map(is_donated, jax.tree.leaves(read_raw(self.outputs)))):
             self.store(self._done(self._pending[0]))
         self._pending = []
 
@@ -239,16 +239,16 @@ class Entry:
 
     def placed(self, flat: list[Any]) -> list[Any]:
         """Puts inputs that lie elsewhere onto the mesh."""
-        if self.program.home is not None:
+        if self.program.parameter_device is not None:
             return flat  # the program sends them itself
-        lies = self.program.ordered_lies.in_shardings(self.program.mesh)
+        shardings = self.program.ordered_shardings.in_shardings(self.program.mesh)
         size = self.program.traced.sizes[2]
         # Several steps take the data of each step one after the other.
-        more = (len(flat) - len(lies)) // size if size else 0
-        wanted = (*lies, *(lies[len(lies) - size :] * more))
+        more = (len(flat) - len(shardings)) // size if size else 0
+        wanted = (*shardings, *(shardings[len(shardings) - size :] * more))
         given = set(self.program.given)
         return [
-            put(own_copy(x) if i in given else x, to)
+            put(fresh_copy(x) if i in given else x, to)
             if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(to, x.ndim)
             else x
             for i, (x, to) in enumerate(zip(flat, wanted, strict=True))

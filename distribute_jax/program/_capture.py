@@ -20,12 +20,12 @@ import jax
 from flax import nnx
 
 from distribute_jax.program._places import (
-    Argument,
-    Cell,
-    Default,
-    Fixed,
-    Item,
-    Place,
+    CapturePath,
+    CellPath,
+    DefaultPath,
+    FixedValue,
+    ItemPath,
+    PartialArgumentPath,
     cell_value,
     cell_values,
 )
@@ -143,7 +143,7 @@ def without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(slots=True, eq=False)
-class Roots:
+class Captures:
     """What a callable reaches directly: cells, globals, defaults, ``self``, arguments of a partial."""
 
     key: list[Any] = field(default_factory=list)
@@ -152,29 +152,29 @@ class Roots:
     """The values reached."""
     names: list[str] | None = None
     """Where asked for: the name of each value in the user's code."""
-    places: list[Place] | None = None
+    places: list[CapturePath] | None = None
     """Where asked for: the place of each value."""
 
-    def add(self, value: Any, name: str, place: Place | None = None) -> None:
+    def add(self, value: Any, name: str, place: CapturePath | None = None) -> None:
         """Adds one value with its name and place."""
         self.values.append(value)
         if self.names is not None and self.places is not None:
             self.names.append(name)
-            self.places.append(place or Fixed(value))
+            self.places.append(place or FixedValue(value))
 
 
-def roots(fn: Callable[..., Any], *, named: bool = False) -> Roots:
+def captures(fn: Callable[..., Any], *, named: bool = False) -> Captures:
     """Takes a callable apart, without looking into what it reaches.
 
     Partials, bound methods, callable objects, ``functools.wraps`` and jitted functions are looked
     through. ``named`` also records names and places; the call path of ``run`` does without.
     """
-    found = Roots(names=[], places=[]) if named else Roots()
+    found = Captures(names=[], places=[]) if named else Captures()
     _collect(fn, found)
     return found
 
 
-def _collect(fn: Any, found: Roots) -> None:
+def _collect(fn: Any, found: Captures) -> None:
     if isinstance(fn, types.FunctionType):
         _collect_function(fn, found)
     elif isinstance(fn, types.MethodType):
@@ -183,9 +183,9 @@ def _collect(fn: Any, found: Roots) -> None:
     elif isinstance(fn, partial):
         found.key.append(("partial", len(fn.args), tuple(fn.keywords)))
         for i, value in enumerate(fn.args):
-            found.add(value, f"partial argument {i}", Argument(fn, i))
+            found.add(value, f"partial argument {i}", PartialArgumentPath(fn, i))
         for name, value in fn.keywords.items():
-            found.add(value, name, Argument(fn, name))
+            found.add(value, name, PartialArgumentPath(fn, name))
         _collect(fn.func, found)
     elif (inner := getattr(fn, "__wrapped__", None)) is not None:
         found.key.append(type(fn))
@@ -194,7 +194,7 @@ def _collect(fn: Any, found: Roots) -> None:
         _collect_callable_object(fn, found)
 
 
-def _collect_function(fn: types.FunctionType, found: Roots) -> None:
+def _collect_function(fn: types.FunctionType, found: Captures) -> None:
     code = fn.__code__
     found.key.append(id(code) if found.names is None else code)
     scope, values = fn.__globals__, found.values
@@ -205,18 +205,18 @@ def _collect_function(fn: types.FunctionType, found: Roots) -> None:
         values += map(scope.__getitem__, names)
     else:
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-            found.add(cell_value(cell), name, Cell(cell))
+            found.add(cell_value(cell), name, CellPath(cell))
         for name in names:
-            found.add(scope[name], name, Item(scope, name))
+            found.add(scope[name], name, ItemPath(scope, name))
     for i, value in enumerate(fn.__defaults__ or ()):
-        found.add(value, f"default {i}", Default(fn, i))
+        found.add(value, f"default {i}", DefaultPath(fn, i))
     for name, value in (fn.__kwdefaults__ or {}).items():
-        found.add(value, name, Item(fn.__kwdefaults__, name))
+        found.add(value, name, ItemPath(fn.__kwdefaults__, name))
     if (inner := fn.__dict__.get("__wrapped__")) is not None:
         _collect(inner, found)
 
 
-def _collect_callable_object(fn: Any, found: Roots) -> None:
+def _collect_callable_object(fn: Any, found: Captures) -> None:
     found.add(fn, "the callable")
     method = inspect.getattr_static(type(fn), "__call__", None)
     if isinstance(method, types.FunctionType) and not is_library(method.__module__):
@@ -227,7 +227,7 @@ def _collect_callable_object(fn: Any, found: Roots) -> None:
 
 def codes(fn: Callable[..., Any]) -> list[types.CodeType]:
     """Gives the code objects that make up a callable."""
-    return [part for part in roots(fn, named=True).key if isinstance(part, types.CodeType)]
+    return [part for part in captures(fn, named=True).key if isinstance(part, types.CodeType)]
 
 
 _HOLDERS = (

@@ -18,8 +18,8 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._mesh import outside_mesh, whole_here
-from distribute_jax.program._call import Entry
+from distribute_jax._mesh import local_copy_of_replicated, outside_mesh
+from distribute_jax.program._call import BoundProgram
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,7 @@ def on_host(array: jax.Array) -> Array:
 
     Of what each replica has for itself the processes of a job hold parts, so all call it together.
     """
-    array = whole_here(array)
+    array = local_copy_of_replicated(array)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(array))
     half = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
@@ -219,7 +219,7 @@ AS_LARGE = 8
 """So many times the change by the last digits of the inputs is still taken for rounding."""
 
 
-def nudged_outcomes(entry: Entry, flat: Sequence[Any]) -> list[list[Any]]:
+def nudged_outcomes(entry: BoundProgram, flat: Sequence[Any]) -> list[list[Any]]:
     """Runs a program on inputs that are changed in the last digit, up and down.
 
     It is the last digit of the least precise numbers that the program computes with. By what its own

@@ -23,6 +23,7 @@ from distribute_jax._values import DistributedValues
 from distribute_jax.program._capture import (
     Attributes,
     attribute_names,
+    captures,
     codes,
     function_behind,
     function_of,
@@ -31,16 +32,15 @@ from distribute_jax.program._capture import (
     is_optax,
     is_whole,
     reads_any_attribute,
-    roots,
 )
 from distribute_jax.program._places import (
     Attribute,
-    Cell,
-    Fixed,
-    Item,
-    Member,
-    Place,
-    Watch,
+    CapturePath,
+    CellPath,
+    FixedValue,
+    IdentityGuard,
+    ItemPath,
+    MemberPath,
     cell_value,
 )
 
@@ -70,13 +70,13 @@ class Graph:
     """Every NNX module, optimizer, metric and stream, once."""
     node_names: list[str] = field(default_factory=list)
     """The path of each node."""
-    arrays: list[tuple[str, Place]] = field(default_factory=list)
+    arrays: list[tuple[str, CapturePath]] = field(default_factory=list)
     """Path and place of every captured array that is an input: not in a variable, not a small NumPy one."""
-    copies: list[Place] = field(default_factory=list)
+    copies: list[CapturePath] = field(default_factory=list)
     """Places of captured NumPy arrays whose numbers are built into the program."""
     statics: dict[str, Any] = field(default_factory=dict)
     """Path and value of every static number or text, for the message about recompilation."""
-    watch: Watch = field(default_factory=Watch)
+    watch: IdentityGuard = field(default_factory=IdentityGuard)
     """What must stay the same objects for all of this to stay true."""
 
 
@@ -91,11 +91,11 @@ class Walker:
         self._keep: list[Any] = []
         self._read(step_codes)
 
-    def visit_root(self, value: Any, name: str, place: Place | None) -> Any:
+    def visit_root(self, value: Any, name: str, place: CapturePath | None) -> Any:
         """Walks a value that the step reaches directly."""
-        return self.visit(value, name, place or Fixed(value))
+        return self.visit(value, name, place or FixedValue(value))
 
-    def visit(self, value: Any, name: str, place: Place) -> Any:
+    def visit(self, value: Any, name: str, place: CapturePath) -> Any:
         """Walks one value and returns its key; ``place`` is where it was found."""
         if isinstance(value, _PLAIN):
             self.graph.statics[name] = value
@@ -114,7 +114,7 @@ class Walker:
         self._keep.append(value)
         return self._visit_new(value, name, place)
 
-    def _visit_new(self, value: Any, name: str, place: Place) -> Any:
+    def _visit_new(self, value: Any, name: str, place: CapturePath) -> Any:
         if isinstance(value, nnx.Variable):
             return self._variable(value, name)
         if isinstance(value, nnx.Pytree):
@@ -132,7 +132,7 @@ class Walker:
             return self._callable(value, name)
         return self._object(value, name)
 
-    def _numpy(self, array: np.ndarray[Any, Any], name: str, place: Place) -> Any:
+    def _numpy(self, array: np.ndarray[Any, Any], name: str, place: CapturePath) -> Any:
         """A small array is watched, and traced through a copy; a large one is an input."""
         if place.can_set and array.nbytes > _LARGE and _is_numeric(array.dtype):
             self.graph.arrays.append((name, place))
@@ -149,7 +149,7 @@ class Walker:
         [table] = read_metadata([variable])
         self.graph.watch.metadata_of(variable)
         metadata = tuple(
-            (key, self.visit(value, f"{name}.{key}", Item(table, key)))
+            (key, self.visit(value, f"{name}.{key}", ItemPath(table, key)))
             if key not in variable.required_metadata
             else (key, value)
             for key, value in sorted(table.items())
@@ -167,19 +167,19 @@ class Walker:
         table = vars(node)
         self.graph.watch.contents(table.values())
         children = tuple(
-            (key, self.visit(child, _attribute(name, key), Item(table, key)))
+            (key, self.visit(child, _attribute(name, key), ItemPath(table, key)))
             for key, child in sorted(table.items())  # Flax reorders the table at will
             if key not in HIDDEN_ATTRIBUTES
         )
         return (type(node), children, self._class(type(node), name, every=True))
 
-    def _container(self, value: Any, name: str, place: Place) -> Any:
+    def _container(self, value: Any, name: str, place: CapturePath) -> Any:
         if isinstance(value, dict):
             items: Any = self._table(value, name)
         elif isinstance(value, (tuple, frozenset)):
             parts = tuple(value)
             places = [
-                Member(place, i) if isinstance(value, tuple) else Fixed(part)
+                MemberPath(place, i) if isinstance(value, tuple) else FixedValue(part)
                 for i, part in enumerate(parts)
             ]
             items = tuple(map(self.visit, parts, _indexed(name, parts), places))
@@ -196,7 +196,9 @@ class Walker:
             (
                 mapping_key(key),
                 self.visit(
-                    child, f"{name}[{key!r}]", Item(table, key) if settable else Fixed(child)
+                    child,
+                    f"{name}[{key!r}]",
+                    ItemPath(table, key) if settable else FixedValue(child),
                 ),
             )
             for key, child in list(table.items())
@@ -206,7 +208,9 @@ class Walker:
         self.graph.watch.contents(value)
         items = list(value)
         settable = isinstance(value, list)
-        places = [Item(value, i) if settable else Fixed(item) for i, item in enumerate(items)]
+        places = [
+            ItemPath(value, i) if settable else FixedValue(item) for i, item in enumerate(items)
+        ]
         return tuple(map(self.visit, items, _indexed(name, items), places))
 
     def _callable(self, value: Any, name: str) -> Any:
@@ -217,7 +221,7 @@ class Walker:
             for part in ("func", "args", "keywords"):
                 self.graph.watch.attribute(value, part)
             self.graph.watch.table(value.keywords)
-        found = roots(value, named=True)
+        found = captures(value, named=True)
         self._read(codes(value))
         own = self._object(value, name) if found.values and found.values[0] is value else None
         reached = tuple(
@@ -227,7 +231,9 @@ class Walker:
             )
             if child is not value
         )
-        rules = tuple(self.visit(rule, f"{name}.{key}", Fixed(rule)) for key, rule in _rules(value))
+        rules = tuple(
+            self.visit(rule, f"{name}.{key}", FixedValue(rule)) for key, rule in _rules(value)
+        )
         return (tuple(found.key), own, reached, rules, self._function(function_behind(value), name))
 
     def _closure(self, value: Any, name: str) -> Any:
@@ -238,7 +244,7 @@ class Walker:
         self.graph.watch.cells(cells)
         names = value.__code__.co_freevars
         parts = [
-            self.visit(cell_value(cell), f"{name}.{free}", Cell(cell))
+            self.visit(cell_value(cell), f"{name}.{free}", CellPath(cell))
             for free, cell in zip(names, cells, strict=True)
         ]
         return (value.__code__, *parts)
@@ -264,8 +270,10 @@ class Walker:
             return opaque_key(value)
         if isinstance(value, type):
             return (value, self._class(value, name, every=False, makes=True))
-        home = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-        if is_library(home) and not is_whole(value):
+        parameter_device = (
+            value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+        )
+        if is_library(parameter_device) and not is_whole(value):
             return opaque_key(value)
         return (type(value), self._attributes(value, name))
 
@@ -293,7 +301,7 @@ class Walker:
         for key in keys:
             if not isinstance(table[key], jax.Array):
                 self.graph.watch.item(table, key)
-            found.append((key, self.visit(table[key], _attribute(name, key), Item(table, key))))
+            found.append((key, self.visit(table[key], _attribute(name, key), ItemPath(table, key))))
         return tuple(found)
 
     def _class(
@@ -316,7 +324,7 @@ class Walker:
                 self.graph.watch.item(hidden_by, key)
             function = function_of(member)
             if function is not None:
-                found.append(self.visit(function, f"{name}.{key}", Fixed(function)))
+                found.append(self.visit(function, f"{name}.{key}", FixedValue(function)))
             elif self._used.is_data(key, member):
                 found.append(self.visit(member, f"{name}.{key}", Attribute(owner, key)))
         return tuple(found)

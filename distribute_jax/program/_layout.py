@@ -24,7 +24,7 @@ Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
 
 
 @dataclass(frozen=True, eq=False)
-class Layouts:
+class StepShardings:
     """How each flat input and output lies on the mesh."""
 
     stacked: tuple[bool, ...]
@@ -50,7 +50,7 @@ class Layouts:
         usual = {True: mirrored_sharding(mesh), False: split_sharding(mesh)}
         return [self.sharded_out.get(i, usual[whole]) for i, whole in enumerate(self.mirrored)]
 
-    def in_order(self, order: Sequence[int]) -> Layouts:
+    def in_order(self, order: Sequence[int]) -> StepShardings:
         """Gives the layouts of a program that takes only these inputs, in this order."""
         at = {i: position for position, i in enumerate(order)}
         return replace(
@@ -61,9 +61,9 @@ class Layouts:
         )
 
 
-def layouts(
+def step_shardings(
     call: Call, traced: Traced, plan: Plan, kept: Sequence[NamedSharding | None] = ()
-) -> Layouts:
+) -> StepShardings:
     """Says how inputs and outputs lie on the mesh.
 
     Args:
@@ -86,7 +86,7 @@ def layouts(
     more = [False] * counts
     sharded = {i: s for i, s in enumerate(kept) if s is not None and not own[i]}
     ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
-    return Layouts(
+    return StepShardings(
         stacked=(*own, *whole, *stacked, *more),
         split=(*own, *whole, *batch, *more),
         mirrored=(*(rule is not Combine.OWN for rule in plan.combine), *plan.mirrored),
@@ -109,7 +109,7 @@ def used_inputs(traced: Traced) -> list[bool]:
 
 
 def replica_function(
-    traced: Traced, plan: Plan, lies: Layouts, arrays: Sequence[Any], evaluate: Evaluate
+    traced: Traced, plan: Plan, shardings: StepShardings, arrays: Sequence[Any], evaluate: Evaluate
 ) -> Callable[..., list[jax.Array]]:
     """Gives the program of one replica over all flat inputs, as a lowering will call it."""
     state = len(plan.combine)
@@ -119,7 +119,9 @@ def replica_function(
     at = {id(array): first_array + i for i, array in enumerate(arrays)}
 
     def one_replica(*flat: jax.Array) -> list[jax.Array]:
-        inputs = [x[0] if stacked else x for x, stacked in zip(flat, lies.stacked, strict=True)]
+        inputs = [
+            x[0] if stacked else x for x, stacked in zip(flat, shardings.stacked, strict=True)
+        ]
         consts = [inputs[at[id(c)]] if id(c) in at else c for c in traced.jaxpr.consts]
         outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._jax_private import with_packed_numbers
 from distribute_jax._mesh import DATA, cores_per_replica, num_replicas, outside_mesh
-from distribute_jax.program._layout import Evaluate, Layouts, by_equation, in_one_equation
+from distribute_jax.program._layout import Evaluate, StepShardings, by_equation, in_one_equation
 from distribute_jax.program._options import Lowering
 from distribute_jax.program._replication_rules import ClosedJaxpr, line, name
 from distribute_jax.program._trace import Call
@@ -36,26 +36,26 @@ def maps_shards(mesh: Mesh) -> bool:
 def compile_shard_map(
     call: Call,
     one_replica: Callable[..., list[jax.Array]],
-    lies: Layouts,
+    shardings: StepShardings,
     avals: Sequence[Any],
     donated: Sequence[int],
 ) -> Callable[..., list[jax.Array]]:
     """Compiles for the mesh; the result takes and gives flat global arrays."""
     mesh = call.mesh
     if not maps_shards(mesh):
-        return compile_vmap(call, one_replica, lies, avals, donated)
+        return compile_vmap(call, one_replica, shardings, avals, donated)
     mapped = jax.shard_map(
         one_replica,
         mesh=mesh,
-        in_specs=tuple(_SPLIT if split else _WHOLE for split in lies.split),
-        out_specs=[_WHOLE if mirrored else _SPLIT for mirrored in lies.mirrored],
+        in_specs=tuple(_SPLIT if split else _WHOLE for split in shardings.split),
+        out_specs=[_WHOLE if mirrored else _SPLIT for mirrored in shardings.mirrored],
         axis_names={DATA},
         check_vma=False,
     )
     jitted = jax.jit(
         mapped,
-        in_shardings=lies.in_shardings(mesh),
-        out_shardings=lies.out_shardings(mesh),
+        in_shardings=shardings.in_shardings(mesh),
+        out_shardings=shardings.out_shardings(mesh),
         donate_argnums=tuple(donated),
     )
     lowered = jitted.lower(*avals)
@@ -78,7 +78,7 @@ def _compiler_options(mesh: Mesh) -> dict[str, bool | str] | None:
 def compile_vmap(
     call: Call,
     one_replica: Callable[..., list[jax.Array]],
-    lies: Layouts,
+    shardings: StepShardings,
     avals: Sequence[Any],
     donated: Sequence[int],
 ) -> Callable[..., list[jax.Array]]:
@@ -88,26 +88,30 @@ def compile_vmap(
 
     def one(*flat: jax.Array) -> list[jax.Array]:
         outs = one_replica(*flat)
-        return [_any_copy(x) if same else x for x, same in zip(outs, lies.mirrored, strict=True)]
+        return [
+            _any_copy(x) if same else x for x, same in zip(outs, shardings.mirrored, strict=True)
+        ]
 
     mapped = jax.vmap(
         one,
-        in_axes=tuple(0 if split else None for split in lies.split),
-        out_axes=[None if same else 0 for same in lies.mirrored],
+        in_axes=tuple(0 if split else None for split in shardings.split),
+        out_axes=[None if same else 0 for same in shardings.mirrored],
         axis_name=DATA,
         axis_size=replicas,
         spmd_axis_name=DATA,
     )
 
     def all_replicas(*flat: jax.Array) -> list[jax.Array]:
-        inputs = [_apart(x, replicas) if s else x for x, s in zip(flat, lies.split, strict=True)]
+        inputs = [
+            _apart(x, replicas) if s else x for x, s in zip(flat, shardings.split, strict=True)
+        ]
         outs = mapped(*inputs)
-        return [x if same else _joined(x) for x, same in zip(outs, lies.mirrored, strict=True)]
+        return [x if same else _joined(x) for x, same in zip(outs, shardings.mirrored, strict=True)]
 
     jitted = jax.jit(
         all_replicas,
-        in_shardings=lies.in_shardings(mesh),
-        out_shardings=lies.out_shardings(mesh),
+        in_shardings=shardings.in_shardings(mesh),
+        out_shardings=shardings.out_shardings(mesh),
         donate_argnums=tuple(donated),
     )
     compiled: Callable[..., list[jax.Array]] = with_packed_numbers(
@@ -140,7 +144,7 @@ def _first(axis_size: int, batched: list[bool], array: jax.Array) -> tuple[jax.A
 def compile_pmap(
     call: Call,
     one_replica: Callable[..., list[jax.Array]],
-    lies: Layouts,
+    shardings: StepShardings,
     avals: Sequence[Any],
     donated: Sequence[int],
 ) -> Callable[..., list[jax.Array]]:
@@ -155,24 +159,26 @@ def compile_pmap(
 
     def unstacked(number: jax.Array, *flat: jax.Array) -> list[jax.Array]:
         del number  # pmap refuses a function of which no argument is split
-        again = [x[None] if stacked else x for x, stacked in zip(flat, lies.stacked, strict=True)]
+        again = [
+            x[None] if stacked else x for x, stacked in zip(flat, shardings.stacked, strict=True)
+        ]
         outs = one_replica(*again)
-        return [x if whole else x[0] for x, whole in zip(outs, lies.mirrored, strict=True)]
+        return [x if whole else x[0] for x, whole in zip(outs, shardings.mirrored, strict=True)]
 
     mapped = jax.pmap(
         unstacked,
         axis_name=DATA,
-        in_axes=(0, *(0 if split else None for split in lies.split)),
-        out_axes=[None if whole else 0 for whole in lies.mirrored],
+        in_axes=(0, *(0 if split else None for split in shardings.split)),
+        out_axes=[None if whole else 0 for whole in shardings.mirrored],
         devices=list(mesh.devices.flat),
     )
-    wanted = lies.out_shardings(mesh)
+    wanted = shardings.out_shardings(mesh)
 
     def compiled(*flat: Any) -> list[jax.Array]:
         with outside_mesh():
             inputs = [
                 _with_replica_dim(x, mesh.shape[DATA]) if s and not stacked else x
-                for x, s, stacked in zip(flat, lies.split, lies.stacked, strict=True)
+                for x, s, stacked in zip(flat, shardings.split, shardings.stacked, strict=True)
             ]
             outs = mapped(np.arange(mesh.shape[DATA]), *inputs)
             return [jax.device_put(x, to) for x, to in zip(outs, wanted, strict=True)]
@@ -264,7 +270,7 @@ def _works_alone(jaxpr: jex_core.Jaxpr, eqn: Any, replicas: int) -> bool:
 
 
 Compiled = Callable[..., list[Any]]
-Compile = Callable[[Call, Compiled, Layouts, Sequence[Any], Sequence[int]], Compiled]
+Compile = Callable[[Call, Compiled, StepShardings, Sequence[Any], Sequence[int]], Compiled]
 """Takes the call, the function of one replica, the layouts and abstract values of its inputs, and
 which of these are given away."""
 
@@ -310,9 +316,9 @@ COMPILERS: dict[Lowering, Compiler] = {
 }
 
 
-def only_state(lies: Layouts) -> bool:
+def only_state(shardings: StepShardings) -> bool:
     """Tells whether every output of a step is state."""
-    return len(lies.mirrored) == lies.state
+    return len(shardings.mirrored) == shardings.state
 
 
 def with_token(compile_step: Compile) -> Compile:
@@ -323,11 +329,15 @@ def with_token(compile_step: Compile) -> Compile:
     """
 
     def compile_with_token(
-        call: Call, step: Compiled, lies: Layouts, avals: Sequence[Any], donated: Sequence[int]
+        call: Call,
+        step: Compiled,
+        shardings: StepShardings,
+        avals: Sequence[Any],
+        donated: Sequence[int],
     ) -> Compiled:
-        if not only_state(lies):
-            return compile_step(call, step, lies, avals, donated)
-        more = replace(lies, mirrored=(*lies.mirrored, True))
+        if not only_state(shardings):
+            return compile_step(call, step, shardings, avals, donated)
+        more = replace(shardings, mirrored=(*shardings.mirrored, True))
         return compile_step(call, _and_token(step), more, avals, donated)
 
     return compile_with_token

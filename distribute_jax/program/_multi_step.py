@@ -15,7 +15,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._call import Entry
+from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._layout import input_avals
 from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call
@@ -91,7 +91,7 @@ def _compile(call: Call, program: Program, steps: int) -> Callable[..., list[Any
     state = sum(program.traced.written_sizes)
     size = program.traced.sizes[2]
     fixed = len(program.order) - size
-    lies = program.ordered_lies
+    shardings = program.ordered_shardings
 
     def many(*flat: jax.Array) -> list[jax.Array]:
         batches = [flat[fixed + k * size : fixed + (k + 1) * size] for k in range(steps)]
@@ -113,9 +113,9 @@ def _compile(call: Call, program: Program, steps: int) -> Callable[..., list[Any
     avals = input_avals(call, program.traced)
     ordered = [avals[i] for i in program.order]
     long_lies = replace(
-        lies,
-        stacked=lies.stacked[:fixed] + lies.stacked[fixed:] * steps,
-        split=lies.split[:fixed] + lies.split[fixed:] * steps,
+        shardings,
+        stacked=shardings.stacked[:fixed] + shardings.stacked[fixed:] * steps,
+        split=shardings.split[:fixed] + shardings.split[fixed:] * steps,
     )
     inputs = [*ordered[:fixed], *(ordered[fixed:] * steps)]
     return program.compile(call, many, long_lies, inputs, range(program.donated))
@@ -154,7 +154,7 @@ _MIXED = (
 
 
 def run_scanned(
-    call: Call, entry: Entry, values: Sequence[Any], arguments: Sequence[Arguments]
+    call: Call, entry: BoundProgram, values: Sequence[Any], arguments: Sequence[Arguments]
 ) -> list[Any]:
     """Runs k steps in one program and gives its outputs."""
     compiled = compiled_steps(call, entry.program, len(arguments))

@@ -25,7 +25,7 @@ from distribute_jax._messages import error_text, listed
 from distribute_jax._padding import other_paddings
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._call import Entry
+from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
     equal_to_rounding,
     exactly_equal,
@@ -114,7 +114,7 @@ class PaddingCheck:
 
 
 def run_checked_for_leaks(
-    call: Call, entry: Entry, values: Sequence[Any], flat: list[Any]
+    call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any]
 ) -> list[Any]:
     """Runs a program on a padded batch, if padding is proved not to be seen, or is not seen to be."""
     program = entry.program
@@ -138,7 +138,7 @@ def run_checked_for_leaks(
     return outs
 
 
-def _why_unproved(call: Call, entry: Entry, larger: Traced | str) -> str:
+def _why_unproved(call: Call, entry: BoundProgram, larger: Traced | str) -> str:
     """Raises where padding surely reaches an output; else returns why that is not excluded, or ""."""
     seen = seen_padding(call, entry, larger)
     certain = [name for name, why in seen if why.certain]
@@ -154,7 +154,7 @@ def _why_unproved(call: Call, entry: Entry, larger: Traced | str) -> str:
     )
 
 
-def _check_mirrored_rows(call: Call, entry: Entry) -> None:
+def _check_mirrored_rows(call: Call, entry: BoundProgram) -> None:
     """Refuses an array of all replicas' rows, as from all_gather: nobody could cut its padding."""
     program = entry.program
     names = program.results.names
@@ -175,7 +175,7 @@ def copied(flat: Sequence[Any]) -> list[Any]:
     return [jnp.copy(x) if isinstance(x, jax.Array) else x for x in flat]
 
 
-def _check_other_padding(call: Call, entry: Entry, flat: list[Any], outs: list[Any]) -> None:
+def _check_other_padding(call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any]) -> None:
     """Runs the program with other padding rows: no number may change by more than rounding."""
     batch = [v for v in call.arguments.data if _is_padded(v)]
     for changed in other_paddings(batch):
@@ -187,7 +187,7 @@ def _check_other_padding(call: Call, entry: Entry, flat: list[Any], outs: list[A
 
 
 def _differing(
-    call: Call, entry: Entry, flat: list[Any], outs: list[Any], others: list[Any]
+    call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any], others: list[Any]
 ) -> list[Finding]:
     """Names what differs by more than rounding, and more than from run to run."""
     before = [on_host(x) for x in flat[: entry.state_size]]
@@ -196,7 +196,7 @@ def _differing(
 
 
 def _without_noise(
-    call: Call, entry: Entry, flat: list[Any], outs: list[Any], found: list[Finding]
+    call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any], found: list[Finding]
 ) -> list[Finding]:
     """Leaves out what differs from run to run anyway: that is no leak."""
     if not found:
@@ -207,7 +207,7 @@ def _without_noise(
 
 
 def _check_more_padding(
-    call: Call, entry: Entry, values: Sequence[Any], flat: list[Any], outs: list[Any]
+    call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any], outs: list[Any]
 ) -> None:
     """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
     data = [_doubled_batch(v) if _is_padded(v) else v for v in call.arguments.data]
@@ -227,7 +227,7 @@ def _check_more_padding(
         if first:
             padding_not_counted(entry.step, "with more rows it draws other random numbers")
         return
-    twin = Entry(program, call.binding, entry.step)
+    twin = BoundProgram(program, call.binding, entry.step)
     others = twin.execute(twin.flat_inputs(values, longer.arguments))
     found = _differing(call, entry, flat, outs, others)
     found = _without_rounding(call, entry, flat, (outs, others), found)
@@ -236,7 +236,7 @@ def _check_more_padding(
 
 def _without_rounding(
     call: Call,
-    entry: Entry,
+    entry: BoundProgram,
     flat: list[Any],
     two: tuple[Sequence[Any], Sequence[Any]],
     found: list[Finding],
@@ -291,7 +291,7 @@ def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 
 def _unequal(
-    call: Call, entry: Entry, one: Sequence[Any], other: Sequence[Any]
+    call: Call, entry: BoundProgram, one: Sequence[Any], other: Sequence[Any]
 ) -> Iterator[Finding]:
     """Names the outputs of which a real number differs."""
     for index, name in enumerate(entry.output_names()):
@@ -301,7 +301,7 @@ def _unequal(
 
 
 def _apart(
-    call: Call, entry: Entry, before: Sequence[Any], one: Sequence[Any], other: Sequence[Any]
+    call: Call, entry: BoundProgram, before: Sequence[Any], one: Sequence[Any], other: Sequence[Any]
 ) -> Iterator[Finding]:
     """Names the outputs that differ by more than rounding."""
     for index, name in enumerate(entry.output_names()):
@@ -313,7 +313,7 @@ def _apart(
             yield name, f"{name} differs by up to {largest(left - right):.3g}"
 
 
-def _real(call: Call, entry: Entry, index: int, array: jax.Array) -> Any:
+def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:
     """Gives the real part of an output on the host; None where it is not known."""
     host = on_host(array)
     result = index - entry.state_size
@@ -330,13 +330,13 @@ def _real(call: Call, entry: Entry, index: int, array: jax.Array) -> Any:
     return np.concatenate([part[:count] for part, count in zip(host, counts, strict=True)])
 
 
-def _refuse(call: Call, entry: Entry, found: Sequence[Finding], how: str) -> None:
+def _refuse(call: Call, entry: BoundProgram, found: Sequence[Finding], how: str) -> None:
     if found:
         raise _error(call, entry, _LEAK, [line for _, line in found], how)
 
 
 def _error(
-    call: Call, entry: Entry, text: str, lines: list[str], how: str = ""
+    call: Call, entry: BoundProgram, text: str, lines: list[str], how: str = ""
 ) -> PaddingLeakError:
     counts = call.arguments.counts or ()
     rows = batch_share(call.arguments, shares(call)) * len(counts)
@@ -356,7 +356,7 @@ has none, so the statistics would not be those of one device. The state is as be
 {cure}"""
 
 
-def check_batch_norms(entry: Entry, counts: Sequence[int]) -> None:
+def check_batch_norms(entry: BoundProgram, counts: Sequence[int]) -> None:
     """Refuses to update statistics from shares of different length.
 
     Raises:
@@ -369,7 +369,7 @@ def check_batch_norms(entry: Entry, counts: Sequence[int]) -> None:
         raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines), cure=CURE))
 
 
-def written_batch_norms(entry: Entry) -> list[str]:
+def written_batch_norms(entry: BoundProgram) -> list[str]:
     """Names the batch norms whose statistics a step writes, and these statistics."""
     written = {id(variable) for variable in entry.outputs if isinstance(variable, nnx.BatchStat)}
     if not written:

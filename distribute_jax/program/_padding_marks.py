@@ -132,10 +132,10 @@ def joined(one: Mark, other: Mark, where: str) -> Mark:
 
 def common_layout(rows: Sequence[Rows]) -> tuple[int, int] | None:
     """Returns the layout of dims that are lined up with each other; None where they are not."""
-    layouts = {(r.outer, r.inner) for r in rows if not r.is_uniform}
-    if len(layouts) > 1:
+    step_shardings = {(r.outer, r.inner) for r in rows if not r.is_uniform}
+    if len(step_shardings) > 1:
         return None
-    return layouts.pop() if layouts else (0, 0)
+    return step_shardings.pop() if step_shardings else (0, 0)
 
 
 class Padded(NamedTuple):

@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from distribute_jax._mesh import num_replicas
 from distribute_jax._values import Layout, PerReplica
-from distribute_jax.program._call import Entry
+from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._padding_marks import (
     ANY,
     CLEAN,
@@ -340,7 +340,7 @@ STRUCTURE: dict[str, Structure] = {
 Seen = tuple[str, Leak]
 
 
-def seen_padding(call: Call, entry: Entry, larger: Traced | str) -> list[Seen]:
+def seen_padding(call: Call, entry: BoundProgram, larger: Traced | str) -> list[Seen]:
     """Finds the outputs in which padding may be seen.
 
     Args:
@@ -378,7 +378,7 @@ def _input_marks(call: Call, traced: Traced) -> list[Mark]:
     return [CLEAN] * (variables + arrays) + data + [CLEAN] * counts
 
 
-def _leak_of(call: Call, entry: Entry, output: int, mark: Mark) -> Leak | None:
+def _leak_of(call: Call, entry: BoundProgram, output: int, mark: Mark) -> Leak | None:
     """Returns why padding may be seen in an output, None where it is not."""
     result = output - entry.state_size
     rows = False if result < 0 else (entry.program.per_example or ())[result]

@@ -17,7 +17,7 @@ UNASSIGNED = object()
 """What a closure cell gives before the enclosing function has assigned the name."""
 
 
-class Cell:
+class CellPath:
     """A closure variable."""
 
     __slots__ = ("cell",)
@@ -35,7 +35,7 @@ class Cell:
         self.cell.cell_contents = value
 
 
-class Item:
+class ItemPath:
     """A value of a dict or list: a global, an attribute, an element."""
 
     __slots__ = ("container", "key")
@@ -57,12 +57,12 @@ class Item:
         self.container[self.key] = value
 
 
-class Member:
+class MemberPath:
     """An element of a tuple: assigning it puts a new tuple into the place of the old one."""
 
     __slots__ = ("index", "owner")
 
-    def __init__(self, owner: Place, index: int) -> None:
+    def __init__(self, owner: CapturePath, index: int) -> None:
         self.owner = owner
         self.index = index
 
@@ -107,7 +107,7 @@ class Attribute:
             object.__setattr__(self.owner, self.name, value)
 
 
-class Argument:
+class PartialArgumentPath:
     """An argument of a ``functools.partial``, by position or by name."""
 
     __slots__ = ("key", "owner")
@@ -136,7 +136,7 @@ class Argument:
         partial.__setstate__(state)  # type: ignore[attr-defined]
 
 
-class Default:
+class DefaultPath:
     """A default value of a function's argument."""
 
     __slots__ = ("function", "index")
@@ -156,7 +156,7 @@ class Default:
         self.function.__defaults__ = (*old[: self.index], value, *old[self.index + 1 :])
 
 
-class Fixed:
+class FixedValue:
     """A value that sits where nothing can be assigned: in a frozenset, or behind a read-only view."""
 
     __slots__ = ("value",)
@@ -174,12 +174,14 @@ class Fixed:
         raise TypeError(f"a fixed place cannot be assigned {value!r}")
 
 
-Place = Cell | Item | Member | Attribute | Argument | Default | Fixed
+CapturePath = (
+    CellPath | ItemPath | MemberPath | Attribute | PartialArgumentPath | DefaultPath | FixedValue
+)
 
 
-def anchor(place: Place) -> Place:
+def anchor(place: CapturePath) -> CapturePath:
     """Gives the outermost place that is assigned when this one is."""
-    while isinstance(place, Member):
+    while isinstance(place, MemberPath):
         place = place.owner
     return place
 
@@ -203,7 +205,7 @@ def cell_value(cell: types.CellType) -> Any:
         return UNASSIGNED
 
 
-class Watch:
+class IdentityGuard:
     """Containers, attributes, globals and cells whose contents must stay the same objects.
 
     All reading is done by maps over C functions, since it happens at every call of ``run``.

@@ -15,11 +15,11 @@ from distribute_jax._errors import StepFailedError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._messages import listed
 from distribute_jax.program._layout import (
-    Layouts,
+    StepShardings,
     by_equation,
     input_avals,
-    layouts,
     replica_function,
+    step_shardings,
     used_inputs,
 )
 from distribute_jax.program._lowerings import COMPILERS, Compile, only_state, with_token
@@ -27,7 +27,11 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import compile_whole, on_shares
-from distribute_jax.program._state_placement import Home, at_home, kept_shardings
+from distribute_jax.program._state_placement import (
+    ParameterDevice,
+    kept_shardings,
+    on_parameter_device,
+)
 from distribute_jax.program._trace import Call, Traced, trace
 
 _FAILED = """\
@@ -63,13 +67,13 @@ class Program:
     one_replica: Callable[..., list[Any]]
     """The step of one replica over the flat inputs in order, before compilation; where state is divided,
     that of all replicas over global arrays. ``compile`` takes it, and what is made of it."""
-    ordered_lies: Layouts
+    ordered_shardings: StepShardings
     """How the inputs, in order, and the outputs lie on the mesh."""
     compile: Compile
     """What compiled it, and compiles several steps of it."""
     has_token: bool
     """Whether it has one more output, the last, that is no state and no result."""
-    home: Home | None
+    parameter_device: ParameterDevice | None
     """Where state lies between steps, if not on the mesh; the program sends all of its inputs itself."""
     scanned: dict[int, Callable[..., list[Any]]] = field(default_factory=dict)
     """Programs of several steps, by their number."""
@@ -112,7 +116,11 @@ class Program:
 
 
 def build(
-    call: Call, options: RunOptions, home: Home | None = None, *, shares: bool = False
+    call: Call,
+    options: RunOptions,
+    parameter_device: ParameterDevice | None = None,
+    *,
+    shares: bool = False,
 ) -> Program:
     """Traces, proves, lowers and compiles a step; with ``shares``, state may lie divided."""
     compiler = COMPILERS[options.lowering]
@@ -120,30 +128,34 @@ def build(
     decided = plan(call, traced, options)
     keeps = shares or compiler.keeps_sharding
     sharded = kept_shardings(call.binding, call.mesh) if keeps else ()
-    lies = layouts(call, traced, decided, sharded)
+    shardings = step_shardings(call, traced, decided, sharded)
     order, written, kept, arrays = _input_order(traced)
     avals = input_avals(call, traced)
     captured, traced = traced.arrays, traced.without_arrays()
-    on_own_shares = bool(lies.sharded_in) and not compiler.keeps_sharding
+    on_own_shares = bool(shardings.sharded_in) and not compiler.keeps_sharding
     evaluate = by_equation if on_own_shares else compiler.evaluate(call.mesh)
-    one_replica = replica_function(traced, decided, lies, captured, evaluate)
+    one_replica = replica_function(traced, decided, shardings, captured, evaluate)
     ordered: Callable[..., list[Any]] = Reordered(one_replica, order, avals)
     donated = _donatable(traced, written, options)
-    given = [*range(donated), *_donated_arguments(call, traced, order, lies, options)]
-    ordered_lies = lies.in_order(order)
-    compile_ = at_home(compiler.compile, home) if home else compiler.compile
+    given = [*range(donated), *_donated_arguments(call, traced, order, shardings, options)]
+    ordered_shardings = shardings.in_order(order)
+    compile_ = (
+        on_parameter_device(compiler.compile, parameter_device)
+        if parameter_device
+        else compiler.compile
+    )
     if on_own_shares:
-        ordered = on_shares(call.mesh, ordered, ordered_lies, [avals[i] for i in order])
+        ordered = on_shares(call.mesh, ordered, ordered_shardings, [avals[i] for i in order])
         compile_ = compile_whole
     compile_ = with_token(compile_)
     with compiler.refusing(traced.jaxpr, num_replicas(call.mesh)):
-        compiled = compile_(call, ordered, ordered_lies, [avals[i] for i in order], given)
+        compiled = compile_(call, ordered, ordered_shardings, [avals[i] for i in order], given)
     nests = [jax.tree.structure(variable.get_raw_value()) for variable in call.binding.variables]
     return Program(
         traced, decided, compiled, order, donated, tuple(given), written, kept, arrays,
         simple=all(map(jax.tree_util.treedef_is_leaf, [*nests, *traced.written_trees])),
-        mesh=call.mesh, one_replica=ordered, ordered_lies=ordered_lies,
-        compile=compile_, home=home, has_token=only_state(ordered_lies),
+        mesh=call.mesh, one_replica=ordered, ordered_shardings=ordered_shardings,
+        compile=compile_, parameter_device=parameter_device, has_token=only_state(ordered_shardings),
     )  # fmt: skip
 
 
@@ -202,7 +214,7 @@ def _donatable(traced: Traced, written: Sequence[int], options: RunOptions) -> i
 
 
 def _donated_arguments(
-    call: Call, traced: Traced, order: Sequence[int], lies: Layouts, options: RunOptions
+    call: Call, traced: Traced, order: Sequence[int], shardings: StepShardings, options: RunOptions
 ) -> list[int]:
     if not options.donate_args or not COMPILERS[options.lowering].donates:
         return []
@@ -212,7 +224,7 @@ def _donated_arguments(
     return [
         at
         for at, i in enumerate(order)
-        if first <= i < last and not lies.split[i] and isinstance(data[i - first], jax.Array)
+        if first <= i < last and not shardings.split[i] and isinstance(data[i - first], jax.Array)
     ]
 
 

@@ -11,7 +11,7 @@ import jax
 
 from distribute_jax._mesh import cores_per_replica
 from distribute_jax._values import Layout, PerReplica, mark_mirrored
-from distribute_jax.program._call import Entry
+from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._trace import Call, Traced, batch_share, trace
 
@@ -35,7 +35,7 @@ class Unknown:
 
 
 def per_example_results(
-    call: Call, entry: Entry, larger: Traced | str | None = None
+    call: Call, entry: BoundProgram, larger: Traced | str | None = None
 ) -> tuple[Any, ...]:
     """Finds out which results have one row for each example, by tracing at another batch size.
 
@@ -80,7 +80,7 @@ def share_sizes(call: Call) -> tuple[int, int]:
     return share, 3 * share if share else cores_per_replica(call.mesh)
 
 
-def not_rows(call: Call, entry: Entry) -> list[str]:
+def find_non_batched_results(call: Call, entry: BoundProgram) -> list[str]:
     """Names the results that have another shape than one row for each example, as far as it is known."""
     if entry.program.per_example is None:
         entry.program.per_example = per_example_results(call, entry)
@@ -128,7 +128,7 @@ def _longer_shares(call: Call, more: int) -> list[Any]:
     return [longer(value) for value in call.arguments.data]
 
 
-def wrap_partial(call: Call, entry: Entry, arrays: Sequence[Any]) -> Any:
+def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
     """Turns the result's arrays into the result that the user sees, without the padding."""
     program, counts = entry.program, call.arguments.counts or ()
     wrapped: list[Any] = []

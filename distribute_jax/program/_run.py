@@ -22,13 +22,17 @@ from distribute_jax.program._across_processes import (
     agree_on_values,
     check_same_program,
     note_call,
-    note_made,
+    note_outputs,
 )
 from distribute_jax.program._arguments import Arguments, check_call, check_function, take_apart
-from distribute_jax.program._binding import Binding, check_left_behind, contents_restored_on_error
-from distribute_jax.program._cache import Recompilations, bound_through_traces
-from distribute_jax.program._call import Entry, OutdatedError
-from distribute_jax.program._capture import Roots, roots, without_jit
+from distribute_jax.program._binding import (
+    Binding,
+    check_leaked_tracers,
+    contents_restored_on_error,
+)
+from distribute_jax.program._cache import Recompilations, looked_up_by_trace
+from distribute_jax.program._call import BoundProgram, OutdatedError
+from distribute_jax.program._capture import Captures, captures, without_jit
 from distribute_jax.program._failures import Notices, failed, named
 from distribute_jax.program._lowerings import COMPILERS
 from distribute_jax.program._multi_step import (
@@ -46,9 +50,9 @@ from distribute_jax.program._options import (
 )
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._program import Program, build
-from distribute_jax.program._result_rows import not_rows, wrap_partial
+from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._state_placement import (
-    Home,
+    ParameterDevice,
     divide_state,
     is_shared,
     kept_shardings,
@@ -80,7 +84,7 @@ class Runner:
         strategy: Any,
         mesh: Mesh,
         steps_in_flight: int | None,
-        home: Home | None = None,
+        parameter_device: ParameterDevice | None = None,
         *,
         shares: bool = False,
     ) -> None:
@@ -91,12 +95,12 @@ class Runner:
             mesh: where the replicas lie.
             steps_in_flight: how many steps may be dispatched and not finished; None for no limit on
                 accelerators, and 2 on CPU, where more can deadlock.
-            home: where state lies between steps; None for mirrored over the mesh.
+            parameter_device: where state is stored between steps; None for mirrored over the mesh.
             shares: whether the replicas share the state of optimizers, rather than all hold it.
         """
-        self._strategy, self._mesh, self._home = strategy, mesh, home
+        self._strategy, self._mesh, self._parameter_device = strategy, mesh, parameter_device
         self.shares = shares
-        self._entries: dict[Any, list[Entry]] = {}
+        self._entries: dict[Any, list[BoundProgram]] = {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._recompilations = Recompilations()
         self._notices = Notices()
@@ -107,7 +111,9 @@ class Runner:
 
     def for_strategy(self, strategy: Any) -> Runner:
         """Gives a runner like this one, with no program yet, for another strategy on its mesh."""
-        return Runner(strategy, self._mesh, self.steps_in_flight, self._home, shares=self.shares)
+        return Runner(
+            strategy, self._mesh, self.steps_in_flight, self._parameter_device, shares=self.shares
+        )
 
     def __call__(
         self,
@@ -134,13 +140,13 @@ class Runner:
         with one_at_a_time:
             return self._steps(fn, iterator, steps, options)
 
-    def not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
+    def find_non_batched_results(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""
         with one_at_a_time:
             arguments = take_apart(args, {}, self._mesh)
             entry, _ = self.entry(fn, arguments, UNVERIFIED)
             with self._tracing(fn, arguments):
-                return not_rows(self._call(fn, entry, arguments), entry)
+                return find_non_batched_results(self._call(fn, entry, arguments), entry)
 
     def _steps(
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions
@@ -178,7 +184,7 @@ class Runner:
         try:
             return self._execute(fn, arguments, options, entry, values)
         except OutdatedError:
-            head = _head(roots(fn), arguments, options)
+            head = _head(captures(fn), arguments, options)
         entry = self._enter(head, fn, arguments, options, warn=False)
         return self._execute(fn, arguments, options, entry, values)
 
@@ -187,7 +193,7 @@ class Runner:
         fn: StepFunction,
         arguments: Arguments,
         options: RunOptions,
-        entry: Entry,
+        entry: BoundProgram,
         values: list[Any],
     ) -> Any:
         if options.verify not in entry.program.verified:
@@ -200,7 +206,11 @@ class Runner:
         return entry.wrap(self._advance(entry, entry.execute, flat))
 
     def _advance(
-        self, entry: Entry, run: Callable[[list[Any]], list[Any]], inputs: list[Any], steps: int = 1
+        self,
+        entry: BoundProgram,
+        run: Callable[[list[Any]], list[Any]],
+        inputs: list[Any],
+        steps: int = 1,
     ) -> list[Any]:
         """Runs a program and stores what it leaves, whatever interrupts that; returns its results."""
         try:
@@ -216,7 +226,7 @@ class Runner:
     def _verify(
         self,
         fn: StepFunction,
-        entry: Entry,
+        entry: BoundProgram,
         arguments: Arguments,
         options: RunOptions,
         values: list[Any],
@@ -237,7 +247,9 @@ class Runner:
             if len(self._compared) > _MOST_COMPARED:
                 del self._compared[next(iter(self._compared))]
 
-    def _run_partial(self, call: Call, entry: Entry, values: list[Any], flat: list[Any]) -> Any:
+    def _run_partial(
+        self, call: Call, entry: BoundProgram, values: list[Any], flat: list[Any]
+    ) -> Any:
         traces = (
             nullcontext()
             if entry.program.padding is not None
@@ -249,16 +261,16 @@ class Runner:
         return wrap_partial(call, entry, arrays)
 
     def _tracing(self, fn: StepFunction, arguments: Arguments) -> AbstractContextManager[None]:
-        return bound_through_traces(self._entries, self._programs, fn, arguments)
+        return looked_up_by_trace(self._entries, self._programs, fn, arguments)
 
-    def _call(self, fn: StepFunction, entry: Entry, arguments: Arguments) -> Call:
+    def _call(self, fn: StepFunction, entry: BoundProgram, arguments: Arguments) -> Call:
         return Call(fn, entry.binding, arguments, self._strategy, self._mesh)
 
     def entry(
         self, fn: StepFunction, arguments: Arguments, options: RunOptions
-    ) -> tuple[Entry, list[Any]]:
+    ) -> tuple[BoundProgram, list[Any]]:
         """Gives the program bound to what this call reaches, compiled if need be."""
-        found = roots(fn)
+        found = captures(fn)
         values = found.values + arguments.bound
         head = _head(found, arguments, options)
         for entry in self._entries.get(head, ()):
@@ -280,11 +292,11 @@ class Runner:
         *,
         warn: bool = True,
         may_create: bool = True,
-    ) -> Entry:
+    ) -> BoundProgram:
         check_function(fn)
         self._forget_dead()
         binding = Binding(fn, arguments)
-        check_left_behind(binding)
+        check_leaked_tracers(binding)
         placement = self._place(step_name(fn), binding, options, warn=warn)
         key = (binding.key, placement, *head[1:])
         program = self._programs.get(key)
@@ -296,13 +308,13 @@ class Runner:
             with contents_restored_on_error(binding), compilable(step_name(fn)), compiling:
                 before, captured = binding, binding.captured()
                 with self._tracing(fn, arguments):
-                    program = build(call, options, self._home, shares=self.shares)
+                    program = build(call, options, self._parameter_device, shares=self.shares)
                 if program.traced.created:
                     self._create(call, program, may_create=may_create)
                     return self._enter(head, fn, arguments, options, warn=warn, may_create=False)
                 # What Python did while it was traced, such as counting calls, is not done again.
                 binding = Binding(fn, arguments)
-                check_left_behind(binding)
+                check_leaked_tracers(binding)
             if num_replicas(self._mesh) > 1:
                 self._notices.give(binding, program)
             if binding.reaches_same(before.variables, captured):
@@ -314,10 +326,10 @@ class Runner:
                 once = before.with_arrays(captured)
         fingerprint = check_same_program(step_name(fn), program, arguments, self._mesh)
         if once is not None:
-            return Entry(program, once, step_name(fn))
+            return BoundProgram(program, once, step_name(fn))
         self._programs.move_to_end(key)
         program.add_owners(binding.owners())
-        entry = Entry(program, binding, step_name(fn))
+        entry = BoundProgram(program, binding, step_name(fn))
         entry.calls = Calls(entry, fingerprint) if fingerprint else None
         binding.on_release.append(entry.release)
         kept = [e for e in self._entries.get(head, ()) if _stays(e, entry)]
@@ -334,7 +346,7 @@ class Runner:
         place_state(
             binding,
             self._mesh,
-            self._home,
+            self._parameter_device,
             keeps=lambda variable: keeps_all or (self.shares and is_shared(variable)),
             warn=warn,
         )
@@ -346,8 +358,8 @@ class Runner:
     def _create(self, call: Call, program: Program, *, may_create: bool) -> None:
         """Computes the first values of variables that a step makes."""
         created = program.traced.created
-        entry = Entry(program, call.binding, step_name(call.fn))
-        values = roots(call.fn).values + call.arguments.bound
+        entry = BoundProgram(program, call.binding, step_name(call.fn))
+        values = captures(call.fn).values + call.arguments.bound
         flat = entry.flat_inputs(values, call.arguments)
         arrays = self._advance(entry, entry.execute, flat, steps=0)
         give_first_values(created, entry.wrap(arrays))
@@ -385,15 +397,15 @@ class Runner:
                 raise failed(step, program, error, lost=True) from error
         self._in_flight.popleft()
 
-    def _dispatched(self, entry: Entry, arrays: list[Any], steps: int = 1) -> None:
+    def _dispatched(self, entry: BoundProgram, arrays: list[Any], steps: int = 1) -> None:
         token = entry.finished()
         stepped(steps, token)
-        note_made(entry, arrays, self._mesh)
+        note_outputs(entry, arrays, self._mesh)
         if self.steps_in_flight is not None:
             self._in_flight.append((token, entry.program, entry.step))
 
 
-def _head(found: Roots, arguments: Arguments, options: RunOptions) -> tuple[Any, ...]:
+def _head(found: Captures, arguments: Arguments, options: RunOptions) -> tuple[Any, ...]:
     """Gives what is compared first at every call: code, signature and options, quick to hash."""
     asked = (
         None
@@ -410,7 +422,7 @@ def _compiled_alike(options: RunOptions) -> RunOptions | None:
     return None if alike == UNVERIFIED else alike
 
 
-def _stays(old: Entry, new: Entry) -> bool:
+def _stays(old: BoundProgram, new: BoundProgram) -> bool:
     """Tells whether an entry is kept beside a new one: it must not keep replaced parts alive."""
     if list(map(id, old.binding.variables)) == list(map(id, new.binding.variables)):
         return old.program is not new.program

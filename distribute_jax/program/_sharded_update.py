@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._jax_private import with_packed_numbers
 from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
-from distribute_jax.program._layout import Layouts
+from distribute_jax.program._layout import StepShardings
 from distribute_jax.program._lowerings import equations, other_numbers
 from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, ClosedJaxpr, Control, Mark
@@ -30,32 +30,35 @@ _OWN = frozenset({"an input of its own"})
 
 
 def on_shares(
-    mesh: Mesh, one_replica: Callable[..., list[Any]], lies: Layouts, avals: Sequence[Any]
+    mesh: Mesh,
+    one_replica: Callable[..., list[Any]],
+    shardings: StepShardings,
+    avals: Sequence[Any],
 ) -> Callable[..., list[Any]]:
     """Gives a step of all replicas, over global arrays, from the step of one.
 
     Args:
         mesh: where the replicas lie.
         one_replica: the step of one replica, over its flat inputs.
-        lies: how the inputs and outputs lie; the state that is divided is what the replicas share.
+        shardings: of the inputs and outputs; sharded state is what the replicas share.
         avals: the abstract global inputs.
     """
-    body = _traced(mesh, one_replica, lies, avals)
-    marks = [_OWN if split else MIRRORED for split in lies.split]
-    cut = Cut(body, marks, lies.mirrored, num_replicas(mesh))
+    body = _traced(mesh, one_replica, shardings, avals)
+    marks = [_OWN if split else MIRRORED for split in shardings.split]
+    cut = SplitStep(body, marks, shardings.mirrored, num_replicas(mesh))
     first: Callable[..., Any] = jax.shard_map(
         lambda *taken: cut.first(taken),
         mesh=mesh,
-        in_specs=tuple(share_spec(0 if lies.split[i] else None) for i in cut.reads),
+        in_specs=tuple(share_spec(0 if shardings.split[i] else None) for i in cut.reads),
         out_specs=[share_spec(one.dim) for one in cut.handed()],
         axis_names={DATA},
         check_vma=False,
     )
 
     settle = {
-        i: functools.partial(_settled, mesh=mesh, kept=i in lies.sharded_out)
-        for i in range(lies.state)
-        if lies.mirrored[i]
+        i: functools.partial(_settled, mesh=mesh, kept=i in shardings.sharded_out)
+        for i in range(shardings.state)
+        if shardings.mirrored[i]
     }
 
     def all_replicas(*inputs: Any) -> list[Any]:
@@ -67,15 +70,15 @@ def on_shares(
 def compile_whole(
     call: Call,
     all_replicas: Callable[..., list[Any]],
-    lies: Layouts,
+    shardings: StepShardings,
     avals: Sequence[Any],
     donated: Sequence[int],
 ) -> Callable[..., list[Any]]:
     """Compiles a function of global arrays for the mesh."""
     jitted = jax.jit(
         all_replicas,
-        in_shardings=lies.in_shardings(call.mesh),
-        out_shardings=lies.out_shardings(call.mesh),
+        in_shardings=shardings.in_shardings(call.mesh),
+        out_shardings=shardings.out_shardings(call.mesh),
         donate_argnums=tuple(donated),
     )
     compiled: Callable[..., list[Any]] = with_packed_numbers(jitted.lower(*avals).compile(), avals)
@@ -83,13 +86,16 @@ def compile_whole(
 
 
 def _traced(
-    mesh: Mesh, one_replica: Callable[..., list[Any]], lies: Layouts, avals: Sequence[Any]
+    mesh: Mesh,
+    one_replica: Callable[..., list[Any]],
+    shardings: StepShardings,
+    avals: Sequence[Any],
 ) -> Any:
     """Traces the step of one replica with all that the lowering added to it."""
     replicas = num_replicas(mesh)
     parts = [
         jax.ShapeDtypeStruct((a.shape[0] // replicas, *a.shape[1:]), a.dtype) if split else a
-        for a, split in zip(avals, lies.split, strict=True)
+        for a, split in zip(avals, shardings.split, strict=True)
     ]
     with jax.sharding.use_abstract_mesh(inside_replica(mesh)):
         body = jax.make_jaxpr(one_replica, axis_env=[(DATA, replicas)])(*parts)
@@ -118,7 +124,7 @@ Settle = Callable[[jax.Array, bool], jax.Array]
 
 
 @dataclass(frozen=True, eq=False)
-class Passed:
+class BoundaryValue:
     """A value that the first half hands to the second."""
 
     aval: Any
@@ -134,7 +140,7 @@ class Passed:
         return jnp.zeros(shape, self.aval.dtype)
 
 
-class Cut:
+class SplitStep:
     """The two halves of a jaxpr of one replica.
 
     Args:
@@ -202,24 +208,24 @@ class Cut:
         for eqns in (self._first, self._sums, self._rest):
             eqns.reverse()
 
-    def _passed(self, own: set[Any]) -> dict[Any, Passed]:
+    def _passed(self, own: set[Any]) -> dict[Any, BoundaryValue]:
         outs = variables(self.jaxpr.outvars)
         after = variables([*(v for eqn in self._rest for v in eqn.invars), *outs])
         first = {v for eqn in self._first for v in eqn.outvars}
-        passed: dict[Any, Passed] = {}
+        passed: dict[Any, BoundaryValue] = {}
         for v in after:
             if v in own:
-                passed[v] = Passed(v.aval, 0)
+                passed[v] = BoundaryValue(v.aval, 0)
             elif v in first or self._marks.get(v):
-                passed[v] = Passed(v.aval)
+                passed[v] = BoundaryValue(v.aval)
         used = set(after)
         for v in (v for eqn in self._sums for v in eqn.outvars if v in used):
             # What is a result is wanted whole.
             dim = None if v in outs else share_dim(v.aval.shape, self.replicas)
-            passed[v] = Passed(v.aval, dim)
+            passed[v] = BoundaryValue(v.aval, dim)
         return passed
 
-    def handed(self) -> list[Passed]:
+    def handed(self) -> list[BoundaryValue]:
         """Gives what the first half returns, in order."""
         inner = [one for branches in self._branches.values() for one in branches.handed()]
         return [*self.passed.values(), *inner]
@@ -294,13 +300,15 @@ class Branches:
     def __init__(self, eqn: Any, operands: Sequence[Mark], replicas: int) -> None:
         self.eqn, self.replicas = eqn, replicas
         whole = [True] * len(eqn.outvars)
-        self.cuts = [Cut(body, operands[1:], whole, replicas) for body in eqn.params["branches"]]
+        self.cuts = [
+            SplitStep(body, operands[1:], whole, replicas) for body in eqn.params["branches"]
+        ]
         taken = sorted({i for cut in self.cuts for i in cut.reads})
         self.reads = [eqn.invars[0], *(eqn.invars[1 + i] for i in taken)]
         """The operands that the first half of any branch takes, after the index of the branch."""
         self._taken = taken
 
-    def handed(self) -> list[Passed]:
+    def handed(self) -> list[BoundaryValue]:
         """Gives what the first halves of all branches return."""
         return [one for cut in self.cuts for one in cut.handed()]
 

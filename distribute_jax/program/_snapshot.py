@@ -11,7 +11,7 @@ from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import DonatedError
-from distribute_jax._messages import is_given_away, listed, path_text
+from distribute_jax._messages import is_donated, listed, path_text
 from distribute_jax.program._run import one_at_a_time
 
 _GONE = """\
@@ -56,7 +56,7 @@ def snapshot(tree: Any) -> Any:
 def _snapshot(tree: Any) -> Any:
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
     held = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
-    gone = [path_text(path) for path, x in held if any(map(is_given_away, jax.tree.leaves(x)))]
+    gone = [path_text(path) for path, x in held if any(map(is_donated, jax.tree.leaves(x)))]
     if gone:
         raise DonatedError(_GONE.format(lines=listed(gone)))
     return jax.tree.map(_copied, state)

@@ -21,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
 from distribute_jax._mesh import DATA, mirrored_sharding, num_replicas, outside_mesh, put
-from distribute_jax._messages import is_given_away, leaf_text, listed
+from distribute_jax._messages import is_donated, leaf_text, listed
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._layout import Layouts
+from distribute_jax.program._layout import StepShardings
 from distribute_jax.program._lowerings import Compile, Compiled
 from distribute_jax.program._trace import Call
 from distribute_jax.variables import Variable, on_replicas
@@ -33,7 +33,7 @@ from distribute_jax.variables import Variable, on_replicas
 def place_state(
     binding: Binding,
     mesh: Mesh,
-    home: Home | None,
+    parameter_device: ParameterDevice | None,
     *,
     keeps: Callable[[nnx.Variable[Any]], bool],
     warn: bool,
@@ -43,11 +43,11 @@ def place_state(
     Args:
         binding: whose variables.
         mesh: where the replicas lie.
-        home: where state lies between steps; None for mirrored over the mesh.
+        parameter_device: where state is stored between steps; None for mirrored over the mesh.
         keeps: tells whether a variable that is sharded over the mesh stays so.
         warn: whether to warn.
     """
-    wanted = home.state if home else mirrored_sharding(mesh)
+    wanted = parameter_device.state if parameter_device else mirrored_sharding(mesh)
     raws = read_raw(binding.variables)
     _check_arrays(binding, raws)
     _check_unmixed(binding, raws, mesh)
@@ -74,7 +74,7 @@ def place_state(
     ]
     write_raw(binding.variables, placed)
     if moved and warn and num_replicas(mesh) > 1:
-        _warn(moved, mesh, home)
+        _warn(moved, mesh, parameter_device)
 
 
 def kept_shardings(binding: Binding, mesh: Mesh) -> tuple[NamedSharding | None, ...]:
@@ -96,13 +96,13 @@ def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
 def _placed(leaf: Any, wanted: Sharding) -> Any:
     if isinstance(leaf, jax.Array):
         # What was given away is refused by name if the step reads it.
-        if is_given_away(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+        if is_donated(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
             return leaf
-        return put(own_copy(leaf), wanted)
+        return put(fresh_copy(leaf), wanted)
     return put(jnp.asarray(leaf), wanted)
 
 
-def own_copy(leaf: jax.Array) -> jax.Array:
+def fresh_copy(leaf: jax.Array) -> jax.Array:
     """Copies an array that is about to move.
 
     A part that stays on its device keeps its memory, even with may_alias=False, which then belongs to an
@@ -116,19 +116,27 @@ def own_copy(leaf: jax.Array) -> jax.Array:
         return jnp.copy(leaf)
 
 
-def _warn(moved: Sequence[tuple[str, Any]], mesh: Mesh, home: Home | None) -> None:
+def _warn(
+    moved: Sequence[tuple[str, Any]], mesh: Mesh, parameter_device: ParameterDevice | None
+) -> None:
     """Tells of state that was elsewhere; other memory of the right device is no other place."""
     sharded, outside = [], []
     for name, raw in moved:
         leaves = [leaf for leaf in jax.tree.leaves(raw) if isinstance(leaf, jax.Array)]
         if any(_over_mesh(leaf, mesh) for leaf in leaves):
             sharded.append(name)
-        elif home is None or any(leaf.devices() != {home.device} for leaf in leaves):
+        elif parameter_device is None or any(
+            leaf.devices() != {parameter_device.device} for leaf in leaves
+        ):
             outside.append(name)
     if sharded:
         warnings.warn(_SHARDED.format(n=len(sharded), lines=listed(sharded, 3)), stacklevel=7)
     if outside:
-        where = f"lie on {home.device}" if home else "are mirrored over its devices"
+        where = (
+            f"lie on {parameter_device.device}"
+            if parameter_device
+            else "are mirrored over its devices"
+        )
         text = _OUTSIDE.format(n=len(outside), lines=listed(outside, 3), where=where)
         warnings.warn(text, stacklevel=7)
 
@@ -189,7 +197,7 @@ This lowering needs them whole. RunOptions(lowering="vmap") keeps them sharded."
 
 
 @dataclass(frozen=True)
-class Home:
+class ParameterDevice:
     """The one device, and the kind of its memory, where state lies between steps."""
 
     device: jax.Device
@@ -207,31 +215,39 @@ class Home:
         return SingleDeviceSharding(self.device)
 
 
-def at_home(compile_on_mesh: Compile, home: Home) -> Compile:
+def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDevice) -> Compile:
     """Gives a lowering whose programs take and leave what is mirrored at home."""
 
-    def compile_at_home(
+    def compile_for_it(
         call: Call,
         one_replica: Compiled,
-        lies: Layouts,
+        shardings: StepShardings,
         avals: Sequence[Any],
         donated: Sequence[int],
     ) -> Compiled:
-        compiled = compile_on_mesh(call, one_replica, lies, avals, donated)
-        return _sending(compiled, home, call.mesh, lies, tuple(donated))
+        compiled = compile_on_mesh(call, one_replica, shardings, avals, donated)
+        return _sending(compiled, parameter_device, call.mesh, shardings, tuple(donated))
 
-    return compile_at_home
+    return compile_for_it
 
 
 def _sending(
-    compiled: Compiled, home: Home, mesh: Mesh, lies: Layouts, donated: tuple[int, ...]
+    compiled: Compiled,
+    parameter_device: ParameterDevice,
+    mesh: Mesh,
+    shardings: StepShardings,
+    donated: tuple[int, ...],
 ) -> Compiled:
     """Sends the inputs, runs the program, and fetches one replica's copy of what is mirrored."""
-    wanted = lies.in_shardings(mesh)
-    devices = [d for d in mesh.devices.flat if d.process_index == home.device.process_index]
-    near = devices.index(home.device) if home.device in devices else 0
-    fetched = [i for i, mirrored in enumerate(lies.mirrored) if mirrored]
-    to = [home.state if i < lies.state else home.results for i in fetched]
+    wanted = shardings.in_shardings(mesh)
+    devices = [
+        d for d in mesh.devices.flat if d.process_index == parameter_device.device.process_index
+    ]
+    near = devices.index(parameter_device.device) if parameter_device.device in devices else 0
+    fetched = [i for i, mirrored in enumerate(shardings.mirrored) if mirrored]
+    to = [
+        parameter_device.state if i < shardings.state else parameter_device.results for i in fetched
+    ]
 
     def run(*flat: Any) -> list[Any]:
         outs = list(compiled(*_sent(flat, wanted)))
@@ -240,7 +256,7 @@ def _sending(
                 flat[i].delete()  # what was sent is used up, and the new value needs the room
         copies = jax.device_put([outs[i].addressable_data(near) for i in fetched], to)
         for i, copy in zip(fetched, copies, strict=True):
-            outs[i] = copy if i < lies.state else uncommitted(copy)
+            outs[i] = copy if i < shardings.state else uncommitted(copy)
         return outs
 
     return run
@@ -293,7 +309,7 @@ def divide_state(binding: Binding, mesh: Mesh) -> None:
 
     def divided(leaf: Any) -> Any:
         to = share_sharding(leaf, mesh)
-        if to is None or is_given_away(leaf) or leaf.sharding.is_equivalent_to(to, leaf.ndim):
+        if to is None or is_donated(leaf) or leaf.sharding.is_equivalent_to(to, leaf.ndim):
             return leaf
         return put(leaf, to)
 

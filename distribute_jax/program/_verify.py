@@ -14,15 +14,15 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError, NotEqualError
 from distribute_jax._mesh import (
     first_replica,
+    local_copy_of_replicated,
     num_replicas,
     outside_mesh,
     split_sharding,
-    whole_here,
 )
 from distribute_jax._messages import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._call import Entry
+from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
     OTHER_ORDER,
     Array,
@@ -101,7 +101,7 @@ class _OneReplica:
         return getattr(self.stands_for, name)
 
 
-def verify(call: Call, entry: Entry, values: Sequence[Any], options: RunOptions) -> bool:
+def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunOptions) -> bool:
     """Runs the step both ways from copies of the state, and raises where they differ.
 
     With ``verify="auto"`` only a step for which that is sure to tell something is compared.
@@ -124,7 +124,9 @@ def verify(call: Call, entry: Entry, values: Sequence[Any], options: RunOptions)
     return True
 
 
-def _verify_unasked(call: Call, entry: Entry, values: Sequence[Any], flat: list[Any]) -> bool:
+def _verify_unasked(
+    call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any]
+) -> bool:
     """Compares what a training step leaves behind; one that cannot be compared passes."""
     try:
         chosen = compared_outputs(call, entry, flat)
@@ -145,7 +147,7 @@ def _verify_unasked(call: Call, entry: Entry, values: Sequence[Any], flat: list[
     raise _not_equal(entry, call, lines, _UNASKED)
 
 
-def _not_equal(entry: Entry, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
+def _not_equal(entry: BoundProgram, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
     random = any(isinstance(v, nnx.RngCount) for v in entry.outputs)
     scaled = any("number of replicas" in line for line in lines)
     hint = f"{_RANDOM if random else ''}{_PAIRS if scaled else ''}{hint}"
@@ -175,7 +177,7 @@ class _Comparison:
     def __init__(
         self,
         call: Call,
-        entry: Entry,
+        entry: BoundProgram,
         values: Sequence[Any],
         flat: list[Any],
         chosen: Sequence[int],
@@ -323,7 +325,7 @@ class _Comparison:
         return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
 
 
-def _old_inputs(call: Call, entry: Entry, inputs: int) -> list[int | None]:
+def _old_inputs(call: Call, entry: BoundProgram, inputs: int) -> list[int | None]:
     """Returns for each output the flat input that it is the new value of, None where it is of none."""
     traced, at = entry.program.traced, 0
     old: list[int | None] = []
@@ -346,7 +348,7 @@ def _old_on_host(old: Any, new: Any) -> Array:
     return array if fits else np.zeros(new.shape, on_host(new).dtype)
 
 
-def _on_one_device(call: Call, entry: Entry) -> tuple[Call, Entry]:
+def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
     mesh = first_replica(call.mesh)
     whole = [_whole(value, mesh) for value in call.arguments.data]
     arguments = Arguments.with_data(call.arguments, whole)
@@ -357,7 +359,7 @@ def _on_one_device(call: Call, entry: Entry) -> tuple[Call, Entry]:
         programs[shapes] = build(
             single, RunOptions(check_sync=False, donate_state=False, verify="off")
         )
-    return single, Entry(programs[shapes], call.binding, entry.step)
+    return single, BoundProgram(programs[shapes], call.binding, entry.step)
 
 
 def _whole(value: Any, mesh: Any) -> Any:
@@ -369,7 +371,7 @@ def _whole(value: Any, mesh: Any) -> Any:
             "verify cannot run this step on one device: an argument holds a value for each replica "
             f"({value!r}), which one device has no place for. Pass a distributed batch instead."
         )
-    every = np.asarray(whole_here(value.global_array))
+    every = np.asarray(local_copy_of_replicated(value.global_array))
     parts = np.split(every, num_replicas(value.mesh))
     real = [
         part[:count] for part, count in zip(parts, value.counts or map(len, parts), strict=True)
@@ -378,7 +380,7 @@ def _whole(value: Any, mesh: Any) -> Any:
     return PerReplica(batch, mesh, layout=Layout.JOINED)
 
 
-def _rows_of(entry: Entry, result: int) -> Any:
+def _rows_of(entry: BoundProgram, result: int) -> Any:
     """Tells whether a result has one row for each example, as far as it is known."""
     known = entry.program.per_example
     return known[result] if known else result in entry.program.results.declared

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import put
-from distribute_jax.program._call import Entry
-from distribute_jax.program._layout import input_avals, layouts, replica_function
+from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._layout import input_avals, replica_function, step_shardings
 from distribute_jax.program._lowerings import compile_shard_map
 from distribute_jax.program._program import Reordered
 from distribute_jax.program._replication_rules import ClosedJaxpr
@@ -29,22 +29,22 @@ class NotInFloat64Error(Exception):
     """An equation of the step cannot be computed in float64."""
 
 
-def in_float64(call: Call, entry: Entry, flat: Sequence[Any]) -> tuple[Run, list[Any]]:
+def in_float64(call: Call, entry: BoundProgram, flat: Sequence[Any]) -> tuple[Run, list[Any]]:
     """Compiles a step in float64, and widens its inputs; for a block with ``jax.enable_x64(True)``.
 
     Raises:
         NotInFloat64Error: it holds an equation for which there is no float64.
     """
     program = entry.program
-    lies = layouts(call, program.traced, program.plan)
+    shardings = step_shardings(call, program.traced, program.plan)
     captured = [place.get() for _, place, _ in call.binding.arrays]
-    step = replica_function(program.traced, program.plan, lies, captured, _widely)
+    step = replica_function(program.traced, program.plan, shardings, captured, _widely)
     avals = input_avals(call, program.traced)
-    ordered_lies = lies.in_order(program.order)
-    where = ordered_lies.in_shardings(call.mesh)
+    ordered_shardings = shardings.in_order(program.order)
+    where = ordered_shardings.in_shardings(call.mesh)
     inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
     compiled = compile_shard_map(
-        call, Reordered(step, program.order, avals), ordered_lies, list(map(_aval, inputs)), ()
+        call, Reordered(step, program.order, avals), ordered_shardings, list(map(_aval, inputs)), ()
     )
     return lambda flat: compiled(*flat), inputs
 

@@ -21,8 +21,8 @@ from distribute_jax.collectives._check_in_sync import out_of_sync
 from distribute_jax.collectives._markers import mirrored_p
 from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._call import Entry
-from distribute_jax.program._capture import roots
+from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._capture import captures
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._replication_rules import line
 from distribute_jax.program._trace import Call
@@ -38,7 +38,7 @@ _UNREPEATABLE = (
 """Parts of the names of primitives that draw random numbers, or that must not be run twice."""
 
 
-def compared_outputs(call: Call, entry: Entry, flat: list[Any]) -> list[int]:
+def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[int]:
     """Returns the outputs of a step that one device must leave as well; none for a step of another kind.
 
     They are what the step leaves behind for the next one. What it returns besides, and what metrics
@@ -106,7 +106,7 @@ def _is_statistic(name: str) -> bool:
     return "batch_stats" in name
 
 
-def _repeatable(entry: Entry) -> bool:
+def _repeatable(entry: BoundProgram) -> bool:
     jaxpr = entry.program.traced.jaxpr
     if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
         return False
@@ -120,14 +120,14 @@ def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[Any]:
         yield from _equations(inner)
 
 
-def scales_by_number(call: Call, many: Entry, one: Entry) -> bool:
+def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
     """Whether a step has the number of replicas as a number of its own, and scales by it.
 
     One device then divides by the number of replicas, too: what differs tells nothing.
     """
     replicas = num_replicas(call.mesh)
     scales = (float(replicas), 1 / replicas)
-    held = [*roots(call.fn).values, *call.arguments.leaves]
+    held = [*captures(call.fn).values, *call.arguments.leaves]
     if not any(_is_one_of(value, scales) for value in held):
         return False
     used = [{float(v) for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)]
@@ -139,7 +139,7 @@ def _is_one_of(value: Any, scales: tuple[float, ...]) -> bool:
     return number and any(abs(float(value) - scale) < 1e-6 for scale in scales)
 
 
-def _literals(entry: Entry) -> Iterator[float]:
+def _literals(entry: BoundProgram) -> Iterator[float]:
     """Yields the floating scalars among a program's constants."""
     for eqn in _equations(entry.program.traced.jaxpr.jaxpr):
         for var in eqn.invars:
@@ -166,14 +166,16 @@ _UNPROVED = (
 )
 
 
-def check_copies(entry: Entry, outs: Sequence[jax.Array]) -> None:
+def check_copies(entry: BoundProgram, outs: Sequence[jax.Array]) -> None:
     """Raises where the devices' copies of mirrored state, or of a mirrored result, differ in any bit.
 
     Args:
         entry: the step.
         outs: all outputs of its program, state first.
     """
-    mirrored = zip(entry.output_names(), outs, entry.program.ordered_lies.mirrored, strict=True)
+    mirrored = zip(
+        entry.output_names(), outs, entry.program.ordered_shardings.mirrored, strict=True
+    )
     lines = out_of_sync([(name, array) for name, array, same in mirrored if same])
     if lines:
         at = list(dict.fromkeys(_declared(entry.program.traced.jaxpr.jaxpr)))
@@ -202,7 +204,7 @@ def components_on(binding: Binding, mesh: Mesh) -> Iterator[None]:
         write_raw(own, before)
 
 
-def as_read(entry: Entry, outs: Sequence[jax.Array]) -> list[Any]:
+def as_read(entry: BoundProgram, outs: Sequence[jax.Array]) -> list[Any]:
     """Gives the outputs of a step with ON_READ variables as they read; None where they do not."""
     sizes = entry.program.traced.written_sizes
     variables = [v for v, size in zip(entry.outputs, sizes, strict=True) for _ in range(size)]

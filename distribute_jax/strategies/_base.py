@@ -22,7 +22,7 @@ from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import checked_barrier, job
-from distribute_jax.program import Home, Runner, RunOptions
+from distribute_jax.program import ParameterDevice, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
     local_values,
@@ -70,7 +70,7 @@ class Strategy(InputMethods, OlderNames):
         mesh: Mesh,
         *,
         steps_in_flight: int | None,
-        home: Home | None = None,
+        parameter_device: ParameterDevice | None = None,
         shares: bool = False,
         axis_name: str = DATA,
     ) -> None:
@@ -79,14 +79,14 @@ class Strategy(InputMethods, OlderNames):
         Args:
             mesh: the devices; one replica for each index along ``"data"``.
             steps_in_flight: how many steps may be unfinished; None for 2 on CPU, no limit elsewhere.
-            home: where state lies between steps; None for mirrored over the mesh.
+            parameter_device: where state is stored between steps; None for mirrored over the mesh.
             shares: whether the replicas share the state of optimizers.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
-        self._mesh, self._home = mesh, home
+        self._mesh, self._parameter_device = mesh, parameter_device
         self._axis_name = checked_axis_name(axis_name, mesh, type(self).__name__)
-        self._runner = Runner(self, mesh, steps_in_flight, home, shares=shares)
+        self._runner = Runner(self, mesh, steps_in_flight, parameter_device, shares=shares)
 
     @property
     @final
@@ -139,7 +139,7 @@ class Strategy(InputMethods, OlderNames):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
         """
-        return Scope(self, self._mesh, self._home)
+        return Scope(self, self._mesh, self._parameter_device)
 
     @final
     def run(
@@ -236,7 +236,7 @@ class Strategy(InputMethods, OlderNames):
 
     def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""
-        return self._runner.not_rows(fn, args)
+        return self._runner.find_non_batched_results(fn, args)
 
     @final
     @frames_hidden
@@ -421,7 +421,7 @@ class Strategy(InputMethods, OlderNames):
         return jax.tree.map(function, tree, is_leaf=_is_value)
 
 
-_OF_DEVICES = frozenset({"_mesh", "_home", "_parameter_device", "_runner", "extended"})
+_OF_DEVICES = frozenset({"_mesh", "_parameter_device", "_storage", "_runner", "extended"})
 """Attributes that a copy of a strategy shares or makes anew: devices cannot be copied."""
 
 

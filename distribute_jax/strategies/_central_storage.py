@@ -9,7 +9,7 @@ import jax
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax.program import Home
+from distribute_jax.program import ParameterDevice
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import find_cpu, find_device, find_devices
 
@@ -64,20 +64,22 @@ class CentralStorageStrategy(Strategy):
         else:
             device = devices[0] if len(devices) == 1 else find_cpu() or devices[0]
         _check_memory(device, memory_kind)
-        home = Home(device, memory_kind)
+        self._storage = ParameterDevice(device, memory_kind)
         super().__init__(
-            replica_mesh(devices), steps_in_flight=steps_in_flight, home=home, axis_name=axis_name
+            replica_mesh(devices),
+            steps_in_flight=steps_in_flight,
+            parameter_device=self._storage,
+            axis_name=axis_name,
         )
-        self._parameter_device = device
 
     @property
     def parameter_device(self) -> jax.Device:
         """Where parameters and optimizer state lie between steps."""
-        return self._parameter_device
+        return self._storage.device
 
     def __repr__(self) -> str:
         """Names the kind, the compute devices and the parameter device."""
-        return f"{super().__repr__()[:-1]}, {self._parameter_device})"
+        return f"{super().__repr__()[:-1]}, {self.parameter_device})"
 
 
 def _check_memory(device: jax.Device, kind: str | None) -> None:

@@ -129,8 +129,8 @@ class StrategyExtended:
             return total  # in a compiled step every result lies on the mesh
         if isinstance(destinations, (str, jax.Device)):
             return jax.device_put(total, find_device(destinations))
-        home = self._strategy._home
-        to = home.results if home is not None else mirrored_sharding(self._strategy.mesh)
+        storage = self._strategy._parameter_device
+        to = storage.results if storage is not None else mirrored_sharding(self._strategy.mesh)
         mirrored = put(total, to)
         return jax.tree.map(lambda leaf: mark_mirrored(leaf, None), mirrored)
 

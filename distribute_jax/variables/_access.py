@@ -22,7 +22,7 @@ from distribute_jax import _context
 from distribute_jax._errors import ContextError, DonatedError, MixedStrategiesError
 from distribute_jax._jax_private import at_top_level
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import is_given_away, is_key
+from distribute_jax._messages import is_donated, is_key
 from distribute_jax._values import Mirrored, mark_mirrored, step_of
 from distribute_jax.variables._components import made_anew
 
@@ -124,16 +124,16 @@ def readable_raw(variable: nnx.Variable[Any]) -> Any:
     raw = variable.get_raw_value()
     if not at_top_level():
         return raw
-    if _context.steps_run_elsewhere() or id(variable) in _before_trace:
+    if _context.other_thread_runs_steps() or id(variable) in _before_trace:
         return _copied_when_there(variable)
-    if is_given_away(raw):
+    if is_donated(raw):
         raise _gone(variable, "left no new value, as it failed or is not finished")
     return raw
 
 
 def on_this_thread(array: jax.Array) -> jax.Array:
     """Gives an array that this thread can compute with: apart from the devices of another's steps."""
-    if not _context.steps_run_elsewhere() or not at_top_level():
+    if not _context.other_thread_runs_steps() or not at_top_level():
         return array
     if not array.is_fully_addressable:
         raise ContextError(
@@ -180,7 +180,7 @@ def _copied(leaf: Any) -> Any:
 
 def _is_missing(leaf: Any) -> bool:
     """Tells whether a step has the array: it took its memory, or is being traced with it."""
-    return isinstance(leaf, jax.core.Tracer) or is_given_away(leaf)
+    return isinstance(leaf, jax.core.Tracer) or is_donated(leaf)
 
 
 def _gone(variable: nnx.Variable[Any], why: str) -> DonatedError:

@@ -16,10 +16,10 @@ from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
     DATA,
     cores_per_replica,
+    local_copy_of_replicated,
     num_replicas,
     put,
     split_sharding,
-    whole_here,
 )
 from distribute_jax._values import Mirrored, PerReplica
 from distribute_jax.variables._rules import VariableAggregation
@@ -70,7 +70,7 @@ def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) ->
     """Makes one value of the components; one alone is the value."""
     if not isinstance(stacked, jax.core.Tracer) and not stacked.is_fully_addressable:
         # All processes read it together, and each has then a number of its own.
-        return combined(uncommitted(whole_here(stacked)), aggregation, name)
+        return combined(uncommitted(local_copy_of_replicated(stacked)), aggregation, name)
     if stacked.shape[0] == 1:
         return stacked[0]
     if aggregation is VariableAggregation.SUM:

@@ -15,7 +15,7 @@ from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._jax_private import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, outside_mesh, put
-from distribute_jax._messages import is_given_away
+from distribute_jax._messages import is_donated
 from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
 from distribute_jax.variables._access import (
@@ -420,7 +420,7 @@ def components_for(variable: Variable, value: Any) -> jax.Array:
     The present one is not read, so it may be gone.
     """
     held = variable.get_raw_value()
-    old = held if is_given_away(held) else _components.returned(held)
+    old = held if is_donated(held) else _components.returned(held)
     new = _components.divided(jnp.asarray(value, old.dtype), old.shape[0], variable.aggregation)
     with outside_mesh():
         placed: jax.Array = put(new, old.sharding)

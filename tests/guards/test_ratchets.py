@@ -93,10 +93,10 @@ def private_imports(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 45_200,
+    lines: 45_211,
     files: 205,
     pieces: 2,
-    private_words: 1_328,
+    private_words: 1_257,
     private_imports: 35,
 }
 
