@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from distribute_jax._errors import DistributeError
@@ -13,29 +12,17 @@ from distribute_jax.launch import say
 __all__ = ["main"]
 
 
-_COMMANDS = (_launch, _doctor, _demo)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Makes the parser of all commands."""
-    top = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
-    commands = top.add_subparsers(required=True, metavar="{launch,doctor,demo}")
-    for command in _COMMANDS:
-        command.add_to(commands)
-    return top
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command and returns the exit code.
 
     Args:
-        arguments: what stands behind the name of the command; that of this process if None.
-
-    Returns:
-        The exit code.
+        arguments: what follows the name of the command; that of this process if None.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    options, unknown = parser().parse_known_args(given)
+    parser = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
+    commands = parser.add_subparsers(required=True, metavar="{launch,doctor,demo}")
+    for command in (_launch, _doctor, _demo):
+        command.add_to(commands)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of all commands
         options.command.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:

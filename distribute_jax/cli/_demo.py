@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains, and shows how the losses differ from those of one device."""
+    """Trains, and prints how the losses differ from those of one device."""
     if LaunchedClusterResolver.is_present():
         strategy: Strategy = MultiWorkerMirroredStrategy()
         losses = _trained(strategy)
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _trained(strategy: Strategy) -> np.ndarray:
-    """Gives the loss of each step."""
+    """Returns the loss of each step."""
     with strategy.scope():
         layers = nnx.Linear(20, 64, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(64, 3, rngs=nnx.Rngs(1))
         model = nnx.Sequential(*layers)
@@ -74,7 +74,7 @@ def _trained(strategy: Strategy) -> np.ndarray:
 
 
 def _batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Makes examples of three classes; the last batch is not full."""
+    """Returns examples of three classes; the last batch is partial."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, 20)).astype(np.float32)
     y = (x @ rng.normal(size=(20, 3))).argmax(axis=1)

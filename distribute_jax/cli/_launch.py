@@ -1,4 +1,4 @@
-"""``distribute-jax launch``: a program in many processes, on one machine or on several."""
+"""``distribute-jax launch``: a program in many processes on one machine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,10 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.cluster_resolver._base import with_port
-from distribute_jax.launch import (
-    CACHE,
-    Inbox,
-    Launch,
-    Link,
-    Machines,
-    OneMachine,
-    cache_folder,
-    supervise,
-)
-
-LOOPBACK = "127.0.0.1"
+from distribute_jax.launch import CACHE, Launch, cache_folder, supervise
 
 
 def add_to(commands: Any) -> None:
@@ -38,7 +26,7 @@ def add_to(commands: Any) -> None:
     )
     command.set_defaults(run=run, command=command)
     add = command.add_argument
-    add("--processes", type=_at_least(1), default=1, metavar="N", help="on this machine (1)")
+    add("--processes", type=_at_least(1), default=1, metavar="N", help="how many (1)")
     add(
         "--devices-per-process",
         type=_at_least(1),
@@ -50,7 +38,7 @@ def add_to(commands: Any) -> None:
         type=_at_least(0),
         default=3,
         metavar="R",
-        help="give up after so many restarts in a row without a step beyond all earlier ones (3)",
+        help="give up after this many restarts in a row without a step beyond all earlier ones (3)",
     )
     add(
         "--max-pause",
@@ -66,111 +54,60 @@ def add_to(commands: Any) -> None:
         metavar="SECONDS",
         help="for the processes to save and end after SIGTERM or SIGINT (10)",
     )
-    add("--nodes", type=_at_least(1), default=1, metavar="K", help="machines in all (1)")
-    add("--node-rank", type=_at_least(0), default=0, metavar="I", help="which one this is, from 0")
-    add("--coordinator", metavar="HOST:PORT", help="where the supervisor of node 0 listens")
-    add(
-        "--start-timeout",
-        type=_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="for the other machines to come (300)",
-    )
+    add("--nodes", "--node-rank", "--coordinator", action=_Machines, help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="the program is a module")
     add("program", help="a Python script, or a module with -m")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Launches the program and gives the exit code of the job."""
-    inbox = Inbox()
-    host = _checked_place(options)
+    """Launches the program and returns the exit code of the job."""
     _check_program(options.program, is_module=options.module)
     program = ["-m", options.program] if options.module else [options.program]
-    first = options.node_rank * options.processes
     launch = Launch(
         command=[sys.executable, *program, *options.arguments],
-        here=range(first, first + options.processes),
-        processes=options.nodes * options.processes,
+        processes=options.processes,
         devices=options.devices_per_process,
-        host=host,
         max_restarts=options.max_restarts,
         longest_pause=options.max_pause,
         grace=options.grace,
         environment={**os.environ, CACHE: cache_folder(os.environ)},
     )
-    return supervise(launch, _machines(options, host, inbox), inbox)
+    return supervise(launch)
 
 
 def _check_program(program: str, *, is_module: bool) -> None:
-    """Refuses at once what no process could run."""
     path = Path(program)
+    missing = ""
     if is_module:
         first = program.partition(".")[0]  # to look further would import it
-        found = first and (PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first))
-        what = "" if found else f"no module {program!r} here or among what is installed"
-    elif path.is_dir():
-        what = "" if (path / "__main__.py").exists() else f"no __main__.py in {program!r}"
-    else:
-        what = "" if path.exists() else f"no file {program!r} in {Path.cwd()}"
-    if what:
+        if not first or not (PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first)):
+            missing = f"no module {program!r} here or among what is installed"
+    elif path.is_dir() and not (path / "__main__.py").exists():
+        missing = f"no __main__.py in {program!r}"
+    elif not path.exists():
+        missing = f"no file {program!r} in {Path.cwd()}"
+    if missing:
         raise ArgumentError(
-            f"launch: there is {what}. Give the path of a Python script, or the name of a module behind -m; "
-            "options of the launcher come before it."
+            f"launch: there is {missing}. Give the path of a Python script, or the name of a module behind "
+            "-m; options of the launcher come before it."
         )
 
 
-def _checked_place(options: argparse.Namespace) -> str:
-    """Gives the host that process 0 listens on."""
-    if options.nodes == 1:
-        if options.coordinator is not None:
-            raise ArgumentError(
-                f"--coordinator {options.coordinator}: with one machine there is nobody to meet. Give "
-                "--nodes and --node-rank too, or leave it out."
-            )
-        return LOOPBACK
-    if options.node_rank >= options.nodes:
-        raise ArgumentError(
-            f"--node-rank {options.node_rank}: with --nodes {options.nodes} it is a number from 0 to "
-            f"{options.nodes - 1}."
-        )
-    if options.coordinator is None:
-        raise ArgumentError(
-            f"--nodes {options.nodes}: say where the machines meet, on all of them the same, by "
-            "--coordinator with the address of node 0 and a port that is free there, such as "
-            "--coordinator 10.0.0.1:7777."
-        )
-    return with_port(options.coordinator, "--coordinator").rpartition(":")[0].strip("[]")
+class _Machines(argparse.Action):
+    """Refuses an option that describes several machines."""
 
-
-def _machines(options: argparse.Namespace, host: str, inbox: Inbox) -> Machines:
-    if options.nodes == 1:
-        return OneMachine()
-    layout = {
-        "--nodes": options.nodes,
-        "--processes": options.processes,
-        "--devices-per-process": options.devices_per_process,
-        "--max-restarts": options.max_restarts,
-        "--max-pause": options.max_pause,
-        "program": [options.program, *options.arguments],
-    }
-    return Link(
-        (host, int(options.coordinator.rpartition(":")[2])),
-        options.node_rank,
-        options.nodes,
-        layout=layout,
-        inbox=inbox,
-        seconds=options.start_timeout,
-    )
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parser.error(_ONE_MACHINE.format(option=self.option_strings[0]))
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    def parsed(text: str) -> int:
+    def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
         return int(text)
 
-    return parsed
+    return parse
 
 
 def _seconds(text: str) -> float:
@@ -179,20 +116,24 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
 
 
+_ONE_MACHINE = (
+    "{option}: launch starts the processes of one machine. On several machines, have mpirun, torchrun, "
+    "Slurm, Kubernetes or the TPU pod start a process on each: dj.MultiWorkerMirroredStrategy() finds the "
+    "others (docs/launch.md, docs/cluster_resolvers.md)."
+)
+
 _DESCRIPTION = """\
-Starts a program in N processes and watches over them. Where one ends with an error or by a signal, the others
-are ended, one line says which it was, and all are started again, as long as that brings the training further:
-a step beyond all earlier ones, as dj.report_step(step) says, counted over the whole training.
+Starts a program in N processes on this machine and supervises them. When one ends with an error or by a
+signal, the others are stopped, one line says which it was, and all are restarted, as long as that brings
+progress: a step beyond all earlier ones, as dj.report_step(step) says, counted over the whole training.
 
 In each process dj.cluster_resolver.detect() finds the job, so that dj.MultiWorkerMirroredStrategy() does.
-What a process prints has its number in front. SIGTERM and SIGINT are passed on; after the grace the
+What a process prints has its number in front. SIGTERM and SIGINT are passed on; after the grace period the
 processes are killed.
 
-On several machines, start it on each, with the same program and another --node-rank:
-  distribute-jax launch --processes 1 --nodes 2 --node-rank 0 --coordinator 10.0.0.1:7777 train.py
-Where others can reach the port, set DISTRIBUTE_JAX_SECRET to the same text on all machines.
+On several machines use mpirun, torchrun, Slurm, Kubernetes or a TPU pod: the strategy finds those as well.
 """

@@ -164,7 +164,7 @@ def _free_address(host: str) -> str:
     except OSError as error:
         raise ClusterError(
             f"{_NAME}: process 0 cannot listen on {host!r} ({HOST}): {error}. It must be an address of "
-            "this machine: pass distribute-jax launch --coordinator with the address of node 0."
+            "this machine."
         ) from error
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

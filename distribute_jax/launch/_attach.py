@@ -1,6 +1,6 @@
-"""Ties a process to its supervisor, and then becomes the program: run as a file, before it.
+"""Ties a process to its supervisor, and then becomes the program: run as a file, in front of it.
 
-Where the supervisor is gone, however it went, the kernel ends the process, even one that is stopped or hangs
+When the supervisor is gone, however it ended, the kernel ends the process, even one that is stopped or hangs
 in C code. Only Linux offers this; elsewhere a supervisor that is killed leaves its processes behind.
 """
 
@@ -13,15 +13,9 @@ import sys
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h; it lasts through exec
 
-
-def attach(supervisor: int) -> None:
-    """Asks for the end of this process together with its supervisor's."""
+if __name__ == "__main__":
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:  # it was gone before the kernel was asked
+    if os.getppid() != int(sys.argv[1]):  # the supervisor was gone before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    attach(int(sys.argv[1]))
     os.execv(sys.argv[2], sys.argv[2:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -16,7 +15,7 @@ from distribute_jax._jax_private import backend_is_started, coordination_client
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.cluster_resolver._launched import JOB
 from distribute_jax.processes._divergence import Store
-from distribute_jax.processes._job import ClusterOptions, Job, Member, job, set_job
+from distribute_jax.processes._job import ClusterOptions, Job, Member, job, set_job, xla_flags
 from distribute_jax.processes._liveness import whereabouts
 from distribute_jax.processes._preemption import end_told
 from distribute_jax.processes._rendezvous import Presence, answer_roll, bound, call_roll
@@ -26,7 +25,6 @@ from distribute_jax.processes._watchdog import End, Watchdog
 
 _LOG = logging.getLogger("distribute_jax")
 _SAME_VERSIONS = ("jax", "jaxlib", "flax")
-_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_timeout_seconds",
     "--xla_gpu_nccl_termination_timeout_seconds",
@@ -83,11 +81,10 @@ def _meet(
 
 def _facts(count: int) -> dict[str, str]:
     """Gives what has to be the same on all processes and is known before JAX starts."""
-    flags = _COUNT_FLAG.sub("", os.environ.get("XLA_FLAGS", "")).split()
     return {
         "number of processes": str(count),
         **{f"version of {name}": version(name) for name in _SAME_VERSIONS},
-        "XLA_FLAGS": " ".join(sorted(flags)),
+        "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),
     }
 
 

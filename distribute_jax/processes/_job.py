@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -226,6 +227,14 @@ class ClusterOptions:
                     f"ClusterOptions({option.name}={value!r}): {option.name} must be a positive number of "
                     f"{'whole ' if whole else ''}seconds, such as {option.default}."
                 )
+
+
+_DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+
+def xla_flags(environment: Mapping[str, str]) -> list[str]:
+    """Returns the flags of XLA, but that of how many CPU devices are simulated."""
+    return _DEVICE_COUNT.sub("", environment.get("XLA_FLAGS", "")).split()
 
 
 _LOG = logging.getLogger("distribute_jax")

@@ -32,6 +32,7 @@ from distribute_jax._messages import is_key
 from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import Job, is_chief, job
+from distribute_jax.processes._job import xla_flags
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
@@ -40,7 +41,6 @@ from distribute_jax.program._program import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _MOST_BYTES = 1 << 20
-_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
 def check_same_program(step: str, program: Program, arguments: Arguments, mesh: Mesh) -> str:
@@ -78,7 +78,7 @@ def check_same_program(step: str, program: Program, arguments: Arguments, mesh: 
 
 
 def _facts(step: str, text: str, arguments: Arguments) -> dict[str, str]:
-    flags = _COUNT_FLAG.sub("", os.environ.get("XLA_FLAGS", "")).split()
+    flags = xla_flags(os.environ)
     return {
         "step": step,
         "shapes of the data": ", ".join(map(_shape, arguments.data)),

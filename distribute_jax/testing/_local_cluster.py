@@ -7,6 +7,7 @@ import os
 import queue
 import signal as signals
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from distribute_jax._errors import ArgumentError, ProcessFailedError
-from distribute_jax.launch._process import Child, Group, Program, Sink
-from distribute_jax.launch._supervisor import Job, private_folder
+from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
+from distribute_jax.launch._supervisor import PREFIX, LocalJob
 from distribute_jax.processes._status import read_status
 from distribute_jax.testing import _cluster_child
 from distribute_jax.testing._cluster_child import name_of
@@ -120,43 +121,37 @@ class LocalCluster:
             "arguments": args,
             "faults": [dataclasses.asdict(fault) for fault in faults],
         }
-        with private_folder() as meeting:
-            _cluster_child.write(
-                meeting / _cluster_child.CALL, call, f"LocalCluster.run({fn.__name__})"
-            )
-            results = self._results(meeting)
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            path = Path(folder) / _cluster_child.CALL
+            _cluster_child.write(path, call, f"LocalCluster.run({fn.__name__})")
+            results = self._results(Path(folder))
         failed = [result for result in results if result.failed]
         if check and failed:
             raise ProcessFailedError(_failure(fn.__name__, failed, results, self._timeout))
         return results
 
-    def _results(self, meeting: Path) -> list[ProcessResult]:
-        job = Job(
-            processes=self._processes,
-            here=range(self._processes),
-            devices=self._devices,
-            meeting=meeting,
-        )
+    def _results(self, folder: Path) -> list[ProcessResult]:
+        job = LocalJob(processes=self._processes, devices=self._devices, folder=folder)
         name = _cluster_child.__name__
         # Not with -m: importing the package imports the module before it would be run.
         command = [sys.executable, "-c", f"from {name} import main; main()"]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         base = {**os.environ, "PYTHONPATH": path}
-        programs = [
-            _changed(job.program(i, 0, command, {**base, **own}), own)
+        specs = [
+            _changed(job.process(i, 0, command, {**base, **own}), own)
             for i, own in enumerate(self._environments)
         ]
-        outputs = [(bytearray(), bytearray()) for _ in programs]
-        ended: queue.SimpleQueue[Child] = queue.SimpleQueue()
-        with Group(programs, lambda program: _kept(outputs[program.index]), ended.put) as group:
+        outputs = [(bytearray(), bytearray()) for _ in specs]
+        ended: queue.SimpleQueue[ChildProcess] = queue.SimpleQueue()
+        with ProcessGroup(specs, lambda spec: _kept(outputs[spec.index]), ended.put) as group:
             left = self._await(group, ended)
             _end(group)
         return [
-            _result(child, output, child.program.index in left)
+            _result(child, output, child.spec.index in left)
             for child, output in zip(group.children, outputs, strict=True)
         ]
 
-    def _await(self, group: Group, ended: queue.SimpleQueue[Child]) -> set[int]:
+    def _await(self, group: ProcessGroup, ended: queue.SimpleQueue[ChildProcess]) -> set[int]:
         """Waits for the processes; gives those that did not end by themselves."""
         limit = time.monotonic() + self._timeout
         while group.running:
@@ -166,34 +161,36 @@ class LocalCluster:
                 break
             if child.code != 0 and self._grace is not None:
                 limit = min(limit, time.monotonic() + self._grace)
-        return {child.program.index for child in group.running}
+        return {child.spec.index for child in group.running}
 
 
-def _changed(program: Program, own: Mapping[str, str]) -> Program:
+def _changed(spec: ProcessSpec, own: Mapping[str, str]) -> ProcessSpec:
     """Puts what was asked for over what a job sets, but for the flags, which the job has added to."""
     changes = {name: value for name, value in own.items() if name != "XLA_FLAGS"}
-    return dataclasses.replace(program, environment={**program.environment, **changes})
+    return dataclasses.replace(spec, environment={**spec.environment, **changes})
 
 
-def _end(group: Group) -> None:
+def _end(group: ProcessGroup) -> None:
     """Has those that still run print their stacks, and ends them."""
     group.send(_cluster_child.STACKS)
     group.wait(_PRINTING)
-    group.end(grace=0)
+    group.stop(grace=0)
 
 
 def _kept(output: tuple[bytearray, bytearray]) -> tuple[Sink, Sink]:
     return output[0].extend, output[1].extend
 
 
-def _result(child: Child, output: tuple[bytearray, bytearray], was_left: bool) -> ProcessResult:
-    program = child.program
-    file = _cluster_child.result_file(program.status.parent, program.index)
-    status = read_status(program.status)
+def _result(
+    child: ChildProcess, output: tuple[bytearray, bytearray], was_left: bool
+) -> ProcessResult:
+    spec = child.spec
+    file = _cluster_child.result_file(spec.status.parent, spec.index)
+    status = read_status(spec.status)
     exit_code, signal = ending(-9 if child.code is None else child.code)
     stdout, stderr = (text.decode(errors="replace") for text in output)
     return ProcessResult(
-        process=program.index,
+        process=spec.index,
         value=_cluster_child.read(file) if file.exists() else None,
         stdout=stdout,
         stderr=stderr,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from distribute_jax.cli import _doctor, main
-from distribute_jax.cli._doctor import Finding, coordinator, own_name
-from distribute_jax.launch import Inbox, Link, _hub
+from distribute_jax.cli._doctor import Finding, coordinator, host_name
 
 
 @pytest.fixture
@@ -20,14 +18,14 @@ def port():
         return probe.getsockname()[1]
 
 
-def told(findings):
-    return {finding.subject: (finding.found, finding.fix) for finding in findings}
+def by_subject(findings):
+    return {finding.subject: (finding.state, finding.fix) for finding in findings}
 
 
 def test_a_machine_on_which_all_is_well_has_nothing_to_fix(monkeypatch, capsys, port):
     """Versions, devices, cluster, names, the port: a line each, and the exit code is 0."""
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert main(["doctor", "--coordinator", f"127.0.0.1:{port}", "--node-rank", "0"]) == 0
+    assert main(["doctor", "--coordinator", f"127.0.0.1:{port}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("ok  ") for line in lines)
     text = "\n".join(lines)
@@ -50,70 +48,41 @@ def test_a_cluster_that_is_described_wrongly_is_to_be_fixed(monkeypatch, capsys)
 def test_devices_that_do_not_start_are_told_with_the_reason(monkeypatch):
     """Or that nothing was heard of them, instead of a wait without end."""
     monkeypatch.setattr(_doctor, "_PROBE", "raise RuntimeError('no chips')")
-    found, fix = told(_doctor.devices())["devices"]
-    assert "RuntimeError: no chips" in found
+    state, fix = by_subject(_doctor.devices())["devices"]
+    assert "RuntimeError: no chips" in state
     assert fix
     monkeypatch.setattr(_doctor, "_PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(_doctor, "_START", 0.2)
-    found, fix = told(_doctor.devices())["devices"]
-    assert "does not start within 0.2 s" in found
+    state, fix = by_subject(_doctor.devices())["devices"]
+    assert "does not start within 0.2 s" in state
     assert "JAX_PLATFORMS=cpu" in fix
 
 
 def test_a_port_in_use_and_one_that_nobody_listens_at_are_to_be_fixed(port):
     """Where the coordinator is to listen, and where it is to be reached."""
-    found, fix = told(coordinator("127.0.0.1", port, 1))["port"]
-    assert "cannot be reached" in found
-    assert "start node 0" in fix
+    state, fix = by_subject(coordinator("127.0.0.1", port, 1))["port"]
+    assert "cannot be reached" in state
+    assert "start process 0" in fix
     with socket.create_server(("127.0.0.1", port)):
-        found, fix = told(coordinator("127.0.0.1", port, 0))["port"]
-        assert f"127.0.0.1:{port} is in use" in found
+        state, fix = by_subject(coordinator("127.0.0.1", port, 0))["port"]
+        assert f"127.0.0.1:{port} is in use" in state
         assert "choose another port" in fix
-        findings = told(coordinator("127.0.0.1", port, 1))
+        findings = by_subject(coordinator("127.0.0.1", port, 1))
         assert findings["port"] == (f"127.0.0.1:{port} can be reached", "")
-        assert "no `distribute-jax launch`" in findings["coordinator"][0]
-    assert "not this machine" in told(coordinator("192.0.2.1", port, 0))["port"][0]
+    assert "not this machine" in by_subject(coordinator("192.0.2.1", port, 0))["port"][0]
     assert (
-        "does not resolve" in told(coordinator("no.such.host.invalid", port, 1))["coordinator"][0]
+        "does not resolve"
+        in by_subject(coordinator("no.such.host.invalid", port, 1))["coordinator"][0]
     )
-
-
-def test_clocks_and_flags_are_compared_with_those_of_node_0(port, monkeypatch):
-    """Where its supervisor answers."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=2")
-    monkeypatch.setattr(_hub, "time", Clock(ahead=0))
-    link = Link(("127.0.0.1", port), 0, 1, layout={}, inbox=Inbox(), seconds=5)
-    findings = told(coordinator("127.0.0.1", port, 1))
-    assert findings["clock"][1] == findings["XLA_FLAGS"][1] == ""
-    monkeypatch.setattr(_hub, "time", Clock(ahead=5))
-    monkeypatch.setattr(_hub, "own_flags", lambda: ["--xla_a=2"])
-    findings = told(coordinator("127.0.0.1", port, 1))
-    assert findings["clock"] == ("node 0's clock is 5.0 s ahead", "set both by NTP")
-    found, fix = findings["XLA_FLAGS"]
-    assert found == "only on node 0: --xla_a=2; only here: --xla_a=1"
-    assert fix
-    link.close()
-
-
-class Clock:
-    """The clock of another machine."""
-
-    def __init__(self, ahead):
-        self._ahead = ahead
-
-    monotonic, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
-
-    def time(self):
-        return time.time() + self._ahead
 
 
 def test_a_name_that_means_loopback_keeps_other_machines_away(monkeypatch):
     """Collectives between CPUs tell it to them; on one machine it is as it should be."""
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert own_name(meets_others=False) == Finding("host name", "localhost is 127.0.0.1")
-    assert "/etc/hosts" in own_name(meets_others=True).fix
+    assert host_name(several_machines=False) == Finding("host name", "localhost is 127.0.0.1")
+    assert "/etc/hosts" in host_name(several_machines=True).fix
     monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
-    assert "does not resolve" in own_name(meets_others=False).found
+    assert "does not resolve" in host_name(several_machines=False).state
 
 
 @pytest.mark.exhaustive

@@ -10,23 +10,33 @@ REFUSED = {
     "a module": (["-m", "nope_nowhere.mod"], "no module 'nope_nowhere.mod'"),
     "a folder": (["{folder}"], "no __main__.py in"),
     "a file": (["nope.py"], "no file 'nope.py'"),
-    "nobody to meet": (
-        ["--coordinator=a:1", "-m", "this"],
-        "there is nobody to meet. Give --nodes",
-    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_program_that_nobody_can_run_is_refused_before_a_process_starts(case, tmp_path, capfd):
-    """The exit code is 1, and the line says what is wrong."""
+def test_a_program_that_cannot_run_is_refused_before_a_process_starts(case, tmp_path, capfd):
+    """The exit code is 1, and one line says what is wrong."""
     arguments, text = REFUSED[case]
     assert main(["launch", *(a.format(folder=tmp_path) for a in arguments)]) == 1
-    assert text in capfd.readouterr().err
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("distribute-jax: ")
+    assert text in line
 
 
-def test_a_wrong_option_shows_the_usage_of_its_command(capsys):
-    """Not that of all commands, which has none of its options."""
+WRONG_OPTIONS = {
+    "--nope": "unrecognized arguments: --nope",
+    "--processes=0": "'0' is not an integer >= 1",
+    "--grace=-1": "'-1' is not a number of seconds",
+    "--nodes=2": "--nodes: launch starts the processes of one machine",
+    "--coordinator=10.0.0.1:7777": "have mpirun, torchrun, Slurm, Kubernetes or the TPU pod start",
+}
+
+
+@pytest.mark.parametrize("option", WRONG_OPTIONS)
+def test_a_wrong_option_shows_the_usage_of_its_command(option, capsys):
+    """And those for several machines name what starts a job there."""
     with pytest.raises(SystemExit):
-        main(["launch", "--nope", "train.py"])
-    assert "usage: distribute-jax launch" in capsys.readouterr().err
+        main(["launch", option, "train.py"])
+    error = capsys.readouterr().err
+    assert "usage: distribute-jax launch" in error
+    assert WRONG_OPTIONS[option] in error

@@ -113,7 +113,7 @@ def test_a_job_that_was_told_to_end_goes_on_at_the_step_it_had_come_to(
         job.send_signal(signal.SIGTERM)
         lines = finished(job)
     assert job.returncode == 42, "\n".join(lines)
-    assert lines[-1].endswith("told to end by SIGTERM: all processes have saved and ended")
+    assert lines[-1].endswith("stopped by SIGTERM: all processes have saved and ended")
     with launched(tmp_path) as job:
         lines = finished(job)
     (done,) = re.findall(r"\] (\d+) steps were done before", "\n".join(lines))

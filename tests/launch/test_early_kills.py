@@ -83,7 +83,7 @@ def test_killed_in_a_restore_the_weights_are_the_same(
     first, second = said
     assert "SIGKILL at step 9" in first
     assert "restoring" in second
-    assert "(restart 2, 1 of 3 without progress)" in second
+    assert "(restart 2; 1 of 3 allowed without progress)" in second
 
 
 @pytest.mark.exhaustive
@@ -100,7 +100,7 @@ def test_kills_before_progress_count_as_none(undisturbed: list[str], tmp_path: P
     ]
     weights, said = launched(tmp_path / "job", *kills)
     assert weights == undisturbed
-    spent = [int(re.search(r", (\d) of 3 without", line)[1]) for line in said]
+    spent = [int(re.search(r"; (\d) of 3 allowed", line)[1]) for line in said]
     # A restart that is killed as it compiles or restores brings nothing; one that gets further does.
     assert spent == [0, 1, 0, 1, 2, 0, 1]
     assert all("compiling train_step" in said[i] for i in (0, 1, 4))
