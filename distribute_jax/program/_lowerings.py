@@ -60,19 +60,24 @@ def compile_shard_map(
     )
     lowered = jitted.lower(*avals)
     compiled: Callable[..., list[jax.Array]] = with_packed_numbers(
-        lowered.compile(_compiler_options(mesh)), avals
+        lowered.compile(_compiler_options(call)), avals
     )
     return compiled
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, bool | str] | None:
-    """Leaves out a pass that ends the process, on CPU, in a bfloat16 sum beside automatic axes.
+def _compiler_options(call: Call) -> dict[str, bool | str] | None:
+    """Leaves out, on CPU, what pays for many calls only, and a pass that ends the process.
 
-    It would add up in float32 (seen on JAX 0.10.2 and 0.12). Without it the CPU adds bfloat16 itself.
+    It does in a bfloat16 sum beside automatic axes, which it would add up in float32 (seen on JAX 0.10.2
+    and 0.12). Without it the CPU adds bfloat16 itself.
     """
-    if mesh.size == num_replicas(mesh) or mesh.devices.flat[0].platform != "cpu":
-        return None
-    return {"xla_disable_hlo_passes": "all-reduce-promotion"}
+    mesh, options = call.mesh, dict[str, bool | str]()
+    if mesh.devices.flat[0].platform == "cpu":
+        if mesh.size > num_replicas(mesh):
+            options["xla_disable_hlo_passes"] = "all-reduce-promotion"
+        if call.runs_once:
+            options["xla_backend_optimization_level"] = "0"
+    return options or None
 
 
 def compile_vmap(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
+    copied,
     equal_to_rounding,
     exactly_equal,
     is_rounding,
@@ -170,11 +171,6 @@ def _check_mirrored_rows(call: Call, entry: BoundProgram) -> None:
     _refuse(call, entry, found, "another batch size, where the result has another shape")
 
 
-def copied(flat: Sequence[Any]) -> list[Any]:
-    """Copies the arrays among flat inputs, so that donating them loses nothing."""
-    return [jnp.copy(x) if isinstance(x, jax.Array) else x for x in flat]
-
-
 def _check_other_padding(call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any]) -> None:
     """Runs the program with other padding rows: no number may change by more than rounding."""
     batch = [v for v in call.arguments.data if _is_padded(v)]
@@ -189,20 +185,15 @@ def _check_other_padding(call: Call, entry: BoundProgram, flat: list[Any], outs:
 def _differing(
     call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any], others: list[Any]
 ) -> list[Finding]:
-    """Names what differs by more than rounding, and more than from run to run."""
-    before = [on_host(x) for x in flat[: entry.state_size]]
-    found = list(_apart(call, entry, before, outs, others))
-    return _without_noise(call, entry, flat, outs, found)
-
-
-def _without_noise(
-    call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any], found: list[Finding]
-) -> list[Finding]:
-    """Leaves out what differs from run to run anyway: that is no leak."""
+    """Names what differs by more than rounding, and more than from run to run: that is no leak."""
+    before = dict(enumerate(map(on_host, flat[: entry.state_size])))
+    found = _apart(
+        call, entry, outs, others, lambda k, a, b: equal_to_rounding(b, a, before.get(k, 0.0))
+    )
     if not found:
         return found
-    repeated = _unequal(call, entry, outs, entry.execute(copied(flat)))
-    noisy = {name for name, _ in repeated}
+    again = entry.execute(copied(flat))
+    noisy = dict(_apart(call, entry, outs, again, lambda _, a, b: exactly_equal(a, b)))
     return [finding for finding in found if finding[0] not in noisy]
 
 
@@ -280,37 +271,27 @@ def _doubled_batch(value: PerReplica) -> PerReplica:
 
 @functools.lru_cache(maxsize=16)
 def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    replicas = num_replicas(mesh)
-
     def double(array: jax.Array) -> jax.Array:
-        parts = array.reshape(replicas, array.shape[0] // replicas, *array.shape[1:])
-        longer = jnp.concatenate([parts, parts], axis=1)
-        return longer.reshape(2 * array.shape[0], *array.shape[1:])
+        parts = array.reshape(num_replicas(mesh), -1, *array.shape[1:])
+        return jnp.concatenate([parts, parts], axis=1).reshape(-1, *array.shape[1:])
 
     return jax.jit(double, out_shardings=split_sharding(mesh))
 
 
-def _unequal(
-    call: Call, entry: BoundProgram, one: Sequence[Any], other: Sequence[Any]
-) -> Iterator[Finding]:
-    """Names the outputs of which a real number differs."""
-    for index, name in enumerate(entry.output_names()):
-        left, right = (_real(call, entry, index, outs[index]) for outs in (one, other))
-        if left is not None and not exactly_equal(left, right):
-            yield name, f"{name} differs by up to {largest(left - right):.3g}"
-
-
 def _apart(
-    call: Call, entry: BoundProgram, before: Sequence[Any], one: Sequence[Any], other: Sequence[Any]
-) -> Iterator[Finding]:
-    """Names the outputs that differ by more than rounding."""
+    call: Call,
+    entry: BoundProgram,
+    one: Sequence[Any],
+    other: Sequence[Any],
+    equal: Callable[[int, Any, Any], bool],
+) -> list[Finding]:
+    """Names the outputs of which the real numbers are not equal."""
+    found = []
     for index, name in enumerate(entry.output_names()):
         left, right = (_real(call, entry, index, outs[index]) for outs in (one, other))
-        if left is None or left.shape != right.shape:
-            continue
-        old = before[index] if index < min(entry.state_size, len(before)) else 0.0
-        if not equal_to_rounding(right, left, old):
-            yield name, f"{name} differs by up to {largest(left - right):.3g}"
+        if left is not None and left.shape == right.shape and not equal(index, left, right):
+            found.append((name, f"{name} differs by up to {largest(left - right):.3g}"))
+    return found
 
 
 def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:

@@ -87,6 +87,8 @@ class Call:
     arguments: Arguments
     strategy: Any
     mesh: Mesh
+    runs_once: bool = False
+    """Whether it is compiled to be compared with, so that compiling takes longer than running."""
 
     def share_of(self, value: Any) -> Any:
         """Gives the abstract value of a data leaf as one replica sees it."""

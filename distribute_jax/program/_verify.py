@@ -21,6 +21,7 @@ from distribute_jax._mesh import (
 )
 from distribute_jax._messages import listed
 from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
@@ -29,6 +30,7 @@ from distribute_jax.program._compare import (
     Verdict,
     coarsest,
     compared,
+    copied,
     difference,
     exactly_equal,
     finite,
@@ -40,7 +42,7 @@ from distribute_jax.program._compare import (
     spacing_of,
 )
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._padding_check import copied, run_checked_for_leaks
+from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._program import build
 from distribute_jax.program._result_rows import per_example_results
@@ -51,6 +53,7 @@ from distribute_jax.program._verify_outputs import (
     check_copies,
     compared_outputs,
     components_on,
+    derived,
     scales_by_number,
 )
 
@@ -114,7 +117,7 @@ def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunO
     flat = entry.flat_inputs(values, call.arguments)
     if options.verify == "auto":
         return not options.check_sync or _verify_unasked(call, entry, values, flat)
-    comparison = _Comparison(call, entry, values, flat, range(len(entry.output_names())))
+    comparison = _Comparison(call, entry, values, flat)
     check_copies(entry, comparison.outs)
     lines, small = comparison.differences()
     if lines:
@@ -180,12 +183,14 @@ class _Comparison:
         entry: BoundProgram,
         values: Sequence[Any],
         flat: list[Any],
-        chosen: Sequence[int],
+        chosen: Sequence[int] | None = None,
     ) -> None:
-        """Runs the step both ways; ``chosen`` are the outputs to compare."""
+        """Runs the step both ways; ``chosen`` are the outputs to compare: all, and strictly, by default."""
         entry.check_readable(flat)
-        self.call, self.entry, self.chosen = call, entry, chosen
+        self.call, self.entry, self._every = call, entry, chosen is None
+        self.chosen = chosen = range(len(entry.output_names())) if chosen is None else chosen
         self._old = _old_inputs(call, entry, len(flat))
+        self._spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
         self.outs = entry.execute(copied(flat))
         # A scope's mesh has all replicas, and JAX refuses another beside it.
         with outside_mesh(), components_on(entry.binding, first_replica(call.mesh)):
@@ -204,11 +209,9 @@ class _Comparison:
     def has_changed(self) -> bool:
         """Whether the step changed any floating number that is compared."""
         _, _, before, many, _ = self._native
-        pairs = [(_old_on_host(before[k], many[k]), on_host(many[k])) for k in self.chosen]
-        return any(
-            np.issubdtype(new.dtype, np.inexact) and not exactly_equal(old, new)
-            for old, new in pairs
-        )
+        floating = [k for k in self.chosen if spacing_of(many[k])]
+        pairs = ((_old_on_host(before[k], many[k]), on_host(many[k])) for k in floating)
+        return not all(exactly_equal(old, new) for old, new in pairs)
 
     def differences(self) -> tuple[list[str], list[str]]:
         """Returns a line for each output that differs, and for each that changed too little to tell.
@@ -216,18 +219,22 @@ class _Comparison:
         What the step's own precision does not show to be equal is compared in float64. A difference
         that is no larger than what the last digits of the inputs make is none.
         """
-        spacing = coarsest(self.entry.program.traced.jaxpr.jaxpr)
-        found = self._judged(self._native, self.chosen)
+        found = self._underived(self._judged(self._native, self.chosen))
         if found:
             # A few entries of a large array, as of a gradient near 0, may be rounding: that costs no program.
-            near = [self._nudged(self._native, sign * spacing) for sign in (1, -1)]
+            near = [self._nudged(self._native, times) for times in _NUDGES[:2]]
             found = self._judged(self._native, list(found), near=near)
+            noise = [k for k, (verdict, _) in found.items() if verdict is Verdict.NOISE]
+            if not self._every and 2 * len(noise) < len(self.chosen):
+                # Its own precision has no more to tell of them, and the others show what the step does.
+                found = {k: seen for k, seen in found.items() if k not in noise}
+            found = self._underived(found)
         if not found:
             return [], []
         try:
             with jax.enable_x64(True):
                 exact = self._in_float64()
-                left = self._apart(exact, list(found), _EXACT, 8 * spacing)
+                left = self._apart(exact, list(found), _EXACT, 8 * self._spacing)
                 far = self._judged(exact, list(left), OTHER_ORDER, only=Verdict.UNEQUAL)
             # What is far apart in float64 alone says that some operation has another meaning there.
             seen = self._judged(self._native, list(far), OTHER_ORDER)
@@ -238,6 +245,14 @@ class _Comparison:
             left = self._apart(self._native, list(found), OTHER_ORDER, OTHER_ORDER)
             small = [text for k, (_, text) in found.items() if k not in left]
         return [text for _, text in left.values()], small
+
+    def _underived(self, found: _Found) -> _Found:
+        """Leaves out what both ways compute by the same equations from outputs that are equal."""
+        program, plan = self.entry.program, self.entry.program.plan
+        mirrored = [*(rule is Combine.MIRRORED for rule in plan.combine), *plan.mirrored]
+        equal = [k for k in self.chosen if k not in found and mirrored[k]]
+        follow = derived(self.call, program.traced, self.single.program.traced, equal)
+        return {k: seen for k, seen in found.items() if k not in follow or not mirrored[k]}
 
     def _in_float64(self) -> _Outcomes:
         run, flat = in_float64(self.call, self.entry, self._native.flat)
@@ -256,25 +271,20 @@ class _Comparison:
     ) -> _Found:
         """Returns the outputs that differ by more than rounding.
 
-        Args:
-            outcomes: at the precision at which to judge.
-            indices: the outputs in question.
-            relative: how much of its change an entry may differ by.
-            nudged: the same, where the last digits of the inputs decide besides.
+        An entry may differ by ``relative`` of its change, by ``nudged`` where nudging the inputs decides.
         """
-        spacing = coarsest(self.entry.program.traced.jaxpr.jaxpr)
         left = self._judged(outcomes, indices, relative, only=Verdict.UNEQUAL)
         near: list[list[Any]] = []
         for times in _NUDGES:
             if not left:
                 break
-            near.append(self._nudged(outcomes, times * spacing))
+            near.append(self._nudged(outcomes, times))
             left = self._judged(outcomes, list(left), nudged, near, only=Verdict.UNEQUAL)
         return left
 
-    def _nudged(self, outcomes: _Outcomes, change: float) -> list[Any]:
-        outs = nudged_outcome(outcomes.run, outcomes.flat, change, self._old)
-        return as_read(self.entry, outs)
+    def _nudged(self, outcomes: _Outcomes, times: int) -> list[Any]:
+        run, flat, *_ = outcomes
+        return as_read(self.entry, nudged_outcome(run, flat, times * self._spacing, self._old))
 
     def _judged(
         self,
@@ -288,9 +298,7 @@ class _Comparison:
         names = self.entry.output_names()
         found: _Found = {}
         for k in indices:
-            if (
-                outcomes.many[k] is None
-            ):  # an ON_READ variable without aggregation has no value to compare
+            if outcomes.many[k] is None:  # ON_READ without aggregation has no value to compare
                 continue
             left = on_host(outcomes.many[k])
             noise = noise_of(left, (on_host(outs[k]) for outs in near))
@@ -319,8 +327,10 @@ class _Comparison:
             text = f"shape {left.shape} on the replicas, {right.shape} on one device"
             return Verdict.UNEQUAL, text
         old = _old_on_host(outcomes.before[k], outcomes.one[k])
-        verdict = compared(left, right, old, eps=eps, relative=relative, noise=noise)
-        if verdict is Verdict.TOO_SMALL:
+        verdict = compared(
+            left, right, old, eps=eps, relative=relative, noise=noise, every=self._every
+        )
+        if verdict in (Verdict.TOO_SMALL, Verdict.NOISE):
             return verdict, _changes(left, right, old)
         return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
 
@@ -352,7 +362,8 @@ def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]
     mesh = first_replica(call.mesh)
     whole = [_whole(value, mesh) for value in call.arguments.data]
     arguments = Arguments.with_data(call.arguments, whole)
-    single = replace(call, arguments=arguments, mesh=mesh, strategy=_OneReplica(call.strategy))
+    strategy = _OneReplica(call.strategy)
+    single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
     shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in whole)
     programs = entry.program.on_one_device
     if shapes not in programs:

@@ -6,6 +6,7 @@ The equations are those of the trace, also where the user's code pins a dtype, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,8 +44,9 @@ def in_float64(call: Call, entry: BoundProgram, flat: Sequence[Any]) -> tuple[Ru
     ordered_shardings = shardings.in_order(program.order)
     where = ordered_shardings.in_shardings(call.mesh)
     inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
+    compute = Reordered(step, program.order, avals)
     compiled = compile_shard_map(
-        call, Reordered(step, program.order, avals), ordered_shardings, list(map(_aval, inputs)), ()
+        replace(call, runs_once=True), compute, ordered_shardings, list(map(_aval, inputs)), ()
     )
     return lambda flat: compiled(*flat), inputs
 

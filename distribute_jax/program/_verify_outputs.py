@@ -1,4 +1,4 @@
-"""What ``verify`` compares: which steps and outputs, copies on the devices, ON_READ variables."""
+"""What ``verify`` compares: which steps and outputs, what follows from those, copies, ON_READ variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import OutOfSyncError
 from distribute_jax._jax_private import read_raw, write_raw
-from distribute_jax._mesh import is_local, num_replicas
+from distribute_jax._mesh import DATA, is_local, num_replicas
 from distribute_jax._messages import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._check_in_sync import out_of_sync
@@ -25,7 +25,7 @@ from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._replication_rules import line
-from distribute_jax.program._trace import Call
+from distribute_jax.program._trace import Call, Traced
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
 _MOST_BYTES = 256 * 2**20
@@ -146,6 +146,51 @@ def _literals(entry: BoundProgram) -> Iterator[float]:
             aval: Any = var.aval
             if isinstance(var, jex_core.Literal) and not aval.shape and aval.dtype.kind == "f":
                 yield float(var.val)
+
+
+def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list[int]:
+    """Returns the outputs that follow from equal ones by the same equations in both traces.
+
+    Then those are the comparison. Adam divides a gradient by its size, and so makes whole steps of what is
+    nothing but rounding; but what it divides is state that the step leaves as well. ``equal`` are mirrored
+    outputs that are equal to rounding.
+    """
+    if (many.sizes, many.written) != (one.sizes, one.written):
+        return []
+    starts, data = many.input_starts, sum(many.sizes[:2])
+    # A variable of components, and a batch, are not on each replica what they are on one device.
+    variables = [k for k, v in enumerate(call.binding.variables) if not keeps_own_values(v)]
+    same = [k for i in variables for k in range(starts[i], starts[i + 1])]
+    same += range(starts[-1], data)
+    same += [data + k for k, v in enumerate(call.arguments.data) if not isinstance(v, PerReplica)]
+    numbers: dict[Any, int] = {}
+    outputs = [_numbered(traced, same, equal, numbers) for traced in (many, one)]
+    pairs = enumerate(zip(*outputs, strict=True))
+    return [k for k, (left, right) in pairs if left is not None and left == right]
+
+
+def _numbered(
+    traced: Traced, same: list[int], equal: Sequence[int], numbers: dict[Any, int]
+) -> list[Any]:
+    """Returns for each output the number of what computes it; None where it takes in something else."""
+    jaxpr, literal = traced.jaxpr.jaxpr, jex_core.Literal
+    known: dict[Any, Any] = {jaxpr.invars[k]: ("input", k) for k in same}
+    told = {v: ("output", k) for k in equal if not isinstance(v := jaxpr.outvars[k], literal)}
+
+    def meaning(var: Any) -> Any:
+        if isinstance(var, literal):
+            return str(var.aval), np.asarray(var.val).tobytes()
+        return known.get(var)
+
+    for eqn in jaxpr.eqns:
+        operands = tuple(map(meaning, eqn.invars))
+        closed = any(getattr(value, "consts", ()) for value in eqn.params.values())
+        text = DATA if None in operands or eqn.effects or closed else str(eqn.params)
+        if DATA not in text:  # What the replicas do together names their axis.
+            number = numbers.setdefault((eqn.primitive, text, operands), len(numbers))
+            known |= {var: (number, at) for at, var in enumerate(eqn.outvars)}
+        known |= {var: told[var] for var in eqn.outvars if var in told}
+    return list(map(meaning, jaxpr.outvars))
 
 
 _DIFFER = """\

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from distribute_jax.program import _verify as checked
 from distribute_jax.program._options import default_run_options
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -318,6 +319,85 @@ def test_what_python_counts_while_it_is_traced_once_more_compiles_nothing_again(
         s4.run(step, args=batch)
     assert watched.calls == 2
     assert s4._runner.programs() == 1
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names the steps that are repeated in float64."""
+    called: list[str] = []
+
+    def note(call: Any, entry: Any, flat: Any) -> Any:
+        called.append(entry.step)
+        return repeat(call, entry, flat)
+
+    repeat = checked.in_float64
+    monkeypatch.setattr(checked, "in_float64", note)
+    return called
+
+
+class Shifted(nnx.Linear):
+    """What all logits are shifted by changes no loss, so that its gradient is nothing but rounding."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__(8, 3, dtype=dtype, rngs=nnx.Rngs(0))
+        self.shift = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The logits."""
+        return super().__call__(x) + self.shift[...]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_adam_makes_of_rounding_needs_no_float64(
+    s4: dj.MirroredStrategy, in_float64: list[str], dtype: Any
+):
+    """Its weights follow from its state by equations that are those of one device; a factor is told."""
+    with s4.scope():
+        model = Shifted(dtype)
+        optimizer = dj.Optimizer(model, optax.adam(1e-2))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
+        optimizer.update(model, gradients)
+
+    s4.run(step, args=batch)
+    assert not in_float64
+    with pytest.raises(dj.NotEqualError, match="kernel"):
+        s4.run(mean_step(model, optimizer), args=batch)
+
+
+@pytest.mark.parametrize("factor", ["asked for", "counted"])
+def test_a_factor_between_state_and_weights_is_found(s4: dj.MirroredStrategy, factor: str):
+    """The state is that of one device; the weights are not, though computed of it alone."""
+    with s4.scope():
+        weights, moments = nnx.Param(jnp.zeros(8)), nnx.Variable(jnp.zeros(8))
+    (batch,) = s4.distribute_dataset([X])
+
+    def step(x: jax.Array) -> None:
+        moments[...] = 0.1 * context().all_reduce("mean", x.mean(0))
+        number: Any = context().num_replicas_in_sync
+        if factor == "counted":
+            number = context().all_reduce("sum", jnp.ones(()))
+        weights[...] -= number * moments[...] / (jnp.abs(moments[...]) + 1e-8)
+
+    with pytest.raises(dj.NotEqualError, match=r"weights: .*4\.000 = number of replicas"):
+        s4.run(step, args=(batch,))
+
+
+def test_what_large_weights_hide_is_looked_at_in_float64(
+    s4: dj.MirroredStrategy, in_float64: list[str]
+):
+    with s4.scope():
+        weights = nnx.Param(jnp.full(8, 1e4))
+    (batch,) = s4.distribute_dataset([X])
+
+    def step(x: jax.Array) -> None:
+        weights[...] -= 1e-4 * context().all_reduce("sum", x.mean(0) + 1)
+
+    with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
+        s4.run(step, args=(batch,))
+    assert in_float64
 
 
 @pytest.mark.parametrize("value", ["off", "auto", "first", "always"])
