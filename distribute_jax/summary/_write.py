@@ -1,20 +1,165 @@
-"""Writes one value into the current event file: a scalar, an image as PNG, a histogram or a text."""
+"""Writes scalars, histograms, images and texts into event files, in the form of ``tf.summary``.
+
+Source: https://github.com/tensorflow/tensorboard/tree/master/tensorboard/plugins
+"""
 
 from __future__ import annotations
 
-import struct
-import zlib
+import io
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
 from typing import Any
 
 import jax
 import numpy as np
 
-from distribute_jax._errors import ArgumentError, PerReplicaTypeError, TracedValueError
+from distribute_jax._errors import (
+    ArgumentError,
+    ContextError,
+    MissingPackageError,
+    PerReplicaTypeError,
+    TracedValueError,
+)
 from distribute_jax._messages import leaf_text
 from distribute_jax._values import DistributedValues
-from distribute_jax.summary._writer import current, number_tensor, string_tensor, summary_value
+from distribute_jax.processes import is_chief
 
-Float64 = np.ndarray[Any, np.dtype[np.float64]]
+Array = np.ndarray[Any, Any]
+
+_FILE_NUMBERS = count()
+_current: ContextVar[tuple[SummaryWriter, int | None] | None] = ContextVar("writer", default=None)
+
+
+class SummaryWriter:
+    """Writes summaries into one event file, which TensorBoard reads.
+
+    In a job of several processes only the first one writes; the calls do nothing in the others.
+    ``create_file_writer`` makes one.
+
+    Args:
+        logdir: the folder of the file; it is made if it is missing.
+        filename_suffix: the end of the file's name.
+
+    Raises:
+        MissingPackageError: tensorboardX is not installed.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/summary/SummaryWriter
+    """
+
+    def __init__(self, logdir: str | os.PathLike[str], filename_suffix: str = ".v2") -> None:
+        self._closed = False
+        self._events = _open(os.fspath(logdir), filename_suffix) if is_chief() else None
+        # As in TensorFlow, nobody has to close a writer.
+        self._close_file = self._events and weakref.finalize(self, self._events.close)
+
+    @contextmanager
+    def as_default(self, step: int | None = None) -> Iterator[SummaryWriter]:
+        """Makes this the writer of ``dj.summary.scalar`` and so on in the block; flushes at its end.
+
+        Args:
+            step: the step of calls that name none.
+        """
+        token = _current.set((self, step))
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+            self.flush()
+
+    def set_as_default(self, step: int | None = None) -> None:
+        """Makes this the current writer from here on; see ``as_default``."""
+        _current.set((self, step))
+
+    def flush(self) -> None:
+        """Writes what is buffered to the disk."""
+        if self._events is not None and not self._closed:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Closes the file; later calls with this writer are errors."""
+        if self._close_file is not None:
+            self._close_file()  # at the first call only
+        self._closed = True
+
+    def _write(
+        self, step: int, tag: str, plugin: str, array: Array, description: str | None
+    ) -> bool:
+        if self._closed:
+            raise ContextError(
+                "This summary writer is closed. Make another one: dj.summary.create_file_writer(logdir)."
+            )
+        if self._events is None:
+            return False
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboardX.proto.tensor_pb2 import TensorProto
+        from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in array.shape])
+        if array.dtype == object:
+            tensor = TensorProto(dtype="DT_STRING", string_val=array.ravel().tolist())
+        else:
+            dtype = "DT_FLOAT" if array.dtype == np.float32 else "DT_DOUBLE"
+            tensor = TensorProto(dtype=dtype, tensor_content=array.tobytes())
+        tensor.tensor_shape.CopyFrom(shape)
+        metadata = SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name=plugin),
+            summary_description=description,
+        )
+        value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))
+        self._events.write_event(event)
+        return True
+
+
+def _open(logdir: str, suffix: str) -> Any:
+    # tensorboardX's FileWriter hands events to another thread, whose queue its flush does not empty.
+    try:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.record_writer import directory_check
+    except ImportError as error:
+        raise MissingPackageError(
+            "Event files for TensorBoard are written with tensorboardX, which is not installed: "
+            "pip install 'distribute-jax[tensorboard]'."
+        ) from error
+    directory_check(logdir)
+    # The number keeps two writers apart that are made in the same second.
+    return EventsWriter(f"{logdir}/events", f".{os.getpid()}.{next(_FILE_NUMBERS)}{suffix}")
+
+
+def create_file_writer(
+    logdir: str | os.PathLike[str], *, filename_suffix: str = ".v2"
+) -> SummaryWriter:
+    """Makes a writer of an event file in a folder.
+
+    Args:
+        logdir: the folder; it is made if it is missing.
+        filename_suffix: the end of the file's name.
+
+    Example:
+        >>> import distribute_jax as dj, tempfile
+        >>> writer = dj.summary.create_file_writer(tempfile.mkdtemp())
+        >>> with writer.as_default():
+        ...     dj.summary.scalar("loss", 0.5, step=1)
+        True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/summary/create_file_writer
+    """
+    return SummaryWriter(logdir, filename_suffix)
+
+
+def flush(writer: SummaryWriter | None = None) -> None:
+    """Flushes a writer, or the current one."""
+    current = _current.get()
+    if writer is None and current is not None:
+        writer = current[0]
+    if writer is not None:
+        writer.flush()
 
 
 def scalar(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
@@ -40,17 +185,17 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/scalar
     """
-    found = current("scalar", step)
-    if found is None:
+    current = _current_writer("scalar", step)
+    if current is None:
         return False
-    array = _read("scalar", name, data)
+    array = _numbers("scalar", name, data)
     if array.ndim:
         raise ArgumentError(
             f"dj.summary.scalar({name!r}) got {leaf_text(array)}. A scalar is one number: take its mean, "
             "or call dj.summary.histogram."
         )
-    tensor = number_tensor(array.astype(np.float32))
-    return found[0]._write(summary_value(name, "scalars", tensor, description), found[1])
+    writer, step = current
+    return writer._write(step, name, "scalars", array.astype(np.float32), description)
 
 
 def histogram(
@@ -77,19 +222,19 @@ def histogram(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/histogram
     """
-    found = current("histogram", step)
-    if found is None:
+    current = _current_writer("histogram", step)
+    if current is None:
         return False
     if not isinstance(buckets, int) or buckets < 1:
-        raise ArgumentError(f"dj.summary.histogram(buckets={buckets!r}): it is at least 1.")
-    array = _read("histogram", name, data).astype(np.float64).ravel()
+        raise ArgumentError(f"buckets must be an int >= 1; got {buckets!r}.")
+    array = _numbers("histogram", name, data).astype(np.float64).ravel()
     if not np.isfinite(array).all():
         raise ArgumentError(
             f"dj.summary.histogram({name!r}): {int((~np.isfinite(array)).sum())} of {array.size} numbers "
             "are NaN or infinite, which belong into no bucket. Leave them out, as in data[isfinite(data)]."
         )
-    tensor = number_tensor(_counted(array, buckets))
-    return found[0]._write(summary_value(name, "histograms", tensor, description), found[1])
+    writer, step = current
+    return writer._write(step, name, "histograms", _count(array, buckets), description)
 
 
 def image(
@@ -117,29 +262,24 @@ def image(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/image
     """
-    found = current("image", step)
-    if found is None:
+    current = _current_writer("image", step)
+    if current is None:
         return False
-    array = _read("image", name, data)
-    floating = np.issubdtype(array.dtype, np.floating)
-    if (
-        array.ndim != 4
-        or array.shape[3] not in (1, 2, 3, 4)
-        or not (floating or array.dtype == np.uint8)
-    ):
+    array = _numbers("image", name, data)
+    is_float = np.issubdtype(array.dtype, np.floating)
+    if array.ndim != 4 or not 1 <= array.shape[3] <= 4 or not (is_float or array.dtype == np.uint8):
         raise ArgumentError(
             f"dj.summary.image({name!r}) got {leaf_text(array)}. Images are uint8, or floats from 0 to 1, of "
             "shape (images, height, width, channels) with 1 to 4 channels; for one image pass image[None]."
         )
-    shown = array[:max_outputs]
-    if floating:
-        shown = (np.clip(np.nan_to_num(shown.astype(np.float64)), 0, 1) * 255 + 0.5).astype(
-            np.uint8
-        )
-    sizes = [str(array.shape[2]).encode(), str(array.shape[1]).encode()]
-    parts = [*sizes, *(png(pixels) for pixels in shown)]
-    tensor = string_tensor(parts, [len(parts)])
-    return found[0]._write(summary_value(name, "images", tensor, description), found[1])
+    images = array[:max_outputs]
+    if is_float:
+        images = np.clip(np.nan_to_num(images.astype(np.float64)), 0, 1) * 255 + 0.5
+    _, height, width, _ = array.shape
+    files = [_png(pixels) for pixels in images.astype(np.uint8)]
+    strings = np.array([str(width).encode(), str(height).encode(), *files], object)
+    writer, step = current
+    return writer._write(step, name, "images", strings, description)
 
 
 def text(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
@@ -159,70 +299,72 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/text
     """
-    found = current("text", step)
-    if found is None:
+    current = _current_writer("text", step)
+    if current is None:
         return False
     array = np.asarray(data)
     if array.dtype.kind not in "US":
         raise ArgumentError(f"dj.summary.text({name!r}) got {leaf_text(data)}. Pass str(…) of it.")
-    parts = [part if isinstance(part, bytes) else part.encode() for part in array.ravel().tolist()]
-    tensor = string_tensor(parts, array.shape)
-    return found[0]._write(summary_value(name, "text", tensor, description), found[1])
+    writer, step = current
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8")
+    return writer._write(step, name, "text", array.astype(object), description)
 
 
-def _counted(array: Float64, buckets: int) -> Float64:
-    """Gives a row (left edge, right edge, count) for each bucket."""
-    if array.size == 0:
-        return np.zeros((buckets, 3))
-    low, high = array.min(), array.max()
-    if low == high:  # all numbers are one: TensorBoard shows buckets of no width
-        counts = np.zeros(buckets)
-        counts[-1] = array.size
-        edges = np.full(buckets + 1, low)
-    else:
-        counts, edges = (part.astype(np.float64) for part in np.histogram(array, buckets))
-    return np.stack([edges[:-1], edges[1:], counts], axis=1)
+def _current_writer(function: str, step: object) -> tuple[SummaryWriter, int] | None:
+    """Returns the current writer and the step; None where there is no writer."""
+    current = _current.get()
+    if current is None:
+        return None
+    writer, default = current
+    step = default if step is None else step
+    try:
+        number = int(step)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        number = None
+    if number is None or number != step:
+        raise ArgumentError(
+            f"dj.summary.{function} got step={step!r}. Pass a whole number, step=…, or give all calls of "
+            "a block one: writer.as_default(step=…)."
+        )
+    return writer, number
 
 
-def _read(called: str, name: str, data: Any) -> np.ndarray[Any, Any]:
+def _numbers(function: str, name: str, data: Any) -> Array:
     if isinstance(data, jax.core.Tracer):
         raise TracedValueError(
-            f"dj.summary.{called}({name!r}) was called inside a step, where numbers are not known yet. "
-            "Return the value from the step, and write what strategy.run gives."
+            f"dj.summary.{function}({name!r}) was called inside a step, where numbers are not known yet. "
+            "Return the value from the step, and write the result of strategy.run."
         )
     if isinstance(data, DistributedValues):
         raise PerReplicaTypeError(
-            f"dj.summary.{called}({name!r}) got a value that each replica has its own of. Use "
+            f"dj.summary.{function}({name!r}) got a value that differs between replicas. Use "
             "strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) first."
         )
     array = np.asarray(data)
     if array.dtype.kind not in "biuf" and str(array.dtype) != "bfloat16":
         raise ArgumentError(
-            f"dj.summary.{called}({name!r}) got {leaf_text(data)}. Pass real numbers."
+            f"dj.summary.{function}({name!r}) got {leaf_text(data)}. Pass real numbers."
         )
     return array
 
 
-_COLOUR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
-"""By the number of channels: grey, grey with alpha, RGB, RGB with alpha."""
+def _count(array: Array, buckets: int) -> Array:
+    """Returns a row (left edge, right edge, count) for each bucket."""
+    if array.size == 0:
+        return np.zeros((buckets, 3))
+    low, high = array.min(), array.max()
+    if low == high:  # NumPy would widen the range; TensorBoard shows buckets of no width
+        counts, edges = np.zeros(buckets), np.full(buckets + 1, low)
+        counts[-1] = array.size
+    else:
+        counts, edges = np.histogram(array, buckets)
+    return np.stack([edges[:-1], edges[1:], counts], axis=1)
 
 
-def png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    """Gives the PNG file of one image.
+def _png(pixels: Array) -> bytes:
+    from PIL import Image
 
-    Args:
-        pixels: uint8, of shape (height, width, channels); 1 to 4 channels.
-
-    Source: https://www.w3.org/TR/png/
-    """
-    height, width, channels = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
-    rows = pixels.reshape(height, width * channels)
-    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)
-    data = zlib.compress(unfiltered.tobytes())
-    chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    file = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "png")
+    return file.getvalue()

@@ -16,7 +16,9 @@ import distribute_jax as dj
 ROOT = Path(__file__).parents[2]
 OPTIONAL = (
     *(
+        "PIL",
         "datasets",
+        "google.auth",
         "grain",
         "hypothesis",
         "kubernetes",
@@ -24,8 +26,10 @@ OPTIONAL = (
         "orbax",
         "pandas",
         "pytest",
+        "requests",
         "rich",
         "sklearn",
+        "tensorboardX",
     ),
     *("tensorflow", "torch", "tqdm"),
 )

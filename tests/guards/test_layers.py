@@ -31,16 +31,21 @@ LAYERS = (
 
 OPTIONAL = frozenset(
     {
+        "PIL",
         "fsspec",
+        "google",
         "grain",
+        "kubernetes",
         "matplotlib",
         "orbax",
         "pandas",
+        "requests",
         "rich",
         "sklearn",
+        "tensorboardX",
         "tensorflow",
         "torch",
-        "kubernetes",
+        "urllib3",
     }
 )
 """Third-party packages that may be missing, or take a second to import, as Grain does, so that only the

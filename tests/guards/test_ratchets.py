@@ -93,10 +93,10 @@ def private_imports(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 45_211,
-    files: 205,
+    lines: 45_092,
+    files: 204,
     pieces: 2,
-    private_words: 1_257,
+    private_words: 1_240,
     private_imports: 35,
 }
 

@@ -1,9 +1,9 @@
-"""What own loops write for TensorBoard, read back by a reader of the tests' own."""
+"""What loops write for TensorBoard, read back."""
 
 from __future__ import annotations
 
-import struct
-import zlib
+import io
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,29 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from event_reader import masked, read, scalars
+from event_reader import read, scalars
+from PIL import Image
 
 import distribute_jax as dj
-from distribute_jax.summary._writer import crc32c, masked_crc
 
 summary = dj.summary
 
 
 def written(folder: Path, function: Any, *args: Any, step: int = 3, **options: Any) -> Any:
-    """Writes one value, and gives the entry that is then in the file."""
+    """Writes one value and returns the entry that is in the file."""
     writer = summary.create_file_writer(folder)
     with writer.as_default(step):
         assert function("tag", *args, **options)
     (entry,) = read(folder)
     assert (entry.tag, entry.step) == ("tag", step)
     return entry
-
-
-def test_sums_are_those_of_castagnoli():
-    """The check value of the CRC catalogue, one of RFC 3720, and the tests' own reader."""
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(bytes(32)) == 0x8A9136AA
-    assert masked_crc(b"some bytes") == masked(b"some bytes")
 
 
 @pytest.mark.parametrize(
@@ -49,9 +42,9 @@ def test_a_number_is_written_as_a_scalar(tmp_path: Path, number: Any):
     assert entry.data == float(number)
 
 
-@pytest.mark.parametrize("step", [0, 1, 127, 128, 2**40, -1, np.int64(5)])
-def test_steps_of_every_length_are_read_back(tmp_path: Path, step: Any):
-    """They are numbers of varying length in the file."""
+@pytest.mark.parametrize("step", [0, 2**40, -1, np.int64(5)])
+def test_steps_are_read_back(tmp_path: Path, step: Any):
+    """Large and negative ones, and NumPy's integers."""
     assert written(tmp_path, summary.scalar, 1.0, step=step).step == step
 
 
@@ -94,21 +87,9 @@ def test_float_images_go_from_0_to_1(tmp_path: Path):
 
 
 def decoded(file: bytes) -> np.ndarray:
-    """Gives the pixels of a PNG file without filters, and checks its sums."""
-    assert file[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, at = {}, 8
-    while at < len(file):
-        (length,), kind = struct.unpack_from(">I", file, at), file[at + 4 : at + 8]
-        chunks[kind] = file[at + 8 : at + 8 + length]
-        (crc,) = struct.unpack_from(">I", file, at + 8 + length)
-        assert crc == zlib.crc32(kind + chunks[kind])
-        at += 12 + length
-    width, height, depth, colour, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert (depth, rest) == (8, [0, 0, 0])
-    channels = {0: 1, 4: 2, 2: 3, 6: 4}[colour]
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
-    assert not rows[:, 0].any()  # no filter
-    return rows[:, 1:].reshape(height, width, channels)
+    """Returns the pixels of a PNG file, of shape (height, width, channels)."""
+    pixels = np.asarray(Image.open(io.BytesIO(file)))
+    return pixels.reshape(*pixels.shape[:2], -1)
 
 
 def test_texts_keep_their_letters_and_their_shape(tmp_path: Path):
@@ -127,7 +108,7 @@ def test_without_a_current_writer_nothing_happens():
 
 
 def test_writers_nest_and_are_flushed_at_the_end_of_the_block(tmp_path: Path):
-    """The inner one is current in its block only; each has a file of its own, also in one folder."""
+    """The inner one is current in its block only; each has its file, also in one folder."""
     outer, inner = (summary.create_file_writer(tmp_path / name) for name in ("outer", "inner"))
     with outer.as_default(step=1):
         summary.scalar("a", 1.0)
@@ -138,6 +119,13 @@ def test_writers_nest_and_are_flushed_at_the_end_of_the_block(tmp_path: Path):
     assert scalars(tmp_path / "outer") == {"a": [(1, 1.0)], "c": [(7, 3.0)]}
     summary.create_file_writer(tmp_path / "outer").close()
     assert len(list((tmp_path / "outer").iterdir())) == 2
+
+
+def test_without_tensorboardx_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    """What to install stands in the message."""
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
+    with pytest.raises(dj.MissingPackageError, match=r"distribute-jax\[tensorboard\]"):
+        summary.create_file_writer("logs")
 
 
 def test_only_the_first_process_makes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -185,7 +173,7 @@ def test_a_step_is_needed_and_is_a_whole_number(tmp_path: Path):
 
 
 def test_values_that_are_not_known_or_not_one_are_refused(tmp_path: Path, s2: Any):
-    """Inside a step nothing is known yet; a per-replica value is two."""
+    """Inside a step nothing is known yet; a per-replica value is several numbers."""
     losses = s2.run(lambda x: x.sum(), args=(next(iter(s2.distribute_dataset([np.arange(4.0)]))),))
     with summary.create_file_writer(tmp_path).as_default(step=0):
         with pytest.raises(TypeError, match=r"strategy\.reduce"):
