@@ -101,7 +101,7 @@ def _shape(value: Any) -> str:
 
 
 def _digest(data: Sequence[Any]) -> str:
-    """Gives a digest of the values that go whole to each replica, which have to be equal."""
+    """Returns a digest of the values that go whole to each replica, which have to be equal."""
     total = hashlib.sha256()
     for value in data:
         if isinstance(value, PerReplica) or is_key(value):
@@ -121,7 +121,7 @@ def _differences(key: str, values: Sequence[str]) -> list[str]:
 
 
 def _first_difference(found: Job, text: str) -> list[str]:
-    """Gives the first line of the program that is not the same on all processes."""
+    """Returns the first line of the program that is not the same on all processes."""
     short = text if len(text) < _MOST_BYTES else text[:_MOST_BYTES]
     lines = [one.split("\n") for one in found.exchange("the text of a step", short)]
     for number in range(max(map(len, lines))):
@@ -162,7 +162,7 @@ class KnownArrays:
             self._enough = max(1024, 2 * len(self._arrays))
 
     def __contains__(self, array: Any) -> bool:
-        """Tells whether a step has left it."""
+        """Returns whether a step has left it."""
         ref = self._arrays.get(id(array))
         return ref is not None and ref() is array
 
@@ -211,7 +211,7 @@ class Calls:
         found.course.note(f"{self._what}{times}{shown}", f"{self._fingerprint}{rest}".encode())
 
     def _written(self, flat: Sequence[Any]) -> list[str]:
-        """Gives the state that no step has left: the user has written it."""
+        """Returns the state that no step has left: the user has written it."""
         new = [i for i in self._compared if flat[i] not in _made and _is_whole(flat[i])]
         small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _SMALL]
         if len(small) < len(new):
@@ -234,7 +234,7 @@ def note_call(
         steps: how many steps the call runs.
 
     Raises:
-        ProcessesDifferError: the processes have parted before.
+        ProcessesDifferError: the processes diverged before.
     """
     found = job()
     if found is not None and entry.calls is not None and not is_local(mesh):
@@ -248,12 +248,12 @@ def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> Non
 
 
 def _is_whole(value: Any) -> bool:
-    """Tells whether every process has the whole of a value, and not a part of it."""
+    """Returns whether every process has the whole of a value, and not a part of it."""
     return not isinstance(value, jax.Array) or value.is_fully_replicated
 
 
 def _text(value: Any) -> str:
-    """Gives a number as it is, and a digest of anything longer."""
+    """Returns a number as it is, and a digest of anything longer."""
     if isinstance(value, jax.Array):
         value = value.addressable_data(0)
         value = jax.random.key_data(value) if is_key(value) else value
@@ -266,7 +266,7 @@ def _text(value: Any) -> str:
 
 
 def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
-    """Gives mirrored variables the values that process 0 has where they differ, with one warning.
+    """Returns mirrored variables the values that process 0 has where they differ, with one warning.
 
     Two processes that seed differently build arrays that JAX takes for equal. Components that the
     replicas keep for themselves may differ, and what is divided among the replicas was compared before it

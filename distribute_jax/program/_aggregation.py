@@ -59,7 +59,7 @@ _BY_NAME = {
 def register_aggregation(
     variable_type: type[nnx.Variable[Any]], aggregation: VariableAggregation
 ) -> None:
-    """Says how the replicas' values of a type of variable become one at the end of a step.
+    """Registers how the replicas' values of a type of variable become one at the end of a step.
 
     It holds for the type and its subclasses, up to a subclass that is registered itself. The table
     starts with ``nnx.Variable`` (parameters, optimizer state, random state): NONE;
@@ -105,7 +105,7 @@ def register_aggregation(
 
 
 def rule_for(variable: nnx.Variable[Any]) -> Combine:
-    """Gives the rule for a variable: its own, or that of its nearest base class in the table."""
+    """Returns the rule for a variable: its own, or that of its nearest base class in the table."""
     if keeps_own_values(variable):
         return Combine.OWN
     if isinstance(variable, Variable):
@@ -114,12 +114,12 @@ def rule_for(variable: nnx.Variable[Any]) -> Combine:
 
 
 def keeps_own_values(variable: nnx.Variable[Any]) -> bool:
-    """Tells whether the raw value of a variable holds one component for each replica, stacked."""
+    """Returns whether the raw value of a variable holds one component for each replica, stacked."""
     return isinstance(variable, Variable) and variable.is_on_read
 
 
 def dtype_refused(rule: Combine, dtype: Any) -> str:
-    """Says why replicas' values of a dtype cannot be combined by a rule; empty if they can."""
+    """Returns why replicas' values of a dtype cannot be combined by a rule; empty if they can."""
     if rule is Combine.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         return (
             f"the replicas' values are averaged, and the mean of {dtype} is not {dtype}. Keep it in a "

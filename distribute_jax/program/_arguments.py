@@ -77,7 +77,7 @@ class Arguments:
 
     @staticmethod
     def with_data(old: Arguments, data: list[Any]) -> Arguments:
-        """Gives the same arguments with other data; the batch is taken from the data."""
+        """Returns the same arguments with other data; the batch is taken from the data."""
         joined = [v for v in data if isinstance(v, PerReplica) and v.layout is Layout.JOINED]
         counts = joined[0].counts if joined else None
         return replace(old, data=data, counts=counts)
@@ -189,7 +189,7 @@ def _array_signature(array: Any) -> Any:
 
 
 def _scalar_signature(array: Any) -> Any:
-    """Gives a number that a step returned the signature of the number it was.
+    """Returns a number that a step returned the signature of the number it was.
 
     The ``step`` of a new ``TrainState`` is 0, and an array from then on: that is no other program.
     """

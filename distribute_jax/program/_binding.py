@@ -85,7 +85,7 @@ class Binding:
             self._below[i] = None
 
     def holds(self, values: list[Any]) -> bool:
-        """Tells by identity whether these roots, and all below, are what was bound."""
+        """Returns by identity whether these roots, and all below, are what was bound."""
         if len(values) != self._count:
             return False
         pick = self._pick
@@ -106,7 +106,7 @@ class Binding:
         return all(map(operator.is_, below, self._below))
 
     def _array_types(self, values: list[Any]) -> list[Any]:
-        """Says of each captured array what it is: the step may read no more of it than its shape."""
+        """Returns the type of each captured array: the step may read no more of it than its shape."""
         return [
             _array_type(place.get() if root is None else values[root])
             for _, place, root in self.arrays
@@ -122,11 +122,11 @@ class Binding:
         return list(map(id, now)) == list(map(id, [*variables, *arrays]))
 
     def shares_roots(self, other: Binding) -> bool:
-        """Tells whether a module or variable that both reach directly is the same."""
+        """Returns whether a module or variable that both reach directly is the same."""
         return bool(self.anchors & other.anchors)
 
     def owners(self) -> tuple[weakref.ref[Any], ...]:
-        """Gives the modules that the step reaches directly; without them it cannot run again."""
+        """Returns the modules that the step reaches directly; without them it cannot run again."""
         return tuple(ref for ref in self._roots if isinstance(ref, weakref.ref) and _is_node(ref()))
 
     def release(self) -> None:
@@ -161,7 +161,7 @@ def _bound_names(arguments: Arguments) -> list[str]:
 
 
 def _array_sources(graph: Graph, values: list[Any]) -> list[tuple[str, CapturePath, int | None]]:
-    """Says of each captured array whether it is read from the roots of the call or from below."""
+    """Returns for each captured array whether it is read from the roots of the call or from below."""
     at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
     return [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
 

@@ -21,7 +21,7 @@ def looked_up_by_trace(
     fn: Callable[..., Any],
     arguments: Arguments,
 ) -> Iterator[None]:
-    """Binds the entries of a step anew after a block that traces it, if they held before.
+    """Binds the entries of a step again after a block that traces it, if they held before.
 
     What Python does while a step is traced, such as counting calls, is not done again, so it is no
     reason to compile the programs of the same step for other batches again.
@@ -96,7 +96,10 @@ class Recompilations:
                 for name in facts
                 if name in before and before[name] != facts[name]
             ]
-            what = ", ".join(changed[:4]) or "an object or function that it captures is made anew"
+            what = (
+                ", ".join(changed[:4])
+                or "an object or function that it captures is a new one at each call"
+            )
             warn_user(
                 f"{getattr(fn, '__qualname__', fn)} was compiled {_MANY} times. What changed last: "
                 f"{what}. Each new value or shape compiles a new program: pass a number that changes "

@@ -165,15 +165,15 @@ class BoundProgram:
         return outs[:-1] if self.program.has_token else outs
 
     def finished(self) -> Any:
-        """Gives an array of the last run to wait for, and keeps it no longer.
+        """Returns an array of the last run to wait for, and keeps it no longer.
 
-        It is no state, so that no later step takes it; a result may be given away by the user.
+        It is not state, which a later step would take; a result may be donated by the user.
         """
         token, self._finished = self._finished, None
         return token
 
     def check_readable(self, flat: Sequence[Any], first: int = 0) -> None:
-        """Refuses arrays from ``first`` on that were given away."""
+        """Refuses arrays from ``first`` on that were donated."""
         gone = [
             i
             for i in range(first, len(flat))
@@ -221,7 +221,7 @@ class BoundProgram:
     def _retry(
         self, compiled: Callable[..., list[Any]], flat: list[Any], error: Exception
     ) -> list[Any]:
-        """Places inputs that lie on other devices and tries once more, or explains the error."""
+        """Moves inputs that are on other devices and tries once more, or explains the error."""
         if is_runtime_failure(error) or not_finite(error):
             gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in flat)
             raise failed(self.step, self.program, error, lost=gone) from error
@@ -238,7 +238,7 @@ class BoundProgram:
             return self._retry(compiled, placed, again)
 
     def placed(self, flat: list[Any]) -> list[Any]:
-        """Puts inputs that lie elsewhere onto the mesh."""
+        """Moves inputs that are on other devices onto the mesh."""
         if self.program.parameter_device is not None:
             return flat  # the program sends them itself
         shardings = self.program.ordered_shardings.in_shardings(self.program.mesh)
@@ -255,7 +255,7 @@ class BoundProgram:
         ]
 
     def with_data(self, flat: list[Any], arguments: Arguments) -> list[Any]:
-        """Gives the flat inputs with other data."""
+        """Returns the flat inputs with other data."""
         new = [v.global_array if isinstance(v, PerReplica) else v for v in arguments.data]
         end = len(flat) - self.program.traced.sizes[3]
         return [*flat[: end - len(new)], *new, *flat[end:]]
@@ -283,7 +283,7 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def _all_alive(state: Sequence[Any]) -> bool:
-    """Tells whether what the last call left is still there; another step may have taken it since.
+    """Returns whether what the last call left is still there; another step may have taken it since.
 
     With hundreds of variables this is several times faster than to look for those that are gone.
     """
@@ -301,7 +301,7 @@ def _placements(values: Sequence[Any]) -> Iterable[Any]:
 
 
 def unshared(flat: list[Any], given: Sequence[int], same: Callable[[Any], Any]) -> list[Any]:
-    """Copies donated arrays that occur twice, so that nothing is given away that is still read."""
+    """Copies donated arrays that occur twice, so that nothing is donated that is still read."""
     keys = list(map(same, flat))
     if len(set(keys)) == len(keys):
         return flat
@@ -314,7 +314,7 @@ def unshared(flat: list[Any], given: Sequence[int], same: Callable[[Any], Any]) 
 
 
 def memory(value: Any) -> Any:
-    """Tells arrays apart by their memory, which two array objects may share."""
+    """Returns arrays apart by their memory, which two array objects may share."""
     is_plain = isinstance(value, jax.Array) and not is_key(value)
     return value.addressable_data(0).unsafe_buffer_pointer() if is_plain else -id(value)
 
@@ -334,8 +334,8 @@ class Donated:
         """
         for i in loose:
             value = flat[i]
-            alike = self._by_kind.get(_kind(value)) if isinstance(value, jax.Array) else None
-            if alike and _pointers([value]) & _pointers(flat[j] for j in alike if j != i):
+            candidates = self._by_kind.get(_kind(value)) if isinstance(value, jax.Array) else None
+            if candidates and _pointers([value]) & _pointers(flat[j] for j in candidates if j != i):
                 flat[i] = jnp.copy(value)
         return flat
 

@@ -39,7 +39,7 @@ _LIBRARY_NAMES = _LIBRARIES | frozenset(sys.stdlib_module_names) - {"__main__"}
 
 
 def is_library(module: str | None) -> bool:
-    """Tells whether code of this module holds no state of the user's, so it is not searched."""
+    """Returns whether code of this module holds no state of the user's, so it is not searched."""
     return module is None or module.partition(".")[0] in _LIBRARY_NAMES
 
 
@@ -95,7 +95,7 @@ _READS_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
 
 @functools.lru_cache(maxsize=4096)
 def reads_any_attribute(code: types.CodeType) -> bool:
-    """Tells whether code of the user's reads attributes whose names are not written in it."""
+    """Returns whether code of the user's reads attributes whose names are not written in it."""
     if "site-packages" in code.co_filename:  # a library that looks through its own objects
         return False
     names = {name for part in nested_code(code) for name in part.co_names}
@@ -103,7 +103,7 @@ def reads_any_attribute(code: types.CodeType) -> bool:
 
 
 def _computes_names(code: types.CodeType) -> bool:
-    """Tells whether a ``getattr`` gets anything but a written name; unreadable source means yes."""
+    """Returns whether a ``getattr`` gets anything but a written name; unreadable source means yes."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):
@@ -118,14 +118,14 @@ def _computes_names(code: types.CodeType) -> bool:
 
 
 def function_behind(value: Any) -> types.FunctionType | None:
-    """Gives the function of a callable: a bound method's, or the one that was wrapped."""
+    """Returns the function of a callable: a bound method's, or the one that was wrapped."""
     function = inspect.unwrap(value)
     function = getattr(function, "__func__", function)
     return function if isinstance(function, types.FunctionType) else None
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Gives a code object and every function, lambda and comprehension written inside it."""
+    """Returns a code object and every function, lambda and comprehension written inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -226,7 +226,7 @@ def _collect_callable_object(fn: Any, found: Captures) -> None:
 
 
 def codes(fn: Callable[..., Any]) -> list[types.CodeType]:
-    """Gives the code objects that make up a callable."""
+    """Returns the code objects that make up a callable."""
     return [part for part in captures(fn, named=True).key if isinstance(part, types.CodeType)]
 
 
@@ -246,7 +246,7 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, property
 
 
 def is_whole(value: Any) -> bool:
-    """Tells whether everything that an object holds counts, whatever the code mentions."""
+    """Returns whether everything that an object holds counts, whatever the code mentions."""
     # A pytree, such as Flax's TrainState, is read leaf by leaf.
     return isinstance(value, _HOLDERS) or not jax.tree_util.all_leaves([value])
 
@@ -274,11 +274,11 @@ class Attributes:
         return table if isinstance(table, dict) else {}
 
     def of_table(self, table: dict[str, Any], *, whole: bool) -> list[str]:
-        """Gives the keys that may be read."""
+        """Returns the keys that may be read."""
         return [key for key in list(table) if whole or self.any or key in self.names]
 
     def without_table(self, value: Any) -> list[str]:
-        """Gives the attributes that may be read and are in no dict."""
+        """Returns the attributes that may be read and are in no dict."""
         found = {
             key
             for owner in type(value).__mro__
@@ -289,7 +289,7 @@ class Attributes:
         return sorted(key for key in found if self.any or key in self.names)
 
     def of_class(self, cls: type, *, every: bool, makes: bool) -> Iterator[tuple[type, str, Any]]:
-        """Gives class, name and value of all that may be read from the user's classes.
+        """Returns class, name and value of all that may be read from the user's classes.
 
         A name that one class of the family has is given for each: assigned there later, it hides the
         other. Its value is then None.
@@ -306,7 +306,7 @@ class Attributes:
                 yield owner, key, vars(owner).get(key)
 
     def is_data(self, key: str, member: Any) -> bool:
-        """Tells whether a member of a class is a value rather than machinery of Python."""
+        """Returns whether a member of a class is a value rather than machinery of Python."""
         special = key.startswith("__") and key.endswith("__")
         return not special and member is not None and not isinstance(member, _DESCRIPTORS)
 
@@ -317,7 +317,7 @@ class Attributes:
 
 
 def function_of(member: Any) -> types.FunctionType | None:
-    """Gives the function behind a method, property or cached property."""
+    """Returns the function behind a method, property or cached property."""
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
     if isinstance(member, property):

@@ -39,7 +39,7 @@ class Verdict(enum.Enum):
 
 
 def on_host(array: jax.Array) -> Array:
-    """Gives an output as a NumPy array: keys as their bits, bfloat16 as float32.
+    """Returns an output as a NumPy array: keys as their bits, bfloat16 as float32.
 
     Of what each replica has for itself the processes of a job hold parts, so all call it together.
     """
@@ -52,7 +52,7 @@ def on_host(array: jax.Array) -> Array:
 
 
 def exactly_equal(left: Array, right: Array) -> bool:
-    """Tells whether all numbers are equal; two NaNs are, and so are 0.0 and -0.0."""
+    """Returns whether all numbers are equal; two NaNs are, and so are 0.0 and -0.0."""
     return np.array_equal(left, right, equal_nan=bool(np.issubdtype(left.dtype, np.inexact)))
 
 
@@ -137,7 +137,7 @@ def finite(array: Array) -> Array:
 
 
 def spacing_of(array: Any) -> float:
-    """Gives the relative spacing of the numbers that an array, or an abstract one, holds."""
+    """Returns the relative spacing of the numbers that an array, or an abstract one, holds."""
     finfo: Any = jnp.finfo
     return float(finfo(array.dtype).eps) if jnp.issubdtype(array.dtype, jnp.inexact) else 0.0
 
@@ -168,10 +168,10 @@ def difference(
     relative: float,
     noise: float = 0.0,
 ) -> str | None:
-    """Says how the replicas' values of a result differ from that of one device.
+    """Describes how the replicas' values of a result differ from that of one device.
 
     Rows for each example must be the same rows. Other values have no counterpart on one device, only
-    their sum has (of parts of a loss, or counts) or their mean (of means over shares alike): one of the
+    their sum has (of parts of a loss, or counts) or their mean (of means over equal shares): one of the
     two must be the value there.
 
     Args:

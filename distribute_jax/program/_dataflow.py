@@ -104,7 +104,7 @@ def _equation(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relat
 
 
 def _keeps_places(eqn: Any) -> bool:
-    """Tells whether the dims above size 1 stay the same, in the same order."""
+    """Returns whether the dims above size 1 stay the same, in the same order."""
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return False  # A transpose and a reshape in one.
     old, new = ([n for n in var.aval.shape if n != 1] for var in (eqn.invars[0], eqn.outvars[0]))
@@ -124,7 +124,7 @@ def _is_plus(name: str, operands: list[Relation], kept: bool) -> bool:
 
 
 def called_body(eqn: Any) -> Any:
-    """Gives the body of an equation that just calls one: jit, remat, custom derivatives."""
+    """Returns the body of an equation that just calls one: jit, remat, custom derivatives."""
     if eqn.primitive.name in ("while", "shard_map", "pallas_call"):
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
@@ -154,8 +154,8 @@ def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]
 
 def _cond(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]:
     found = [_run(branch, operands[1:], dtypes) for branch in eqn.params["branches"]]
-    alike = [rs[0] if len(set(rs)) == 1 else _OTHER for rs in zip(*found, strict=True)]
-    return alike if operands[0] is _NONE else [_OTHER] * len(alike)
+    common = [rs[0] if len(set(rs)) == 1 else _OTHER for rs in zip(*found, strict=True)]
+    return common if operands[0] is _NONE else [_OTHER] * len(common)
 
 
 FOLD = "fold_replica_id"

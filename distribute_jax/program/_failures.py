@@ -33,7 +33,7 @@ stops at the first operation that gives one."""
 
 
 def failed(step: str, program: Program, error: Exception, *, lost: bool) -> Exception:
-    """Gives the error of a step that failed.
+    """Returns the error of a step that failed.
 
     Args:
         step: the name of the step.
@@ -53,7 +53,7 @@ def failed(step: str, program: Program, error: Exception, *, lost: bool) -> Exce
 
 
 def is_runtime_failure(error: Exception) -> bool:
-    """Tells whether a program failed while it ran; the program itself, or its inputs, are right.
+    """Returns whether a program failed while it ran; the program itself, or its inputs, are right.
 
     Where XLA runs it in the thread that calls it, JAX raises a ValueError with XLA's text.
     """
@@ -63,7 +63,7 @@ def is_runtime_failure(error: Exception) -> bool:
 
 
 def not_finite(error: Exception) -> str | None:
-    """Gives ``nan`` or ``inf`` where JAX found one in the outputs, as its debugging flags ask for."""
+    """Returns ``nan`` or ``inf`` where JAX found one in the outputs, as its debugging flags ask for."""
     config: Any = jax.config
     if not (config.jax_debug_nans or config.jax_debug_infs) or len(error.args) != 2:
         return None
@@ -105,7 +105,7 @@ _NOT_COUNTED = (
 
 
 def padding_not_counted(step: str, why: str) -> None:
-    """Says that a padded step could only be checked in part; once, as it is checked once."""
+    """Warns that a padded step could only be checked in part; once, as it is checked once."""
     _log.warning(_NOT_COUNTED, step, why)
 
 

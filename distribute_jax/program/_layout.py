@@ -20,12 +20,12 @@ from distribute_jax.program._replication_rules import ClosedJaxpr
 from distribute_jax.program._trace import Call, Traced, abstract
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
-"""Gives the function that a jaxpr is."""
+"""Returns the function that a jaxpr is."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepShardings:
-    """How each flat input and output lies on the mesh."""
+    """The sharding of each flat input and output over the mesh."""
 
     stacked: tuple[bool, ...]
     """For each input: it has a leading dim for the replicas, of size 1 inside one."""
@@ -36,22 +36,22 @@ class StepShardings:
     state: int
     """How many of the first outputs are state."""
     sharded_in: Mapping[int, NamedSharding] = field(default_factory=dict)
-    """The inputs, by position, that lie sharded over the replicas although each replica sees all."""
+    """The inputs, by position, that are sharded over the replicas although each replica sees all."""
     sharded_out: Mapping[int, NamedSharding] = field(default_factory=dict)
     """The outputs, by position, that are left so."""
 
     def in_shardings(self, mesh: Mesh) -> tuple[NamedSharding, ...]:
-        """Gives the sharding of each input between steps."""
+        """Returns the sharding of each input between steps."""
         usual = {True: split_sharding(mesh), False: mirrored_sharding(mesh)}
         return tuple(self.sharded_in.get(i, usual[split]) for i, split in enumerate(self.split))
 
     def out_shardings(self, mesh: Mesh) -> list[NamedSharding]:
-        """Gives the sharding of each output."""
+        """Returns the sharding of each output."""
         usual = {True: mirrored_sharding(mesh), False: split_sharding(mesh)}
         return [self.sharded_out.get(i, usual[whole]) for i, whole in enumerate(self.mirrored)]
 
     def in_order(self, order: Sequence[int]) -> StepShardings:
-        """Gives the layouts of a program that takes only these inputs, in this order."""
+        """Returns the layouts of a program that takes only these inputs, in this order."""
         at = {i: position for position, i in enumerate(order)}
         return replace(
             self,
@@ -64,7 +64,7 @@ class StepShardings:
 def step_shardings(
     call: Call, traced: Traced, plan: Plan, kept: Sequence[NamedSharding | None] = ()
 ) -> StepShardings:
-    """Says how inputs and outputs lie on the mesh.
+    """Returns the shardings of inputs and outputs over the mesh.
 
     Args:
         call: what was traced.
@@ -101,7 +101,7 @@ def step_shardings(
 
 
 def used_inputs(traced: Traced) -> list[bool]:
-    """Tells for each flat input whether the program reads it or hands it on."""
+    """Returns for each flat input whether the program reads it or hands it on."""
     jaxpr = traced.jaxpr.jaxpr
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, jex_core.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
@@ -111,7 +111,7 @@ def used_inputs(traced: Traced) -> list[bool]:
 def replica_function(
     traced: Traced, plan: Plan, shardings: StepShardings, arrays: Sequence[Any], evaluate: Evaluate
 ) -> Callable[..., list[jax.Array]]:
-    """Gives the program of one replica over all flat inputs, as a lowering will call it."""
+    """Returns the program of one replica over all flat inputs, as a lowering will call it."""
     state = len(plan.combine)
     old = _old_inputs(traced)
     first_array = traced.sizes[0]
@@ -142,7 +142,7 @@ def replica_function(
 
 
 def _old_inputs(traced: Traced) -> list[int]:
-    """Gives, for each state output, the flat input that held the old value, where it has one."""
+    """Returns for each state output, the flat input that held the old value, where it has one."""
     starts = traced.input_starts
     return [
         starts[index] + k
@@ -152,7 +152,7 @@ def _old_inputs(traced: Traced) -> list[int]:
 
 
 def input_avals(call: Call, traced: Traced) -> list[Any]:
-    """Gives the abstract value of each flat global input."""
+    """Returns the abstract value of each flat global input."""
     values: list[Any] = [v.get_raw_value() for v in call.binding.variables]
     values += traced.arrays
     avals = jax.tree.leaves([abstract(value) for value in values])
@@ -170,13 +170,13 @@ step_p.multiple_results = True
 
 
 def by_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Gives a traced step as a function that is traced to the equations it has."""
+    """Returns a traced step as a function that is traced to the equations it has."""
     function: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(jaxpr)
     return function
 
 
 def in_one_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Gives a traced step as a function that ``shard_map`` and ``scan`` trace to one equation.
+    """Returns a traced step as a function that ``shard_map`` and ``scan`` trace to one equation.
 
     A step that prints, calls back or holds refs is traced equation by equation, since JAX looks for
     these in the outermost program; so is one that gets inputs for its constants.

@@ -156,7 +156,7 @@ def equal_reductions(
     Args:
         jaxpr: the program of one replica, with ``axis`` bound.
         in_marks: as for ``prove``, but ``STREAM`` for random streams.
-        axis: the mesh axis along which the replicas lie.
+        axis: the mesh axis of the replicas.
         axis_size: the number of replicas.
     """
     walk = _ReducingWalk(axis, axis_size)
@@ -212,7 +212,7 @@ def equal_draws(
         jaxpr: the program of one replica, with ``axis`` bound.
         in_marks: as for ``prove``; random streams, which are to draw what they draw, marked as well.
         rows: the rows of a replica's share of the batch; 0 where there is none.
-        axis: the mesh axis along which the replicas lie.
+        axis: the mesh axis of the replicas.
         axis_size: the number of replicas.
     """
     if not _meets(jaxpr.jaxpr, {"random_seed", *(_DRAWING if rows > 1 else ())}):

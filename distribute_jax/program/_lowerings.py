@@ -26,7 +26,7 @@ _WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
 
 
 def maps_shards(mesh: Mesh) -> bool:
-    """Tells whether a step is compiled through ``shard_map`` here.
+    """Returns whether a step is compiled through ``shard_map`` here.
 
     XLA's partitioner fails on a sum over a manual axis of size 1 beside automatic ones (JAX 0.10.2).
     """
@@ -87,7 +87,7 @@ def compile_vmap(
     avals: Sequence[Any],
     donated: Sequence[int],
 ) -> Callable[..., list[jax.Array]]:
-    """Compiles one program for the whole mesh, which XLA partitions by how its inputs lie."""
+    """Compiles one program for the whole mesh, which XLA partitions by the shardings of its inputs."""
     mesh = call.mesh
     replicas = num_replicas(mesh)
 
@@ -126,7 +126,7 @@ def compile_vmap(
 
 
 def _apart(array: jax.Array, replicas: int) -> jax.Array:
-    """Gives the replicas' parts, which lie one after the other along dim 0, a dim of their own."""
+    """Returns the replicas' parts, one after the other along dim 0, as a new dim."""
     return array.reshape(replicas, array.shape[0] // replicas, *array.shape[1:])
 
 
@@ -136,7 +136,7 @@ def _joined(array: jax.Array) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def _any_copy(array: jax.Array) -> jax.Array:
-    """Tells ``vmap`` that all replicas have this value, which it cannot see of every mirrored one."""
+    """Returns ``vmap`` that all replicas have this value, which it cannot see of every mirrored one."""
     return array
 
 
@@ -231,7 +231,7 @@ def _refusal(stack: Stack, reason: str) -> LoweringError:
 
 
 def equations(jaxpr: jex_core.Jaxpr, around: Stack = ()) -> Iterator[Stack]:
-    """Gives every equation, after those it holds, as the last of the equations that hold it."""
+    """Returns every equation, after those it holds, as the last of the equations that hold it."""
     for eqn in jaxpr.eqns:
         stack = (*around, eqn)
         for inner in jex_core.subjaxprs(jaxpr.replace(eqns=[eqn])):
@@ -240,7 +240,7 @@ def equations(jaxpr: jex_core.Jaxpr, around: Stack = ()) -> Iterator[Stack]:
 
 
 def other_numbers(eqn: Any) -> str | None:
-    """Says why an equation by itself would give other numbers than on each replica; None if it does not."""
+    """Returns why an equation by itself gives other numbers than on each replica; None if it does not."""
     primitive = eqn.primitive.name
     if primitive in {"rng_bit_generator", "rng_uniform"}:
         return _KEYS.format(primitive)
@@ -277,7 +277,7 @@ def _works_alone(jaxpr: jex_core.Jaxpr, eqn: Any, replicas: int) -> bool:
 Compiled = Callable[..., list[Any]]
 Compile = Callable[[Call, Compiled, StepShardings, Sequence[Any], Sequence[int]], Compiled]
 """Takes the call, the function of one replica, the layouts and abstract values of its inputs, and
-which of these are given away."""
+which of these are donated."""
 
 
 def _anything(jaxpr: ClosedJaxpr, replicas: int) -> AbstractContextManager[None]:
@@ -301,17 +301,17 @@ class Compiler:
     compile: Compile
     """Makes a program over flat global arrays."""
     donates: bool = True
-    """Whether inputs can be given away to it."""
+    """Whether inputs can be donated to it."""
     scans: bool = True
     """Whether several steps can be one program."""
     keeps_sharding: bool = False
-    """Whether state that lies sharded over the replicas stays so."""
+    """Whether state that is sharded over the replicas stays so."""
     shares: bool = True
     """Whether the replicas can share the state of optimizers."""
     refusing: Callable[[Any, int], AbstractContextManager[None]] = _anything
-    """Gives a context for compiling a jaxpr for N replicas, which refuses what does not work."""
+    """Returns a context for compiling a jaxpr for N replicas, which refuses what does not work."""
     evaluate: Callable[[Mesh], Evaluate] = _by_equation
-    """Says how it goes through the equations of the step."""
+    """How it evaluates the equations of the step."""
 
 
 COMPILERS: dict[Lowering, Compiler] = {
@@ -322,12 +322,12 @@ COMPILERS: dict[Lowering, Compiler] = {
 
 
 def only_state(shardings: StepShardings) -> bool:
-    """Tells whether every output of a step is state."""
+    """Returns whether every output of a step is state."""
     return len(shardings.mirrored) == shardings.state
 
 
 def with_token(compile_step: Compile) -> Compile:
-    """Gives a lowering whose programs have one more output, the last, where all others are state.
+    """Returns a lowering whose programs have one more output, the last, where all others are state.
 
     All outputs of a program are there at once, so a number that costs nothing tells when the state is,
     also when a later step has taken that. Without it the loop would wait for the newest step.

@@ -1,4 +1,4 @@
-"""Metrics whose state is no sum: their variables are combined together, by a rule of their own."""
+"""Metrics whose state is not a sum: a rule combines their variables together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def moments_combined(new: Sequence[jax.Array], old: Sequence[jax.Array]) -> list
 
     Sums about one point add: those of a replica are ``n (mean - point)`` and
     ``m2 + n (mean - point)²``, and what it added is their change. The old mean is the point for the
-    first sum and the new mean for the second, so neither subtracts large numbers that are alike.
+    first sum and the new mean for the second, so neither subtracts large numbers that are nearly equal.
 
     Args:
         new: counts (one or several that add up), mean and m2 of this replica.
@@ -73,12 +73,12 @@ MERGE_BY_TYPE: dict[type, MergeRule] = {
 
 
 def register_merge(metric: type, rule: MergeRule) -> None:
-    """Says how the replicas' states of a type of metric, and of its subclasses, become one."""
+    """Registers how the replicas' states of a type of metric, and of its subclasses, become one."""
     MERGE_BY_TYPE[metric] = rule
 
 
 def written_metrics(call: Call, traced: Traced) -> Iterator[tuple[MergeRule, tuple[int, ...]]]:
-    """Gives, for each metric with a rule, the outputs of those of its parts that the step wrote."""
+    """Returns for each metric with a rule, the outputs of those of its parts that the step wrote."""
     places = {id(variable): i for i, variable in enumerate(call.binding.variables)}
     outputs = {index: output for output, index in _first_outputs(traced)}
     for ref in call.binding.nodes:
@@ -90,7 +90,7 @@ def written_metrics(call: Call, traced: Traced) -> Iterator[tuple[MergeRule, tup
 
 
 def as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merge | None:
-    """Gives the merge of a metric that was updated; None for one that was assigned, as by reset."""
+    """Returns the merge of a metric that was updated; None for one that was assigned, as by reset."""
     inputs = {output: traced.input_starts[index] for output, index in _first_outputs(traced)}
     jaxpr = traced.jaxpr.jaxpr
     updated = all(
@@ -100,7 +100,7 @@ def as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merge
 
 
 def _first_outputs(traced: Traced) -> Iterator[tuple[int, int]]:
-    """Gives the first output of each written variable, and the variable's index."""
+    """Returns the first output of each written variable, and the variable's index."""
     output = 0
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
         yield output, index

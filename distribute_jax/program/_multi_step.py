@@ -36,7 +36,7 @@ def take_batches(
         raise ArgumentError(f"strategy.run_steps(steps={steps!r}): steps is an int of at least 1.")
     if not hasattr(iterator, "__next__"):
         raise ArgumentError(
-            f"strategy.run_steps got {type(iterator).__name__}, which is no iterator. Pass "
+            f"strategy.run_steps got {type(iterator).__name__}, which is not an iterator. Pass "
             "iter(dataset), and the same iterator to each call, so that no batch is seen twice."
         )
     batches: list[Any] = []
@@ -55,7 +55,7 @@ def take_batches(
 
 
 def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
-    """Tells whether batches fit one scanned program: all there, all full, all alike."""
+    """Returns whether batches fit one scanned program: all there, all full, all of one signature."""
     first = arguments[0]
     return (
         1 < steps == len(arguments)
@@ -65,7 +65,7 @@ def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
 
 
 def scans(program: Program) -> bool:
-    """Tells whether the state that a step leaves has the types it started from."""
+    """Returns whether the state that a step leaves has the types it started from."""
     starts, outs = program.traced.input_starts, program.traced.jaxpr.jaxpr.outvars
     inputs = [
         program.traced.jaxpr.jaxpr.invars[k]

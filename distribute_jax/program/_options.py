@@ -42,7 +42,7 @@ class RunOptions:
 
     lowering: Lowering = "shard_map"
     """What the traced step is compiled through. ``"vmap"`` runs it as a ``vmap`` over the replicas in
-    one program that XLA partitions, and keeps state sharded where it lies sharded over ``"data"``; it
+    one program that XLA partitions, and keeps state sharded where it is sharded over ``"data"``; it
     refuses by name the few operations that JAX cannot batch. ``"pmap"`` is for comparison, and gives
     away no array."""
     check_sync: bool = True
@@ -90,7 +90,7 @@ def library_options() -> RunOptions:
 
 
 def checked_run_options(options: Any) -> RunOptions:
-    """Gives the options of a call, the same defaults each time for None, or raises for another object."""
+    """Returns the options of a call, the same defaults each time for None, or raises for another object."""
     if options is None:
         return default_run_options()
     if not isinstance(options, RunOptions):

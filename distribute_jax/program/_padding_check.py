@@ -185,7 +185,7 @@ def _check_other_padding(call: Call, entry: BoundProgram, flat: list[Any], outs:
 def _differing(
     call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any], others: list[Any]
 ) -> list[Finding]:
-    """Names what differs by more than rounding, and more than from run to run: that is no leak."""
+    """Names what differs by more than rounding, and more than from run to run."""
     before = dict(enumerate(map(on_host, flat[: entry.state_size])))
     found = _apart(
         call, entry, outs, others, lambda k, a, b: equal_to_rounding(b, a, before.get(k, 0.0))
@@ -250,7 +250,7 @@ _DRAWING = {
 
 
 def _drawn(jaxpr: jex_core.Jaxpr) -> list[Any]:
-    """Gives the shapes of the random numbers of a program: where they stay, the numbers do."""
+    """Returns the shapes of the random numbers of a program: where they stay, the numbers do."""
     own = [
         (eqn.primitive.name, *(str(v.aval) for v in eqn.outvars))
         for eqn in jaxpr.eqns
@@ -295,7 +295,7 @@ def _apart(
 
 
 def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:
-    """Gives the real part of an output on the host; None where it is not known."""
+    """Returns the real part of an output on the host; None where it is not known."""
     host = on_host(array)
     result = index - entry.state_size
     if result < 0:

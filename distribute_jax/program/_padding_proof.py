@@ -355,8 +355,8 @@ def seen_padding(call: Call, entry: BoundProgram, larger: Traced | str) -> list[
     if isinstance(larger, str):
         return [("", Leak(f"it could not be traced with more rows ({larger})", False))]
     traced = entry.program.traced
-    alike = traced.written == larger.written and traced.sizes == larger.sizes
-    if not alike or traced.written_sizes != larger.written_sizes:
+    same = traced.written == larger.written and traced.sizes == larger.sizes
+    if not same or traced.written_sizes != larger.written_sizes:
         return [("", Leak("with more rows it writes other variables", False))]
     try:
         marks = prove_padding(

@@ -120,7 +120,7 @@ def reshape(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
 def _reshaped(
     rows: Rows, olds: tuple[Shape, Shape], news: tuple[Shape, Shape], dim: int, shares: Any
 ) -> Rows | None:
-    """Returns the rows if they lie along ``dim`` of the new shape."""
+    """Returns the rows if they are along ``dim`` of the new shape."""
     found = set()
     for old, new, share in zip(olds, news, shares, strict=True):
         stride = rows.inner * math.prod(old[rows.dim + 1 :])

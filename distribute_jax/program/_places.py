@@ -151,7 +151,7 @@ class DefaultPath:
         return (self.function.__defaults__ or ())[self.index]
 
     def set(self, value: Any) -> None:
-        """Gives the function another default."""
+        """Returns the function another default."""
         old = self.function.__defaults__ or ()
         self.function.__defaults__ = (*old[: self.index], value, *old[self.index + 1 :])
 
@@ -166,7 +166,7 @@ class FixedValue:
         self.value = value
 
     def get(self) -> Any:
-        """Gives the value."""
+        """Returns the value."""
         return self.value
 
     def set(self, value: Any) -> None:
@@ -180,7 +180,7 @@ CapturePath = (
 
 
 def anchor(place: CapturePath) -> CapturePath:
-    """Gives the outermost place that is assigned when this one is."""
+    """Returns the outermost place that is assigned when this one is."""
     while isinstance(place, MemberPath):
         place = place.owner
     return place

@@ -65,7 +65,7 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
 
 
 def input_marks(call: Call, traced: Traced) -> list[Mark]:
-    """Gives the mark of each flat input: per-replica arguments and ON_READ variables differ."""
+    """Returns the mark of each flat input: per-replica arguments and ON_READ variables differ."""
     variables, arrays, _, counts = traced.sizes
     names = traced.input_names[variables + arrays :]
     data = [
@@ -89,9 +89,9 @@ def _combine(
     options: RunOptions,
     special: Mapping[int, Combine],
 ) -> Iterator[Combine]:
-    """Gives the rule of each state output, and raises for those that would drift apart.
+    """Returns the rule of each state output, and raises for those that would drift apart.
 
-    ``special`` holds the outputs that belong to a metric with a rule of its own.
+    ``special`` holds the outputs that belong to a metric that has a rule.
     """
     drifting: list[str] = []
     reset: list[str] = []
@@ -126,7 +126,7 @@ def _combine(
 def _with_dtypes(
     call: Call, traced: Traced, marks: Sequence[Mark], rules: Sequence[Combine]
 ) -> Iterator[Combine]:
-    """Refuses dtypes that a rule cannot combine; what every replica has alike needs no rule."""
+    """Refuses dtypes that a rule cannot combine; what is equal on all replicas needs no rule."""
     refused: list[str] = []
     avals: list[Any] = [var.aval for var in traced.jaxpr.jaxpr.outvars]
     for output, (variable, name, *_) in enumerate(state_outputs(call, traced)):
@@ -168,7 +168,7 @@ The step would leave these random streams different on each of the {replicas} re
 {lines}
 Inside run the replica id is folded into the key of a stream, so that each replica draws its own numbers, \
 while the stored key stays the same on all; what is made of that key cannot be stored. Draw with \
-key = rngs.dropout(), which advances the stream alike everywhere; seed it anew outside of run, \
+key = rngs.dropout(), which advances the stream equally everywhere; reseed it outside of run, \
 nnx.reseed(model, dropout=seed); or let it draw the same on all with dj.same_on_all_replicas(rngs.dropout)."""
 
 _DTYPE = """\
@@ -180,7 +180,7 @@ The step gives these parts of a metric a new value that does not depend on the o
 before update(), so the replicas' updates cannot be added to it:
 {lines}
 A metric's state is what all replicas added to it, so reset a metric outside of run, metric.reset(), or in \
-a step of its own, strategy.run(metric.reset), and only call metric.update(...) in this one."""
+a separate step, strategy.run(metric.reset), and only call metric.update(...) in this one."""
 
 _MODEL_SHAPED = f"""\
 The step returns {{what}}, which has the structure and shapes of {{argument}}, an argument that came in \
@@ -266,12 +266,12 @@ def _leaf(leaf: Any, position: int) -> Leaf:
 
 
 def _fits(wanted: Leaf, aval: Any) -> bool:
-    """Tells whether an output has the shape and dtype of an argument."""
+    """Returns whether an output has the shape and dtype of an argument."""
     return bool(wanted.shape == aval.shape and wanted.dtype in (None, aval.dtype))
 
 
 def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
-    """Gives name, structure and shapes of each argument that is a nest with mirrored arrays.
+    """Returns name, structure and shapes of each argument that is a nest with mirrored arrays.
 
     Some of it may be per-replica, as the statistics of a model of which each replica keeps its own.
     """

@@ -52,9 +52,9 @@ class Program:
     order: tuple[int, ...]
     """The flat inputs in the order in which the compiled program takes them."""
     donated: int
-    """How many of the first inputs, the state that is written, are given away."""
+    """How many of the first inputs, the state that is written, are donated."""
     given: tuple[int, ...]
-    """All inputs that are given away: that state, and arguments on request."""
+    """All inputs that are donated: that state, and arguments on request."""
     written: tuple[int, ...]
     """Variables that get a new value, in the order of the first outputs."""
     kept: tuple[int, ...]
@@ -68,13 +68,13 @@ class Program:
     """The step of one replica over the flat inputs in order, before compilation; where state is divided,
     that of all replicas over global arrays. ``compile`` takes it, and what is made of it."""
     ordered_shardings: StepShardings
-    """How the inputs, in order, and the outputs lie on the mesh."""
+    """The shardings of the inputs, in order, and of the outputs."""
     compile: Compile
     """What compiled it, and compiles several steps of it."""
     has_token: bool
-    """Whether it has one more output, the last, that is no state and no result."""
+    """Whether it has one more output, the last, that is neither state nor a result."""
     parameter_device: ParameterDevice | None
-    """Where state lies between steps, if not on the mesh; the program sends all of its inputs itself."""
+    """Where state is stored between steps, if not on the mesh; the program sends all of its inputs itself."""
     scanned: dict[int, Callable[..., list[Any]]] = field(default_factory=dict)
     """Programs of several steps, by their number."""
     padding: Any = None
@@ -96,14 +96,14 @@ class Program:
         self.owners[tuple(id(ref()) for ref in owners)] = owners
 
     def is_wanted(self) -> bool:
-        """Tells whether a model that it was compiled for is still there."""
+        """Returns whether a model that it was compiled for is still there."""
         gone = [key for key, refs in self.owners.items() if any(ref() is None for ref in refs)]
         for key in gone:
             del self.owners[key]
         return bool(self.owners)
 
     def failure(self, error: Exception) -> StepFailedError:
-        """Says which state is lost with a step that failed while it ran."""
+        """Names the state that is lost with a step that failed while it ran."""
         traced = self.traced
         starts = [traced.input_starts[i] for i in traced.written]
         lost = [traced.input_names[start] for start in starts] or ["nothing but its results"]
@@ -122,7 +122,7 @@ def build(
     *,
     shares: bool = False,
 ) -> Program:
-    """Traces, proves, lowers and compiles a step; with ``shares``, state may lie divided."""
+    """Traces, proves, lowers and compiles a step; with ``shares``, state may be sharded."""
     compiler = COMPILERS[options.lowering]
     traced = trace(call)
     decided = plan(call, traced, options)
@@ -229,6 +229,6 @@ def _donated_arguments(
 
 
 def _short(error: Exception) -> str:
-    """Gives the first and last line of an error's text: JAX puts C++ frames between them."""
+    """Returns the first and last line of an error's text: JAX puts C++ frames between them."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))

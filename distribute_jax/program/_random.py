@@ -78,7 +78,7 @@ def _streams(node: Any) -> list[nnx.RngStream]:
 
 
 def draws_its_own(variable: nnx.Variable[Any], stream: Any) -> bool:
-    """Tells whether a key or counter draws other numbers on each replica.
+    """Returns whether a key or counter draws other numbers on each replica.
 
     Args:
         variable: the key or the counter.

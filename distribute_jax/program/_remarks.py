@@ -96,7 +96,7 @@ def remarks(
     combine: Sequence[Combine],
     options: RunOptions,
 ) -> Remarks:
-    """Looks for numbers that are N times too small, drawn or computed on every replica alike.
+    """Looks for numbers that are N times too small, drawn or computed equally on every replica.
 
     Raises:
         ArgumentError: a metric would average parts of a mean.

@@ -127,7 +127,7 @@ class ReplicaContext:
             The nest with every leaf combined, mirrored.
 
         Raises:
-            ValueError: a leaf is not numeric (a bool is none), ``reduce_op`` is not SUM or MEAN, or
+            ValueError: a leaf is not numeric (a bool is not), ``reduce_op`` is not SUM or MEAN, or
                 ``options`` are no options.
 
         Example:
@@ -197,7 +197,7 @@ class ReplicaContext:
 
         Raises:
             RuntimeError: called in cross-replica context.
-            ValueError: ``merge_fn`` is no function, ``args`` no tuple or ``kwargs`` no dict.
+            ValueError: ``merge_fn`` is not a function, ``args`` not a tuple or ``kwargs`` not a dict.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#merge_call
         """
@@ -209,7 +209,7 @@ class ReplicaContext:
             )
         if not callable(merge_fn):
             raise ArgumentError(
-                f"merge_call got {leaf_text(merge_fn)}, which is no function. Pass one that takes the "
+                f"merge_call got {leaf_text(merge_fn)}, which is not a function. Pass one that takes the "
                 "strategy and then the regrouped values: merge_call(fn, args=(value,))."
             )
         check_call(args, kwargs, call="merge_call(merge_fn")

@@ -38,7 +38,7 @@ DEADLOCK = """\
   which may differ between replicas, because it depends on: {sources}
 Every replica must run the same collectives equally often and in the same order; one that leaves \
 one out keeps the others waiting for ever.
-Reduce the predicate first, so that all replicas decide alike:
+Reduce the predicate first, so that all replicas decide the same:
     dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0
 or move the collective out of the branch or loop."""
 
@@ -57,7 +57,7 @@ def prove(
     Args:
         jaxpr: The program of one replica, as ``jax.make_jaxpr`` returns it with ``axis`` bound.
         in_marks: For each input, why it may differ between replicas; empty if it does not.
-        axis: The mesh axis along which the replicas lie.
+        axis: The mesh axis of the replicas.
         axis_size: The number of replicas.
 
     Returns:
@@ -115,7 +115,7 @@ class Walk:
         return outs, [env[v] for v in inner.invars]
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
-        """Gives the marks after one equation."""
+        """Returns the marks after one equation."""
         if eqn.primitive is mirrored_p:
             return Outcome([MIRRORED])
         if eqn.primitive is part_of_mean_p:

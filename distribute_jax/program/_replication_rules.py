@@ -42,7 +42,7 @@ class Control:
     """What decides whether, and how often, a piece of the program runs."""
 
     mark: Mark = MIRRORED
-    """Why replicas may decide differently. Empty: they all run it alike."""
+    """Why replicas may decide differently. Empty: they all run it."""
     what: str = ""
     """The innermost deciding construct, such as ``the predicate of cond at train.py:12``."""
 
@@ -221,7 +221,7 @@ def cross_device_sum(walk: Walk, eqn: Any, marks: list[Mark], control: Control) 
 
 
 def shard_map(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """A call, unless it binds the replicas' axis anew: then its collectives are other ones."""
+    """A call, unless it binds the replicas' axis again: then its collectives are other ones."""
     bound = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return None if bound is None or walk.axis in bound else call(walk, eqn, marks, control)
 

@@ -114,7 +114,7 @@ def _result_shapes(traced: Any, state: int) -> list[tuple[int, ...]]:
 
 
 def shares(call: Call) -> list[Any]:
-    """Gives the abstract value of each data leaf as one replica sees it."""
+    """Returns the abstract value of each data leaf as one replica sees it."""
     return [call.share_of(value) for value in call.arguments.data]
 
 

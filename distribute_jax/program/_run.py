@@ -92,7 +92,7 @@ class Runner:
 
         Args:
             strategy: what code inside a step sees as its strategy.
-            mesh: where the replicas lie.
+            mesh: the mesh of the replicas.
             steps_in_flight: how many steps may be dispatched and not finished; None for no limit on
                 accelerators, and 2 on CPU, where more can deadlock.
             parameter_device: where state is stored between steps; None for mirrored over the mesh.
@@ -110,7 +110,7 @@ class Runner:
         self._in_flight: deque[tuple[Any, Program, str]] = deque()
 
     def for_strategy(self, strategy: Any) -> Runner:
-        """Gives a runner like this one, with no program yet, for another strategy on its mesh."""
+        """Returns a runner like this one, with no program yet, for another strategy on its mesh."""
         return Runner(
             strategy, self._mesh, self.steps_in_flight, self._parameter_device, shares=self.shares
         )
@@ -134,7 +134,7 @@ class Runner:
     def steps(
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions | None
     ) -> Any:
-        """Runs up to ``steps`` steps, in one program where the batches are full and alike."""
+        """Runs up to ``steps`` steps, in one program where the batches are full and of one signature."""
         options = checked_run_options(options)
         fn = without_jit(fn)
         with one_at_a_time:
@@ -269,7 +269,7 @@ class Runner:
     def entry(
         self, fn: StepFunction, arguments: Arguments, options: RunOptions
     ) -> tuple[BoundProgram, list[Any]]:
-        """Gives the program bound to what this call reaches, compiled if need be."""
+        """Returns the program bound to what this call reaches, compiled if need be."""
         found = captures(fn)
         values = found.values + arguments.bound
         head = _head(found, arguments, options)
@@ -339,7 +339,7 @@ class Runner:
     def _place(
         self, step: str, binding: Binding, options: RunOptions, *, warn: bool
     ) -> tuple[Any, ...]:
-        """Puts state where it lies between steps, and says of each leaf how it is divided."""
+        """Places state where it is stored between steps, and returns how each leaf is sharded."""
         if self.shares and not COMPILERS[options.lowering].shares:
             raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
         keeps_all = COMPILERS[options.lowering].keeps_sharding
@@ -406,7 +406,7 @@ class Runner:
 
 
 def _head(found: Captures, arguments: Arguments, options: RunOptions) -> tuple[Any, ...]:
-    """Gives what is compared first at every call: code, signature and options, quick to hash."""
+    """Returns what is compared first at every call: code, signature and options, quick to hash."""
     asked = (
         None
         if options is UNVERIFIED or options is default_run_options()
@@ -418,12 +418,12 @@ def _head(found: Captures, arguments: Arguments, options: RunOptions) -> tuple[A
 @functools.lru_cache(maxsize=64)
 def _compiled_alike(options: RunOptions) -> RunOptions | None:
     """Leaves out what changes nothing about the program; None for the default."""
-    alike = replace(options, verify="off")
-    return None if alike == UNVERIFIED else alike
+    without = replace(options, verify="off")
+    return None if without == UNVERIFIED else without
 
 
 def _stays(old: BoundProgram, new: BoundProgram) -> bool:
-    """Tells whether an entry is kept beside a new one: it must not keep replaced parts alive."""
+    """Returns whether an entry is kept beside a new one: it must not keep replaced parts alive."""
     if list(map(id, old.binding.variables)) == list(map(id, new.binding.variables)):
         return old.program is not new.program
     return not old.binding.shares_roots(new.binding)

@@ -35,10 +35,10 @@ def on_shares(
     shardings: StepShardings,
     avals: Sequence[Any],
 ) -> Callable[..., list[Any]]:
-    """Gives a step of all replicas, over global arrays, from the step of one.
+    """Returns a step of all replicas, over global arrays, from the step of one.
 
     Args:
-        mesh: where the replicas lie.
+        mesh: the mesh of the replicas.
         one_replica: the step of one replica, over its flat inputs.
         shardings: of the inputs and outputs; sharded state is what the replicas share.
         avals: the abstract global inputs.
@@ -120,7 +120,7 @@ _PLACED = frozenset({"sharding_constraint", "layout_constraint", "shard_map", "r
 
 
 Settle = Callable[[jax.Array, bool], jax.Array]
-"""Puts an output where it lies between steps, told whether the second half has computed it."""
+"""Places an output where it is stored between steps; the flag says whether the second half computed it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +172,7 @@ class SplitStep:
         """The inputs that the first half takes."""
 
     def _marked(self) -> list[tuple[Any, list[Mark], bool]]:
-        """Gives each equation with its operands' marks, and whether replicas differ in its results."""
+        """Returns each equation with its operands' marks, and whether replicas differ in its results."""
         marks = self._marks
         marks.update(dict.fromkeys(self.jaxpr.constvars, MIRRORED))
         found = []
@@ -226,7 +226,7 @@ class SplitStep:
         return passed
 
     def handed(self) -> list[BoundaryValue]:
-        """Gives what the first half returns, in order."""
+        """Returns what the first half returns, in order."""
         inner = [one for branches in self._branches.values() for one in branches.handed()]
         return [*self.passed.values(), *inner]
 
@@ -309,7 +309,7 @@ class Branches:
         self._taken = taken
 
     def handed(self) -> list[BoundaryValue]:
-        """Gives what the first halves of all branches return."""
+        """Returns what the first halves of all branches return."""
         return [one for cut in self.cuts for one in cut.handed()]
 
     def first(self, values: Values) -> list[Any]:
@@ -350,7 +350,7 @@ class Branches:
 
 
 def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
-    """Tells whether an equation belongs on each replica although all of them do the same in it."""
+    """Returns whether an equation belongs on each replica although all of them do the same in it."""
     if any(collectives(eqn, DATA)) or _has_effects(eqn):
         return True
     return any(
@@ -364,7 +364,7 @@ def _has_effects(eqn: Any) -> bool:
 
 
 def _is_sum(eqn: Any) -> bool:
-    """Tells whether an equation adds arrays up over all replicas, and nothing else."""
+    """Returns whether an equation adds arrays up over all replicas, and nothing else."""
     usual = eqn.params.get("axes") == (DATA,) and eqn.params.get("axis_index_groups") is None
     literal = any(isinstance(v, jex_core.Literal) for v in eqn.invars)
     boolean = any(v.aval.dtype == bool for v in eqn.invars)
@@ -380,12 +380,12 @@ Values = dict[Any, Any]
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Gives the variables among operands or results, each once."""
+    """Returns the variables among operands or results, each once."""
     return list(dict.fromkeys(v for v in atoms if not isinstance(v, jex_core.Literal)))
 
 
 def value_of(atom: Any, values: Values) -> Any:
-    """Gives what an operand stands for."""
+    """Returns what an operand stands for."""
     if isinstance(atom, jex_core.Literal):
         literal: Any = atom
         return jnp.asarray(literal.val, literal.aval.dtype)
@@ -407,13 +407,13 @@ def run_piece(
 
 
 def start(body: Any, args: Sequence[Any]) -> Values:
-    """Gives the values that a jaxpr starts from: its constants and its inputs."""
+    """Returns the values that a jaxpr starts from: its constants and its inputs."""
     inner = body.jaxpr
     return dict(zip([*inner.constvars, *inner.invars], [*body.consts, *args], strict=True))
 
 
 def flat(body: Any) -> Callable[..., list[Any]]:
-    """Gives a jaxpr as a function without the ``jit``s in it that talk to the other replicas."""
+    """Returns a jaxpr as a function without the ``jit``s in it that talk to the other replicas."""
 
     def run(*args: Any) -> list[Any]:
         jaxpr, values = body.jaxpr, start(body, args)
@@ -435,7 +435,7 @@ def flat(body: Any) -> Callable[..., list[Any]]:
 
 
 def has_talking_jit(body: Any) -> bool:
-    """Tells whether ``flat`` changes anything."""
+    """Returns whether ``flat`` changes anything."""
     return any(map(_is_talking_jit, body.jaxpr.eqns))
 
 

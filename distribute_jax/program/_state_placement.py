@@ -38,11 +38,11 @@ def place_state(
     keeps: Callable[[nnx.Variable[Any]], bool],
     warn: bool,
 ) -> None:
-    """Puts every variable where state lies, with one warning where it was made elsewhere.
+    """Places every variable where state is stored, with one warning where it was made elsewhere.
 
     Args:
         binding: whose variables.
-        mesh: where the replicas lie.
+        mesh: the mesh of the replicas.
         parameter_device: where state is stored between steps; None for mirrored over the mesh.
         keeps: tells whether a variable that is sharded over the mesh stays so.
         warn: whether to warn.
@@ -78,13 +78,13 @@ def place_state(
 
 
 def kept_shardings(binding: Binding, mesh: Mesh) -> tuple[NamedSharding | None, ...]:
-    """Gives, for each leaf of each variable, how it is sharded over the mesh; None where it is whole."""
+    """Returns how each leaf of each variable is sharded over the mesh; None where it is replicated."""
     leaves = jax.tree.leaves(read_raw(binding.variables))
     return tuple(_over_mesh(leaf, mesh) for leaf in leaves)
 
 
 def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
-    """Gives the sharding of an array that is divided over just this mesh."""
+    """Returns the sharding of an array that is divided over just this mesh."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return None
@@ -95,7 +95,7 @@ def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
 
 def _placed(leaf: Any, wanted: Sharding) -> Any:
     if isinstance(leaf, jax.Array):
-        # What was given away is refused by name if the step reads it.
+        # What was donated is refused by name if the step reads it.
         if is_donated(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
             return leaf
         return put(fresh_copy(leaf), wanted)
@@ -106,8 +106,8 @@ def fresh_copy(leaf: jax.Array) -> jax.Array:
     """Copies an array that is about to move.
 
     A part that stays on its device keeps its memory, even with may_alias=False, which then belongs to an
-    array that the user may hold elsewhere, also in another variable; and state is given away to the step.
-    What lies in other memory than computations use is copied when it moves.
+    array that the user may hold elsewhere, also in another variable; and state is donated to the step.
+    What is stored in other memory than computations use is copied when it moves.
     """
     device: Any = next(iter(leaf.sharding.device_set))
     if leaf.sharding.memory_kind not in (None, device.default_memory().kind):
@@ -119,7 +119,7 @@ def fresh_copy(leaf: jax.Array) -> jax.Array:
 def _warn(
     moved: Sequence[tuple[str, Any]], mesh: Mesh, parameter_device: ParameterDevice | None
 ) -> None:
-    """Tells of state that was elsewhere; other memory of the right device is no other place."""
+    """Returns of state that was elsewhere; other memory of the right device is no other place."""
     sharded, outside = [], []
     for name, raw in moved:
         leaves = [leaf for leaf in jax.tree.leaves(raw) if isinstance(leaf, jax.Array)]
@@ -133,7 +133,7 @@ def _warn(
         warnings.warn(_SHARDED.format(n=len(sharded), lines=listed(sharded, 3)), stacklevel=7)
     if outside:
         where = (
-            f"lie on {parameter_device.device}"
+            f"are stored on {parameter_device.device}"
             if parameter_device
             else "are mirrored over its devices"
         )
@@ -142,7 +142,7 @@ def _warn(
 
 
 def _check_unmixed(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
-    """Refuses state that lies mirrored over the devices of another strategy."""
+    """Refuses state that is mirrored over the devices of another strategy."""
     bad = [
         f"{name}: mirrored over {_devices(mixed[0].sharding.mesh)}"
         for name, raw in zip(binding.names, raws, strict=True)
@@ -156,8 +156,8 @@ def _is_mirrored_elsewhere(leaf: Any, mesh: Mesh) -> bool:
     if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
         return False
     other = leaf.sharding.mesh
-    alike = other.devices.flatten().tolist() == mesh.devices.flatten().tolist()
-    return other.size > 1 and not alike and leaf.sharding.is_fully_replicated
+    same = other.devices.flatten().tolist() == mesh.devices.flatten().tolist()
+    return other.size > 1 and not same and leaf.sharding.is_fully_replicated
 
 
 def _devices(mesh: Any) -> str:
@@ -198,7 +198,7 @@ This lowering needs them whole. RunOptions(lowering="vmap") keeps them sharded."
 
 @dataclass(frozen=True)
 class ParameterDevice:
-    """The one device, and the kind of its memory, where state lies between steps."""
+    """The one device, and the kind of its memory, where state is stored between steps."""
 
     device: jax.Device
     memory_kind: str | None = None
@@ -206,17 +206,17 @@ class ParameterDevice:
 
     @property
     def state(self) -> SingleDeviceSharding:
-        """Where variables lie."""
+        """Where variables are stored."""
         return SingleDeviceSharding(self.device, memory_kind=self.memory_kind)
 
     @property
     def results(self) -> SingleDeviceSharding:
-        """Where mirrored results lie: in memory that any computation can read."""
+        """Where mirrored results are stored: in memory that any computation can read."""
         return SingleDeviceSharding(self.device)
 
 
 def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDevice) -> Compile:
-    """Gives a lowering whose programs take and leave what is mirrored at home."""
+    """Returns a lowering whose programs take and leave what is mirrored at home."""
 
     def compile_for_it(
         call: Call,
@@ -277,7 +277,7 @@ LEAST_ELEMENTS = 1024
 
 
 def share_dim(shape: Sequence[int], replicas: int) -> int | None:
-    """Gives the dim along which an array is divided; None where it stays whole."""
+    """Returns the dim along which an array is divided; None where it stays whole."""
     fits = [dim for dim, size in enumerate(shape) if size and size % replicas == 0]
     if replicas == 1 or not fits or prod(shape) < LEAST_ELEMENTS:
         return None
@@ -285,12 +285,12 @@ def share_dim(shape: Sequence[int], replicas: int) -> int | None:
 
 
 def share_spec(dim: int | None) -> PartitionSpec:
-    """Gives the placement of an array that is divided along a dim, or whole."""
+    """Returns the placement of an array that is divided along a dim, or whole."""
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, DATA)
 
 
 def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
-    """Gives where the shares of an array lie; None where it stays whole."""
+    """Returns the sharding of the shares of an array; None where it stays replicated."""
     shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
@@ -299,7 +299,7 @@ def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
 
 
 def is_shared(variable: nnx.Variable[Any]) -> bool:
-    """Tells whether the replicas share a variable: the state of an optimizer."""
+    """Returns whether the replicas share a variable: the state of an optimizer."""
     return isinstance(variable, nnx.OptState)
 
 

@@ -91,14 +91,14 @@ class Call:
     """Whether it is compiled to be compared with, so that compiling takes longer than running."""
 
     def share_of(self, value: Any) -> Any:
-        """Gives the abstract value of a data leaf as one replica sees it."""
+        """Returns the abstract value of a data leaf as one replica sees it."""
         if isinstance(value, PerReplica):
             return jax.ShapeDtypeStruct(value.part_shape, value.dtype)
         return abstract(value)
 
 
 def abstract(value: Any) -> Any:
-    """Gives shape, dtype and weakness of an array; numbers and nests stay what they are."""
+    """Returns shape, dtype and weakness of an array; numbers and nests stay what they are."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
@@ -110,7 +110,7 @@ def abstract(value: Any) -> Any:
 
 
 def own_value(variable: nnx.Variable[Any]) -> Any:
-    """Gives the abstract raw value of a variable as one replica sees it."""
+    """Returns the abstract raw value of a variable as one replica sees it."""
     whole = abstract(variable.get_raw_value())
     if not keeps_own_values(variable):
         return whole
@@ -221,7 +221,7 @@ class _Recorder:
         return {i for i, variable in enumerate(variables) if id(variable) not in reached}
 
     def _first_values(self, kept: list[tuple[Any, Any]]) -> list[Any]:
-        """Ends a trace in which variables were made: the step is traced anew once they exist."""
+        """Ends a trace in which variables were made: the step is traced again once they exist."""
         self.created = tuple(variable for variable, _ in kept)
         arrays = [raw for _, raw in kept]
         # What is left on the user's objects must be no tracer.
@@ -281,7 +281,7 @@ def _constant_arrays(jaxpr: ClosedJaxpr, arrays: Sequence[Any]) -> frozenset[int
 
 
 def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:
-    """Gives the number of rows in one replica's share of the batch."""
+    """Returns the number of rows in one replica's share of the batch."""
     for value, leaf in zip(arguments.data, data, strict=True):
         if isinstance(value, PerReplica) and value.layout is Layout.JOINED:
             return int(leaf.shape[0])
@@ -295,7 +295,7 @@ def data_names(arguments: Arguments) -> list[str]:
 
 
 def kept_variables(call: Any, noted: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Gives those of the variables made in a step that outlive it, with their first values."""
+    """Returns those of the variables made in a step that outlive it, with their first values."""
     if not noted:
         return []
     reached = {id(variable) for variable in Binding(call.fn, call.arguments).variables}
@@ -326,7 +326,7 @@ def check_made_once(names: Sequence[str]) -> None:
 
 
 def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
-    """Gives every array that is built into a program, at any depth."""
+    """Returns every array that is built into a program, at any depth."""
     yield from jaxpr.consts
     for eqn in jaxpr.jaxpr.eqns:
         for value in eqn.params.values():
@@ -365,7 +365,7 @@ def check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) 
         for constant in constants(jaxpr)
         if isinstance(constant, jax.Array)
         and id(constant) not in replaced
-        # A key is no plain array, and one made in the step would be traced.
+        # A key is not a plain array, and one made in the step would be traced.
         and (id(constant) in older or is_key(constant))
         and not _belongs_to_library(constant)
     ]

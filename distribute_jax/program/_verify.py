@@ -374,7 +374,7 @@ def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]
 
 
 def _whole(value: Any, mesh: Any) -> Any:
-    """Gives the whole batch, real examples only, as the share of a single replica."""
+    """Returns the whole batch, real examples only, as the share of a single replica."""
     if not isinstance(value, PerReplica):
         return value
     if value.layout is Layout.STACKED:
@@ -392,7 +392,7 @@ def _whole(value: Any, mesh: Any) -> Any:
 
 
 def _rows_of(entry: BoundProgram, result: int) -> Any:
-    """Tells whether a result has one row for each example, as far as it is known."""
+    """Returns whether a result has one row for each example, as far as it is known."""
     known = entry.program.per_example
     return known[result] if known else result in entry.program.results.declared
 

@@ -229,7 +229,7 @@ def check_copies(entry: BoundProgram, outs: Sequence[jax.Array]) -> None:
 
 
 def _declared(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
-    """Gives the user's lines that declare a value mirrored."""
+    """Returns the user's lines that declare a value mirrored."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is mirrored_p:
             yield line(eqn)
@@ -250,7 +250,7 @@ def components_on(binding: Binding, mesh: Mesh) -> Iterator[None]:
 
 
 def as_read(entry: BoundProgram, outs: Sequence[jax.Array]) -> list[Any]:
-    """Gives the outputs of a step with ON_READ variables as they read; None where they do not."""
+    """Returns the outputs of a step with ON_READ variables as they read; None where they do not."""
     sizes = entry.program.traced.written_sizes
     variables = [v for v, size in zip(entry.outputs, sizes, strict=True) for _ in range(size)]
     state = [

@@ -221,7 +221,9 @@ def test_the_scope_makes_state_on_the_parameter_device_and_warns_of_nothing(
         outside[...] += 1.0
 
     if central.num_replicas_in_sync > 1:
-        with pytest.warns(UserWarning, match=r"outside of strategy\.scope\(\) and now lie on"):
+        with pytest.warns(
+            UserWarning, match=r"outside of strategy\.scope\(\) and now are stored on"
+        ):
             central.run(grow)
     else:
         central.run(grow)
