@@ -14,6 +14,7 @@ from benchmarks._steps import Trained
 from distribute_jax.program import RunOptions, _call as _entry
 from distribute_jax.program._arguments import take_apart
 from distribute_jax.program._binding import Binding
+from distribute_jax.program._cache import Request
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._plan import input_marks
 from distribute_jax.program._program import build
@@ -25,7 +26,8 @@ def entry_of(trained: Trained) -> tuple[BoundProgram, list[Any]]:
     """Gives the program that a call of ``run`` would use, compiled if need be, and its values."""
     strategy = trained.strategy
     arguments = take_apart(trained.batch, {}, strategy.mesh)
-    return strategy._runner.entry(trained.step, arguments, RunOptions())
+    request = Request(trained.step, arguments, RunOptions())
+    return strategy._runner.entry(request), request.values
 
 
 def compiled_of(trained: Trained) -> Any:
@@ -37,7 +39,7 @@ def build_seconds(trained: Trained) -> float:
     """Times binding, tracing, proving, lowering and compiling a step."""
     jax.clear_caches()
     start = time.perf_counter()
-    build(_call(trained), RunOptions())
+    build(_call(trained), RunOptions(), trained.strategy._replicas)
     return time.perf_counter() - start
 
 

@@ -29,7 +29,10 @@ from distribute_jax.program._replica_context import (
 from distribute_jax.program._results import per_example as per_example
 from distribute_jax.program._run import Runner as Runner, one_at_a_time as one_at_a_time
 from distribute_jax.program._snapshot import snapshot as snapshot
-from distribute_jax.program._state_placement import ParameterDevice as ParameterDevice
+from distribute_jax.program._state_placement import (
+    ParameterDevice as ParameterDevice,
+    Replicas as Replicas,
+)
 
 __all__ = [
     "Combine",
@@ -37,6 +40,7 @@ __all__ = [
     "MergedValues",
     "ParameterDevice",
     "ReplicaContext",
+    "Replicas",
     "RunOptions",
     "Runner",
     "is_runtime_failure",

@@ -1,68 +1,230 @@
-"""The cache of compiled programs: lookup through later traces, and a warning about recompilation."""
+"""The compiled programs of a strategy: looked up at each call of ``run``, built where none serves it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+from distribute_jax._errors import LoweringError
+from distribute_jax._mesh import num_replicas
 from distribute_jax._user_frames import warn_user
-from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._binding import Binding
+from distribute_jax.processes import COMPILING, doing
+from distribute_jax.program._across_processes import Calls, agree_on_values, check_same_program
+from distribute_jax.program._arguments import Arguments, check_function
+from distribute_jax.program._binding import (
+    Binding,
+    check_leaked_tracers,
+    contents_restored_on_error,
+)
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
-from distribute_jax.program._program import Program
+from distribute_jax.program._failures import Notices
+from distribute_jax.program._lowerings import COMPILERS
+from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
+from distribute_jax.program._program import Program, build
+from distribute_jax.program._state_placement import (
+    Replicas,
+    divide_state,
+    is_shared,
+    kept_shardings,
+    place_state,
+)
+from distribute_jax.program._trace import Call, check_made_once, give_first_values
+from distribute_jax.program._trace_errors import compilable, step_name
+
+_MOST_PROGRAMS = 64
+
+_WHOLE = """\
+RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
+share the state of optimizers. Use RunOptions(lowering="shard_map"), the default, or make the strategy \
+without shard_optimizer_state=True."""
 
 
-@contextmanager
-def looked_up_by_trace(
-    entries: MutableMapping[Any, list[BoundProgram]],
-    programs: MutableMapping[Any, Program],
-    fn: Callable[..., Any],
-    arguments: Arguments,
-) -> Iterator[None]:
-    """Binds the entries of a step again after a block that traces it, if they held before.
+class Request:
+    """One call of ``run``, analysed once: the step, what it reaches directly, its arguments and options."""
 
-    What Python does while a step is traced, such as counting calls, is not done again, so it is no
-    reason to compile the programs of the same step for other batches again.
+    __slots__ = ("arguments", "fn", "head", "options", "values")
 
-    Args:
-        entries: the entries of all steps, by what is compared first at a call.
-        programs: the compiled programs, by the whole key.
-        fn: the step.
-        arguments: of the call for which it is traced.
-    """
-    found = captures(fn)
-    values = found.values + arguments.bound
-    held = [
-        (head, entry, entry.binding.captured())
-        for head, some in entries.items()
-        if head[0] == tuple(found.key)
-        for entry in some
-        if entry.binding.holds(values)
-    ]
-    yield
-    for head, entry, arrays in held:
-        if entry in entries.get(head, ()) and not entry.binding.holds(values):
-            binding = Binding(fn, arguments)
-            if binding.reaches_same(entry.binding.variables, arrays):
-                _bind_again(entries[head], programs, entry, binding)
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions) -> None:
+        captured = captures(fn)
+        self.fn, self.arguments, self.options = fn, arguments, options
+        self.values = captured.values + arguments.bound
+        """What is compared by identity with what a program is bound to."""
+        default = options is UNVERIFIED or options is default_run_options()
+        self.head = (
+            tuple(captured.key), arguments.signature, None if default else _compiled_options(options),
+        )  # fmt: skip
+        """What is compared first: code, signature and options, quick to hash."""
 
 
-def _bind_again(
-    some: list[BoundProgram],
-    programs: MutableMapping[Any, Program],
-    old: BoundProgram,
-    binding: Binding,
-) -> None:
-    """Replaces an entry by one for the objects as they are now."""
-    new = BoundProgram(old.program, binding, old.step)
-    new.calls = old.calls
-    binding.on_release.append(new.release)
-    some[some.index(old)] = new
-    for key in [k for k, program in programs.items() if program is old.program]:
-        if key[0] == old.binding.key:
-            programs[binding.key, *key[1:]] = programs.pop(key)
+class ProgramCache:
+    """Programs by what they were compiled for, and by the objects that they are bound to."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        replicas: Replicas,
+        execute: Callable[[BoundProgram, list[Any]], list[Any]],
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            strategy: what code inside a step sees as its strategy.
+            replicas: what programs are compiled for.
+            execute: runs a program once and returns its results, for a step that makes variables.
+        """
+        self._strategy, self._replicas, self._execute = strategy, replicas, execute
+        self._bound: dict[Any, list[BoundProgram]] = {}
+        self.programs: OrderedDict[Any, Program] = OrderedDict()
+        self._recompilations = Recompilations()
+        self._notices = Notices()
+
+    def lookup(self, request: Request) -> BoundProgram | None:
+        """Returns the program that is bound to what a call reaches, if there is one."""
+        for entry in self._bound.get(request.head, ()):
+            if entry.binding.holds(request.values):
+                return entry
+        return None
+
+    def call(self, request: Request, binding: Binding) -> Call:
+        """Returns what is traced for a request."""
+        return Call(request.fn, binding, request.arguments, self._strategy, self._replicas.mesh)
+
+    def bind(self, request: Request, *, warn: bool = True, may_create: bool = True) -> BoundProgram:
+        """Binds a program to what a call reaches, and builds it where none serves it."""
+        fn, arguments, head = request.fn, request.arguments, request.head
+        name = step_name(fn)
+        check_function(fn)
+        self.forget_dead()
+        binding = Binding(fn, arguments)
+        check_leaked_tracers(binding)
+        placement = self._place(name, binding, request.options, warn=warn)
+        key = (binding.key, placement, *head[1:])
+        program = self.programs.get(key)
+        once = None
+        if program is None:
+            self._recompilations.note(fn, binding, arguments)
+            call = self.call(request, binding)
+            with (
+                contents_restored_on_error(binding), compilable(name), doing(f"{COMPILING} {name}"),
+            ):  # fmt: skip
+                before, captured = binding, binding.captured()
+                with self.tracing(request):
+                    program = build(call, request.options, self._replicas)
+                if program.traced.created:
+                    self._create(request, call, program, may_create=may_create)
+                    return self.bind(request, warn=warn, may_create=False)
+                # What Python did while it was traced, such as counting calls, is not done again.
+                binding = Binding(fn, arguments)
+                check_leaked_tracers(binding)
+            if num_replicas(self._replicas.mesh) > 1:
+                self._notices.give(binding, program)
+            if binding.reaches_same(before.variables, captured):
+                key = (binding.key, placement, *head[1:])
+                self.programs[key] = program
+                if len(self.programs) > _MOST_PROGRAMS:
+                    self._drop(self.programs.popitem(last=False)[1])
+            else:  # The step moved, removed or added some: the program serves this call alone.
+                once = before.with_arrays(captured)
+        fingerprint = check_same_program(name, program, arguments, self._replicas.mesh)
+        if once is not None:
+            return BoundProgram(program, once, name)
+        self.programs.move_to_end(key)
+        program.add_owners(binding.owners())
+        entry = BoundProgram(program, binding, name)
+        entry.calls = Calls(entry, fingerprint) if fingerprint else None
+        binding.on_release.append(entry.release)
+        kept = [e for e in self._bound.get(head, ()) if _stays(e, entry)]
+        self._bound[head] = [entry, *kept][:_MOST_PROGRAMS]
+        return entry
+
+    @contextmanager
+    def tracing(self, request: Request) -> Iterator[None]:
+        """Binds the programs of a step again after a block that traces it, if they held before.
+
+        What Python does while a step is traced, such as counting calls, is not done again, so it is no
+        reason to compile the programs of the same step for other batches again.
+        """
+        held = [
+            (head, entry, entry.binding.captured())
+            for head, some in self._bound.items()
+            if head[0] == request.head[0]
+            for entry in some
+            if entry.binding.holds(request.values)
+        ]
+        yield
+        for head, entry, arrays in held:
+            if entry in self._bound.get(head, ()) and not entry.binding.holds(request.values):
+                binding = Binding(request.fn, request.arguments)
+                if binding.reaches_same(entry.binding.variables, arrays):
+                    self._bind_again(self._bound[head], entry, binding)
+
+    def _bind_again(self, some: list[BoundProgram], old: BoundProgram, binding: Binding) -> None:
+        new = BoundProgram(old.program, binding, old.step)
+        new.calls = old.calls
+        binding.on_release.append(new.release)
+        some[some.index(old)] = new
+        for key in [k for k, program in self.programs.items() if program is old.program]:
+            if key[0] == old.binding.key:
+                self.programs[binding.key, *key[1:]] = self.programs.pop(key)
+
+    def _place(
+        self, step: str, binding: Binding, options: RunOptions, *, warn: bool
+    ) -> tuple[Any, ...]:
+        """Places state where it is stored between steps, and returns how each leaf is sharded."""
+        mesh, shares = self._replicas.mesh, self._replicas.share_state
+        if shares and not COMPILERS[options.lowering].shares:
+            raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
+        keeps_all = COMPILERS[options.lowering].keeps_sharding
+        place_state(
+            binding,
+            self._replicas,
+            keeps=lambda variable: keeps_all or (shares and is_shared(variable)),
+            warn=warn,
+        )
+        agree_on_values(step, binding, mesh)
+        if shares:
+            divide_state(binding, mesh)
+        return kept_shardings(binding, mesh) if keeps_all or shares else ()
+
+    def _create(self, request: Request, call: Call, program: Program, *, may_create: bool) -> None:
+        """Computes the first values of variables that a step makes."""
+        created = program.traced.created
+        entry = BoundProgram(program, call.binding, step_name(call.fn))
+        arrays = self._execute(entry, entry.flat_inputs(request.values, call.arguments))
+        give_first_values(created, entry.wrap(arrays))
+        check_made_once([] if may_create else [str(v.name) for v in created])
+
+    def forget_dead(self) -> None:
+        """Removes what no call can use again: a model that it was compiled for is gone."""
+        for head, entries in list(self._bound.items()):
+            self._bound[head] = [e for e in entries if e.binding.alive]
+            if not self._bound[head]:
+                del self._bound[head]
+        for key in [k for k, program in self.programs.items() if not program.is_wanted()]:
+            del self.programs[key]
+
+    def _drop(self, program: Program) -> None:
+        for head, entries in list(self._bound.items()):
+            self._bound[head] = [e for e in entries if e.program is not program]
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_options(options: RunOptions) -> RunOptions | None:
+    """Leaves out what changes nothing about the program; None for the default."""
+    without = replace(options, verify="off")
+    return None if without == UNVERIFIED else without
+
+
+def _stays(old: BoundProgram, new: BoundProgram) -> bool:
+    """Returns whether an entry is kept beside a new one: it must not keep replaced parts alive."""
+    if list(map(id, old.binding.variables)) == list(map(id, new.binding.variables)):
+        return old.program is not new.program
+    return not old.binding.shares_roots(new.binding)
 
 
 _MANY = 5

@@ -46,6 +46,7 @@ from distribute_jax.program._result_rows import (
     shares,
     traced_larger,
 )
+from distribute_jax.program._state_placement import Replicas
 from distribute_jax.program._trace import Call, Traced, batch_share
 
 REMEDIES = """\
@@ -205,9 +206,10 @@ def _check_more_padding(
     longer = replace(call, arguments=Arguments.with_data(call.arguments, data))
     check: PaddingCheck = entry.program.padding
     first = check.batches == 1
+    options = RunOptions(check_sync=False, donate_state=False)
     if check.longer is None and first:
         try:
-            check.longer = build(longer, RunOptions(check_sync=False, donate_state=False))
+            check.longer = build(longer, options, Replicas(call.mesh))
         except Exception as error:  # the user's code may not work at another size
             why = f"{type(error).__name__}: {error_text(error)}"
             padding_not_counted(entry.step, f"it could not be traced with more rows ({why})")

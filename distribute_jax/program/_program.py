@@ -29,6 +29,7 @@ from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import compile_whole, on_shares
 from distribute_jax.program._state_placement import (
     ParameterDevice,
+    Replicas,
     kept_shardings,
     on_parameter_device,
 )
@@ -115,18 +116,13 @@ class Program:
         return self.traced.results
 
 
-def build(
-    call: Call,
-    options: RunOptions,
-    parameter_device: ParameterDevice | None = None,
-    *,
-    shares: bool = False,
-) -> Program:
-    """Traces, proves, lowers and compiles a step; with ``shares``, state may be sharded."""
+def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
+    """Traces, proves, lowers and compiles a step."""
+    parameter_device = replicas.parameter_device
     compiler = COMPILERS[options.lowering]
     traced = trace(call)
     decided = plan(call, traced, options)
-    keeps = shares or compiler.keeps_sharding
+    keeps = replicas.share_state or compiler.keeps_sharding
     sharded = kept_shardings(call.binding, call.mesh) if keeps else ()
     shardings = step_shardings(call, traced, decided, sharded)
     order, written, kept, arrays = _input_order(traced)
@@ -139,11 +135,9 @@ def build(
     donated = _donatable(traced, written, options)
     given = [*range(donated), *_donated_arguments(call, traced, order, shardings, options)]
     ordered_shardings = shardings.in_order(order)
-    compile_ = (
-        on_parameter_device(compiler.compile, parameter_device)
-        if parameter_device
-        else compiler.compile
-    )
+    compile_ = compiler.compile
+    if parameter_device is not None:
+        compile_ = on_parameter_device(compile_, parameter_device)
     if on_own_shares:
         ordered = on_shares(call.mesh, ordered, ordered_shardings, [avals[i] for i in order])
         compile_ = compile_whole

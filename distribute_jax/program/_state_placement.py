@@ -32,8 +32,7 @@ from distribute_jax.variables import Variable, on_replicas
 
 def place_state(
     binding: Binding,
-    mesh: Mesh,
-    parameter_device: ParameterDevice | None,
+    replicas: Replicas,
     *,
     keeps: Callable[[nnx.Variable[Any]], bool],
     warn: bool,
@@ -42,12 +41,11 @@ def place_state(
 
     Args:
         binding: whose variables.
-        mesh: the mesh of the replicas.
-        parameter_device: where state is stored between steps; None for mirrored over the mesh.
+        replicas: says where.
         keeps: tells whether a variable that is sharded over the mesh stays so.
         warn: whether to warn.
     """
-    wanted = parameter_device.state if parameter_device else mirrored_sharding(mesh)
+    mesh, wanted = replicas.mesh, replicas.state
     raws = read_raw(binding.variables)
     _check_arrays(binding, raws)
     _check_unmixed(binding, raws, mesh)
@@ -74,7 +72,7 @@ def place_state(
     ]
     write_raw(binding.variables, placed)
     if moved and warn and num_replicas(mesh) > 1:
-        _warn(moved, mesh, parameter_device)
+        _warn(moved, mesh, replicas.parameter_device)
 
 
 def kept_shardings(binding: Binding, mesh: Mesh) -> tuple[NamedSharding | None, ...]:
@@ -213,6 +211,24 @@ class ParameterDevice:
     def results(self) -> SingleDeviceSharding:
         """Where mirrored results are stored: in memory that any computation can read."""
         return SingleDeviceSharding(self.device)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Where the replicas of a strategy are, and where their state is stored between steps."""
+
+    mesh: Mesh
+    parameter_device: ParameterDevice | None = None
+    """None where state is mirrored over the mesh."""
+    share_state: bool = False
+    """Whether the replicas share the state of optimizers, rather than all hold it."""
+
+    @property
+    def state(self) -> Sharding:
+        """Where state is stored that is not sharded."""
+        if self.parameter_device is not None:
+            return self.parameter_device.state
+        return mirrored_sharding(self.mesh)
 
 
 def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDevice) -> Compile:

@@ -46,6 +46,7 @@ from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._program import build
 from distribute_jax.program._result_rows import per_example_results
+from distribute_jax.program._state_placement import Replicas
 from distribute_jax.program._trace import Call
 from distribute_jax.program._verify_float64 import in_float64
 from distribute_jax.program._verify_outputs import (
@@ -367,9 +368,8 @@ def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]
     shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in whole)
     programs = entry.program.on_one_device
     if shapes not in programs:
-        programs[shapes] = build(
-            single, RunOptions(check_sync=False, donate_state=False, verify="off")
-        )
+        options = RunOptions(check_sync=False, donate_state=False, verify="off")
+        programs[shapes] = build(single, options, Replicas(mesh))
     return single, BoundProgram(programs[shapes], call.binding, entry.step)
 
 

@@ -22,7 +22,7 @@ from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import checked_barrier, job
-from distribute_jax.program import ParameterDevice, Runner, RunOptions
+from distribute_jax.program import ParameterDevice, Replicas, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
     local_values,
@@ -84,9 +84,10 @@ class Strategy(InputMethods, OlderNames):
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
-        self._mesh, self._parameter_device = mesh, parameter_device
+        self._mesh = mesh
+        self._replicas = Replicas(mesh, parameter_device, share_state=shares)
         self._axis_name = checked_axis_name(axis_name, mesh, type(self).__name__)
-        self._runner = Runner(self, mesh, steps_in_flight, parameter_device, shares=shares)
+        self._runner = Runner(self, self._replicas, steps_in_flight)
 
     @property
     @final
@@ -139,7 +140,7 @@ class Strategy(InputMethods, OlderNames):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
         """
-        return Scope(self, self._mesh, self._parameter_device)
+        return Scope(self, self._replicas)
 
     @final
     def run(
@@ -398,7 +399,7 @@ class Strategy(InputMethods, OlderNames):
     def __repr__(self) -> str:
         """Names the kind and the devices."""
         names = ", ".join(map(str, self._mesh.devices.flat))
-        sharded = ", shard_optimizer_state=True" if self._runner.shares else ""
+        sharded = ", shard_optimizer_state=True" if self._replicas.share_state else ""
         return f"{type(self).__name__}([{names}]{sharded})"
 
     def _enter_program(self, name: str) -> None:
@@ -421,7 +422,7 @@ class Strategy(InputMethods, OlderNames):
         return jax.tree.map(function, tree, is_leaf=_is_value)
 
 
-_OF_DEVICES = frozenset({"_mesh", "_parameter_device", "_storage", "_runner", "extended"})
+_OF_DEVICES = frozenset({"_mesh", "_replicas", "_device", "_runner", "extended"})
 """Attributes that a copy of a strategy shares or makes anew: devices cannot be copied."""
 
 

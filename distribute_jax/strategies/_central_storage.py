@@ -64,18 +64,19 @@ class CentralStorageStrategy(Strategy):
         else:
             device = devices[0] if len(devices) == 1 else find_cpu() or devices[0]
         _check_memory(device, memory_kind)
-        self._storage = ParameterDevice(device, memory_kind)
+        storage = ParameterDevice(device, memory_kind)
         super().__init__(
             replica_mesh(devices),
             steps_in_flight=steps_in_flight,
-            parameter_device=self._storage,
+            parameter_device=storage,
             axis_name=axis_name,
         )
+        self._device = device
 
     @property
     def parameter_device(self) -> jax.Device:
         """Where parameters and optimizer state lie between steps."""
-        return self._storage.device
+        return self._device
 
     def __repr__(self) -> str:
         """Names the kind, the compute devices and the parameter device."""

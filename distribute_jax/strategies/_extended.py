@@ -129,7 +129,7 @@ class StrategyExtended:
             return total  # in a compiled step every result lies on the mesh
         if isinstance(destinations, (str, jax.Device)):
             return jax.device_put(total, find_device(destinations))
-        storage = self._strategy._parameter_device
+        storage = self._strategy._replicas.parameter_device
         to = storage.results if storage is not None else mirrored_sharding(self._strategy.mesh)
         mirrored = put(total, to)
         return jax.tree.map(lambda leaf: mark_mirrored(leaf, None), mirrored)

@@ -1,4 +1,4 @@
-"""``strategy.scope()``: the strategy becomes current, and arrays are made where its state lies."""
+"""``strategy.scope()``: the strategy becomes current, and arrays are made where its state is stored."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from distribute_jax import _context
 from distribute_jax._user_frames import users_line
-from distribute_jax.program import ParameterDevice
+from distribute_jax.program import Replicas
 from distribute_jax.strategies._devices import note_not_entered
 
 
 class Scope:
     """What ``strategy.scope()`` gives: a ``with`` block that can be entered again and again."""
 
-    def __init__(self, strategy: Any, mesh: Mesh, parameter_device: ParameterDevice | None) -> None:
-        """Remembers the strategy and where its state lies; nothing is entered yet."""
-        self._strategy, self._mesh, self._parameter_device = strategy, mesh, parameter_device
+    def __init__(self, strategy: Any, replicas: Replicas) -> None:
+        """Remembers the strategy and where its state is stored; nothing is entered yet."""
+        self._strategy, self._replicas = strategy, replicas
         self._entered: list[tuple[_context.Frame, Any]] = []
         self._unused: str | None = users_line()
 
@@ -57,6 +56,6 @@ class Scope:
 
     def _where(self) -> Any:
         """Gives the context in which Flax, by itself, builds variables where the strategy wants them."""
-        if self._parameter_device is not None:
-            return jax.default_device(self._parameter_device.device)
-        return jax.set_mesh(self._mesh)
+        if (storage := self._replicas.parameter_device) is not None:
+            return jax.default_device(storage.device)
+        return jax.set_mesh(self._replicas.mesh)

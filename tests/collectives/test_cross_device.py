@@ -214,7 +214,7 @@ def compiled_text(ops: dj.CrossDeviceOps | None, options: Any = None) -> str:
         return context().all_reduce("sum", nest, options)
 
     strategy.run(step)
-    (program,) = strategy._runner._programs.values()
+    (program,) = strategy._runner.cache.programs.values()
     return program.compiled.as_text()
 
 

@@ -50,7 +50,7 @@ def summed(strategy: dj.Strategy, options: Any = None) -> tuple[list[float], str
         return dj.get_replica_context().all_reduce("sum", tree, options)
 
     sums = [float(np.ravel(s.addressable_data(0))[0]) for s in strategy.run(step, args=(values,))]
-    *_, program = strategy._runner._programs.values()
+    *_, program = strategy._runner.cache.programs.values()
     return sums, f"{program.traced.jaxpr}\n{program.compiled.as_text()}"
 
 

@@ -213,7 +213,7 @@ def test_what_every_replica_adds_alike_is_added_for_each_without_a_collective(
         strategy.run(counts, args=(jnp.float32(1.0),))
     assert float(state[...]) == 8 + 2 * 3 * n
     assert int(count[...]) == 2 + 2 * 5 * n
-    (program,) = strategy._runner._programs.values()
+    (program,) = strategy._runner.cache.programs.values()
     assert "all-reduce" not in program.compiled.as_text()
 
 

@@ -402,7 +402,7 @@ def test_the_program_of_sharded_state_takes_a_quarter_of_the_arguments(s4: dj.Mi
 
 
 def _argument_bytes(strategy: dj.Strategy) -> int:
-    (program,) = strategy._runner._programs.values()
+    (program,) = strategy._runner.cache.programs.values()
     return program.compiled.memory_analysis().argument_size_in_bytes
 
 

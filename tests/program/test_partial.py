@@ -557,7 +557,7 @@ def test_a_step_that_counts_its_traces_is_not_compiled_in_each_epoch(
     for _ in range(3):
         for batch in data:
             s4.run(step, args=(batch,), options=dj.RunOptions(verify=verified))
-        seen.append((counter.calls, len(traces), len(s4._runner._programs)))
+        seen.append((counter.calls, len(traces), len(s4._runner.cache.programs)))
     assert seen[1:] == [seen[0]] * 2, seen
     counter.calls = 0  # what the user changes is another matter
     s4.run(step, args=(batch,))

@@ -77,7 +77,7 @@ def test_a_step_with_results_computes_nothing_more(s4: dj.MirroredStrategy):
         return total[...] / 2
 
     assert float(s4.run(returning, args=(jnp.ones(4),))) == 8.0
-    (program,) = s4._runner._programs.values()
+    (program,) = s4._runner.cache.programs.values()
     assert len(program.compiled.out_tree.children()) == 2
 
 

@@ -173,7 +173,7 @@ def bytes_of_state(optimizer: Any) -> dict[jax.Device, int]:
 
 def program_of(strategy: dj.Strategy) -> Any:
     """The only program of a strategy."""
-    (program,) = strategy._runner._programs.values()
+    (program,) = strategy._runner.cache.programs.values()
     return program
 
 

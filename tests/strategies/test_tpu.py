@@ -32,7 +32,7 @@ def tpu(replicas: int, cores: int, **options: Any) -> dj.TPUStrategy:
 
 def program_of(strategy: dj.Strategy) -> str:
     """The text of the program that was compiled last."""
-    *_, program = strategy._runner._programs.values()
+    *_, program = strategy._runner.cache.programs.values()
     return program.compiled.as_text()
 
 
@@ -119,7 +119,7 @@ def test_the_program_computes_only_a_part_of_a_split_array_on_each_core():
 
         (batch,) = strategy.distribute_dataset([X])
         strategy.run(step, args=(batch,))
-        *_, program = strategy._runner._programs.values()
+        *_, program = strategy._runner.cache.programs.values()
         return program.compiled.cost_analysis()["flops"]
 
     assert flops([1, 2]) < 0.6 * flops(None)

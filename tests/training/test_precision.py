@@ -60,7 +60,7 @@ def test_nothing_is_sent_until_the_update(s4: dj.MirroredStrategy):
     """The only reductions of gradients stand in the branch of the update."""
     model = made(s4, gradient_accumulation_steps=3)
     fit(model)
-    (program,) = s4._runner._programs.values()
+    (program,) = s4._runner.cache.programs.values()
     top = [equation.primitive.name for equation in program.traced.jaxpr.jaxpr.eqns]
     assert "psum" not in top
     assert "cond" in top
@@ -94,7 +94,7 @@ def test_mixed_precision_computes_in_few_bits_and_keeps_float32_weights(
     assert losses != expected
     assert {w.dtype for w in model.get_weights()} == {np.dtype(np.float32)}
     dtype = "bf16" if "bfloat" in policy else "f16"
-    program = next(iter(s4._runner._programs.values()))
+    program = next(iter(s4._runner.cache.programs.values()))
     dots = [line for line in str(program.traced.jaxpr).splitlines() if "dot_general" in line]
     assert dots
     assert all(f":{dtype}[" in line for line in dots)

@@ -166,7 +166,7 @@ def test_no_communication_and_state_in_place(s4: dj.MirroredStrategy):
     old = variable.get_raw_value()
     s4.run(step)
     assert old.is_deleted()
-    (program,) = s4._runner._programs.values()
+    (program,) = s4._runner.cache.programs.values()
     assert "all-reduce" not in program.compiled.as_text()
     assert float(variable.numpy()[0]) == 8.0
     assert variable.get_raw_value().addressable_shards[0].data.shape == (1, 1000)
