@@ -93,10 +93,10 @@ def private_imports(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 44_303,
+    lines: 44_286,
     files: 202,
     pieces: 1,
-    private_words: 1_014,
+    private_words: 1_012,
     private_imports: 35,
 }
 
