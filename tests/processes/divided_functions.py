@@ -185,7 +185,7 @@ def _failures(strategy, folder, tree, me):
         folder.mkdir()
 
     late = mock.patch.object(_write, "write_bytes", slow)
-    with mock.patch.object(_agreement, "PATIENCE", 2 / 60):
+    with mock.patch.object(_agreement.Relay, "_seconds", staticmethod(lambda _: 2.0)):
         told["late"] = fails(3, only_on(1, late))
     handed = mock.patch.object(_write, "SEEN_SECONDS", 0.2)
     apart = mock.patch("distribute_jax.checkpoint._disk.DiskDraft.hand_in")
