@@ -8,8 +8,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from itertools import chain, count, islice
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax.sharding import Mesh
@@ -21,60 +21,50 @@ from distribute_jax.data._element import HostElement
 from distribute_jax.data._options import InputOptions, PartialPolicy
 from distribute_jax.data._partial import ALONE
 from distribute_jax.data._split import Worker
-from distribute_jax.processes import Job, job
+from distribute_jax.processes import job
 
 
 def worker_of(mesh: Mesh) -> Worker:
-    """Tells how many processes share a mesh, and which of them this is."""
-    found = job()
-    if is_local(mesh) or found is None:
-        return ALONE
-    return Worker(found.count, found.index)
+    """Returns how many processes share a mesh, and which of them this is."""
+    current = job()
+    return ALONE if is_local(mesh) or current is None else Worker(current.count, current.index)
 
 
-def ends_of_epochs(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[], EndOfData]:
-    """Gives what makes, for each pass over a new dataset, the agreement on its steps.
+def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[], EpochEnd]:
+    """Returns what makes the agreement for each pass over a new dataset.
 
-    All processes distribute the same datasets and pass over them in the same order. Each pass talks
-    about itself alone, so that one which is left early does not disturb the next.
+    All processes distribute the same datasets and pass over them in the same order. Each pass has its
+    own topic, so that one which is left early does not disturb the next.
 
     Args:
         mesh: the strategy's mesh.
         options: what becomes of partial batches.
         common: whether all processes read the same batches.
     """
-    found = job()
-    if is_local(mesh) or found is None:
-        return OneProcess
-    _made["datasets"] += 1
-    number, passes = _made["datasets"], Counter[str]()
-    worker, replicas = Worker(found.count, found.index), len(local_replicas(mesh))
+    current = job()
+    if is_local(mesh) or current is None:
+        return LocalEpochEnd
+    _distributed["datasets"] += 1
+    dataset, passes = _distributed["datasets"], count(1)
+    policy, replicas = PartialPolicy(options.partial), len(local_replicas(mesh))
 
-    def next_pass() -> EndOfData:
-        passes["all"] += 1
-        talk = _Talk(found, f"the batches of dataset {number}, pass {passes['all']}")
-        policy = PartialPolicy(options.partial)
-        return Agreed(talk, worker, replicas, policy=policy, common=common)
+    def next_pass() -> EpochEnd:
+        topic = f"the batches of dataset {dataset}, pass {next(passes)}"
+
+        def exchange(local: Announcement) -> Sequence[Announcement]:
+            return [Announcement.from_text(text) for text in current.exchange(topic, local.text())]
+
+        worker = Worker(current.count, current.index)
+        return GlobalEpochEnd(exchange, worker, replicas, policy=policy, common=common)
 
     return next_pass
 
 
-class _Talk:
-    """Rounds of talk over the coordination service: an ``Exchange``."""
-
-    def __init__(self, found: Job, topic: str) -> None:
-        self._job, self._topic = found, topic
-
-    def __call__(self, said: Said) -> Sequence[Said]:
-        """See ``Exchange``."""
-        return [from_text(text) for text in self._job.exchange(self._topic, as_text(said))]
-
-
-_made: Counter[str] = Counter()
+_distributed: Counter[str] = Counter()
 """How many datasets were distributed so far, which is the same number on every process."""
 
 
-class EndOfData(Protocol):
+class EpochEnd(Protocol):
     """An agreement between processes on how many steps an epoch has.
 
     All processes run the same compiled steps together, so a process whose data has ended goes on
@@ -82,31 +72,24 @@ class EndOfData(Protocol):
     """
 
     def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
-        """Gives the elements of one process for each step that the processes take together.
+        """Returns an element of this process for each step that the processes take together.
 
-        Args:
-            elements: this process's own.
-            length: how many they are, or None where that is not known before the end.
-
-        Returns:
-            The same elements, and then ``last.masked(replicas)`` for each step for which only other
-            processes have data.
+        They are this process's ``elements``, ``length`` of them if that is known, and then
+        ``last.masked(replicas)`` for each step for which only other processes have data.
         """
 
 
-class OneProcess:
-    """One process agrees with itself: the epoch ends with its own elements."""
+class LocalEpochEnd:
+    """The epoch of one process: it ends with its elements."""
 
     def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
-        """See ``EndOfData.steps``."""
-        del length
         return elements
 
 
-_SECONDS = 1.0
+_ROUND_SECONDS = 1.0
 """How long the steps of one round should last, so that a thousand processes do not talk all the time."""
 
-_MOST = 8
+_MOST_STEPS = 8
 """Steps of one round at most: so many batches wait on the host until the others' are known."""
 
 
@@ -120,10 +103,16 @@ class Step(NamedTuple):
     kind: str
     """The batch's structure, dtypes and sizes except dim 0."""
 
+    @classmethod
+    def of(cls, element: HostElement, replicas: int) -> Step:
+        leaves, structure = jax.tree.flatten(element.spec)
+        kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
+        return cls(element.counts(replicas), element.division.share, f"{structure} of {kinds}")
+
 
 @dataclass(frozen=True)
-class Said:
-    """What one process says in a round: numbers and text alone, so that it can be sent."""
+class Announcement:
+    """What one process announces in a round."""
 
     steps: tuple[Step, ...] = ()
     """Its next steps, fewer than asked for where its data ends."""
@@ -133,43 +122,32 @@ class Said:
     """Why it has no more."""
     length: int | None = None
     """Steps of its epoch, where that is known beforehand."""
-    first: str | None = None
-    """A digest of the first batch that it reads, where all read the same."""
+    digest: str | None = None
+    """Of the first batch that it reads, where all read the same."""
+
+    def text(self) -> str:
+        """Returns it as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Announcement:
+        """Reads what ``text`` returned."""
+        fields = json.loads(text)
+        steps = (Step(tuple(counts), share, kind) for counts, share, kind in fields.pop("steps"))
+        return cls(steps=tuple(steps), **fields)
 
 
-def as_text(said: Said) -> str:
-    """Writes down what a process says, to be sent."""
-    return json.dumps(asdict(said))
+Exchange: TypeAlias = Callable[[Announcement], Sequence[Announcement]]
+"""One round: each process calls it once, and gets the announcements of all in order of the processes."""
 
 
-def from_text(text: str) -> Said:
-    """Reads what a process has said."""
-    fields = json.loads(text)
-    steps = (Step(tuple(counts), share, kind) for counts, share, kind in fields.pop("steps"))
-    return Said(steps=tuple(steps), **fields)
-
-
-class Exchange(Protocol):
-    """One round of talk: each process calls it once and hears all."""
-
-    def __call__(self, said: Said) -> Sequence[Said]:
-        """Gives what every process said in this round, in the order of the processes."""
-
-
-class Agreed:
-    """Processes with data of different length take the same steps: an ``EndOfData``.
+class GlobalEpochEnd:
+    """Makes processes with data of different length take the same steps.
 
     A process whose data has ended goes on with padding alone under the policies ``mask`` and ``shrink``.
     Under ``drop`` the epoch ends with the first process whose data ends, and under ``error`` it is an
     error that they do not end together. What makes one process fail is raised by all, and none waits.
-
-    Args:
-        exchange: the round of talk.
-        worker: which of the processes this is.
-        replicas: the replicas of this process, as many as those of any other.
-        policy: what becomes of partial batches.
-        common: whether all read the same batches, so that one round is enough where their number is
-            known.
+    Where all read the same batches (``common``) and know their number, one round is enough.
     """
 
     def __init__(
@@ -188,79 +166,83 @@ class Agreed:
         self._common = common
 
     def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
-        """See ``EndOfData.steps``."""
         if self._common:
             first, error = _next(elements, 1)
-            digest = first[0].whole if first else None
-            said = self._exchange(Said(error=_text(error), length=length, first=digest))
-            _check_lengths([one.length for one in said])
-            _raise(error, said)
+            digest = first[0].digest if first else None
+            everyone = self._exchange(
+                Announcement(error=_text(error), length=length, digest=digest)
+            )
+            _check_lengths([one.length for one in everyone])
+            _raise(error, everyone)
             elements = chain(first, elements)
-            if self._worker.index == 0 and len({one.first for one in said}) > 1:
-                warnings.warn(_OTHER_BATCHES, stacklevel=2)
+            if self._worker.index == 0 and len({one.digest for one in everyone}) > 1:
+                warnings.warn(_DIFFERENT_BATCHES, stacklevel=2)
             if length is not None:
-                return _as_many(elements, length)
+                return _exactly(elements, length)
         return self._rounds(elements)
 
     def _rounds(self, elements: Iterator[HostElement]) -> Iterator[HostElement]:
         last: HostElement | None = None
-        asked, share, seconds = 1, 0, 0.0
+        requested, share, seconds = 1, 0, 0.0
         while True:
             start = time.perf_counter()
-            mine, error = _next(elements, asked)
-            steps = tuple(_step(element, self._replicas) for element in mine)
-            said = self._exchange(Said(steps, seconds, _text(error)))
+            local, error = _next(elements, requested)
+            steps = tuple(Step.of(element, self._replicas) for element in local)
+            everyone = self._exchange(Announcement(steps, seconds, _text(error)))
             if last is None:
-                _check_all_have_data(said)
-            _check_alike(said, self._policy)
-            taken = self._taken(said)
-            for number in range(taken):
-                last = mine[number] if number < len(mine) else last
-                brought = [one.steps[number : number + 1] for one in said]
-                share = max(self._least(share), *(step.share for one in brought for step in one))
-                yield self._agreed(last, share, brought)
-            _raise(error, said)
-            if taken < asked:
+                _check_all_have_data(everyone)
+            _check_steps_match(everyone, self._policy)
+            agreed = self._agreed_steps(everyone)
+            for number in range(agreed):
+                last = local[number] if number < len(local) else last
+                if self._policy is not PartialPolicy.MASK:
+                    share = 0  # MASK keeps one shape, also when the process with the longest share is out
+                step = [one.steps[number] if number < len(one.steps) else None for one in everyone]
+                share = max(share, *(part.share for part in step if part))
+                yield self._with_all_counts(last, share, step)
+            _raise(error, everyone)
+            if agreed < requested:
                 return
-            seconds = (time.perf_counter() - start) / asked
-            asked = _steps_of_a_round(said)
+            seconds = (time.perf_counter() - start) / requested
+            requested = _steps_of_a_round(everyone)
 
-    def _least(self, share: int) -> int:
-        # MASK keeps one shape for the whole epoch, also when the process with the longest share is out.
-        return share if self._policy is PartialPolicy.MASK else 0
-
-    def _taken(self, said: Sequence[Said]) -> int:
-        lengths = [len(one.steps) for one in said]
-        failed = [len(one.steps) for one in said if one.error is not None]
+    def _agreed_steps(self, everyone: Sequence[Announcement]) -> int:
+        lengths = [len(one.steps) for one in everyone]
+        failed = [len(one.steps) for one in everyone if one.error is not None]
         longest = min(lengths) if self._policy is PartialPolicy.DROP else max(lengths)
         if self._policy is PartialPolicy.ERROR and not failed and min(lengths) < longest:
-            raise ArgumentError(_UNEVEN.format(process=lengths.index(min(lengths))))
+            raise ArgumentError(
+                f"The data of process {lengths.index(min(lengths))} has ended before that of another one, "
+                "and with partial='error' all end together. Give every process as many batches, or pass "
+                "InputOptions(partial='mask'), with which a process that is out of data goes on with "
+                "masked padding."
+            )
         return min([longest, *failed])
 
-    def _agreed(self, last: Any, share: int, brought: Sequence[Sequence[Step]]) -> HostElement:
-        nothing = (0,) * self._replicas
-        counts = [one[0].counts if one else nothing for one in brought]
-        everyone = [count for of_process in counts for count in of_process]
-        agreed: HostElement = last.agreed(share, counts[self._worker.index], everyone)
-        return agreed
+    def _with_all_counts(self, last: Any, share: int, step: Sequence[Step | None]) -> HostElement:
+        counts = [part.counts if part else (0,) * self._replicas for part in step]
+        element: HostElement = last.with_share(
+            share, counts[self._worker.index], list(chain.from_iterable(counts))
+        )
+        return element
 
 
-def _steps_of_a_round(said: Sequence[Said]) -> int:
+def _steps_of_a_round(everyone: Sequence[Announcement]) -> int:
     """Follows from what all have heard, so that all ask for as many."""
-    slowest = max(one.seconds for one in said)
-    return min(max(int(_SECONDS / slowest), 1), _MOST) if slowest > 0 else 1
+    slowest = max(one.seconds for one in everyone)
+    return min(max(int(_ROUND_SECONDS / slowest), 1), _MOST_STEPS) if slowest > 0 else 1
 
 
-def _as_many(elements: Iterator[HostElement], length: int) -> Iterator[HostElement]:
+def _exactly(elements: Iterator[HostElement], length: int) -> Iterator[HostElement]:
     number = 0
     for number, element in enumerate(elements, 1):
         if number > length:
             break
         yield element
     if number != length:
-        given = "more" if number > length else number
+        actual = "more" if number > length else number
         raise ArgumentError(
-            f"The source said that an epoch has {length} batches, and gave {given}. The processes have "
+            f"The length of the source is {length} batches, and an epoch had {actual}. The processes have "
             "agreed on that number, so its length must be right, or it must have none."
         )
 
@@ -270,83 +252,70 @@ def _check_lengths(lengths: Sequence[int | None]) -> None:
         lines = "\n".join(f"  process {i}: {length} batches" for i, length in enumerate(lengths))
         raise ArgumentError(
             f"All processes read the same batches, but their sources differ:\n{lines}\nGive every process "
-            "the same data, or data of its own with strategy.distribute_datasets_from_function."
+            "the same data, or different data with strategy.distribute_datasets_from_function."
         )
 
 
-def _check_all_have_data(said: Sequence[Said]) -> None:
-    without = [i for i, one in enumerate(said) if not one.steps and one.error is None]
-    if without and any(one.steps for one in said):
-        raise ArgumentError(_NOTHING.format(process=without[0]))
+def _check_all_have_data(everyone: Sequence[Announcement]) -> None:
+    without = [i for i, one in enumerate(everyone) if not one.steps and one.error is None]
+    if without and any(one.steps for one in everyone):
+        raise ArgumentError(
+            f"Process {without[0]} has no batch at all, and other processes have some, so it does not know "
+            "what the batches look like. Give every process at least one batch, or let every process read "
+            'everything: dj.InputOptions(auto_shard_policy="data").'
+        )
 
 
-def _raise(error: BaseException | None, said: Sequence[Said]) -> None:
+def _raise(error: BaseException | None, everyone: Sequence[Announcement]) -> None:
     """Raises what ended this process's data, or the news that another's failed."""
     if error is not None:
         raise error
-    failed = next((i for i, one in enumerate(said) if one.error is not None), None)
-    if failed is not None:
-        raise ArgumentError(
-            f"The input of process {failed} failed, so no process can take the next step:\n"
-            f"  {said[failed].error}\nIts traceback stands in the output of process {failed}."
-        )
+    for process, one in enumerate(everyone):
+        if one.error is not None:
+            raise ArgumentError(
+                f"The input of process {process} failed, so no process can take the next step:\n"
+                f"  {one.error}\nIts traceback is in the output of process {process}."
+            )
 
 
-def _check_alike(said: Sequence[Said], policy: PartialPolicy) -> None:
-    """Raises, on every process, where the batches of a step would not make one array."""
+def _check_steps_match(everyone: Sequence[Announcement], policy: PartialPolicy) -> None:
+    """Raises, on every process, if the batches of a step would not make one array."""
     fixed = policy in (PartialPolicy.DROP, PartialPolicy.ERROR)
-    for number in range(max(len(one.steps) for one in said)):
-        found: dict[str, int] = {}
-        for process, one in enumerate(said):
+    for number in range(max(len(one.steps) for one in everyone)):
+        kinds: dict[str, int] = {}
+        for process, one in enumerate(everyone):
             for step in one.steps[number : number + 1]:
                 size = f", {step.share} examples for each replica" if fixed else ""
-                found.setdefault(step.kind + size, process)
-        if len(found) > 1:
-            lines = "\n".join(f"  process {process}: {kind}" for kind, process in found.items())
+                kinds.setdefault(step.kind + size, process)
+        if len(kinds) > 1:
+            lines = "\n".join(f"  process {process}: {kind}" for kind, process in kinds.items())
             raise ArgumentError(
-                f"The processes bring different batches to one step:\n{lines}\n{_ALIKE}"
+                f"The processes bring different batches to one step:\n{lines}\nAll processes run one "
+                "program, so their batches must have the same keys, dtypes and sizes, and without masks "
+                "as many examples. Pad them, for example, to one size."
             )
 
 
 def _next(
     elements: Iterator[HostElement], count: int
 ) -> tuple[list[HostElement], BaseException | None]:
-    found: list[HostElement] = []
+    """Returns the next elements, and the error that came in place of one."""
+    local: list[HostElement] = []
     try:
         for element in islice(elements, count):
-            found.append(element)  # noqa: PERF402 - what came before an error is kept
+            local.append(element)  # noqa: PERF402 - what came before an error is kept
     except BaseException as error:  # whatever it is, the others must hear of it
-        return found, error
-    return found, None
-
-
-def _step(element: HostElement, replicas: int) -> Step:
-    leaves, structure = jax.tree.flatten(element.spec)
-    kind = f"{structure} of " + ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
-    return Step(element.counts(replicas), element.division.share, kind)
+        return local, error
+    return local, None
 
 
 def _text(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error_text(error)}"
 
 
-_NOTHING = (
-    "Process {process} has no batch at all, and other processes have some, so it does not know what the "
-    "batches look like. Give every process at least one batch, or let every process read everything: "
-    'dj.InputOptions(auto_shard_policy="data").'
-)
-_UNEVEN = (
-    "The data of process {process} has ended before that of another one, and with partial='error' all end "
-    "together. Give every process as many batches, or pass InputOptions(partial='mask'), with which a "
-    "process that is out of data goes on with masked padding."
-)
-_ALIKE = (
-    "All processes run one program, so their batches have the same keys, dtypes and sizes, and without "
-    "masks as many examples. Make them alike, for example by padding to one size."
-)
-_OTHER_BATCHES = (
+_DIFFERENT_BATCHES = (
     "All processes are to read the same batches and to take their part of each, but their first batches "
     "differ: some examples may be trained on twice and others never. Give every process the same data and "
-    "the same seed for its shuffling, or data of its own: strategy.distribute_datasets_from_function, or "
+    "the same seed for its shuffling, or different data: strategy.distribute_datasets_from_function, or "
     'dj.InputOptions(auto_shard_policy="off"). Random changes of the images may stay: this is a warning only.'
 )

@@ -28,25 +28,24 @@ NOT_NUMERIC = (
     "lists into padded arrays, or leave these leaves out of the batch."
 )
 NOT_ARRAYS = (
-    "A leaf must be a NumPy or JAX array. Convert it with np.asarray, and make a class of your own "
-    "a container with jax.tree_util.register_dataclass."
+    "A leaf must be a NumPy or JAX array. Convert it with np.asarray, or register its class with "
+    "jax.tree_util.register_dataclass."
 )
 DISTRIBUTED = (
     "These leaves are distributed already. Give distribute_dataset the batches as they come from "
     "the host, or pass the distributed ones straight to strategy.run."
 )
 RAGGED = (
-    "All leaves of a batch must have the same number of examples in dim 0. A value that belongs to "
-    "the whole batch is repeated for each example, or passed to strategy.run as an argument of its "
-    "own."
+    "All leaves of a batch must have the same number of examples in dim 0. Repeat a value that belongs "
+    "to the whole batch for each example, or pass it to strategy.run as a separate argument."
 )
 MASKED = (
     "Devices know no masks, so the masked values would be taken for data. Give the values and the mask "
     "as two leaves: array.filled(0) and np.ma.getmaskarray(array)."
 )
-GIVEN_AWAY = (
-    "A step has taken the memory of these arrays (donate_args, or they were state), so they can no longer "
-    "be read. Keep data on the host as NumPy arrays, or copy it before: dj.snapshot(batch)."
+DONATED = (
+    "These arrays were donated to a step (donate_args, or they were state), so they can no longer be "
+    "read. Keep data on the host as NumPy arrays, or copy it before: dj.snapshot(batch)."
 )
 TOO_LARGE = (
     "64-bit integers become 32-bit, because jax_enable_x64 is off, and these do not fit. Call "
@@ -55,16 +54,9 @@ TOO_LARGE = (
 
 
 def check_batch(batch: PyTree, where: str, remedy: str) -> int:
-    """Checks one global batch and gives its number of examples.
+    """Returns the number of examples of a batch, or raises an ArgumentError that names every bad leaf.
 
-    Args:
-        batch: a tree of NumPy or JAX arrays (global view).
-        where: which batch it is, for the messages.
-        remedy: how its source is batched, for the messages.
-
-    Raises:
-        ArgumentError: names every leaf that is no numeric array, has no dim 0, has another length
-            than the others, or has integers that do not fit.
+    The messages also say which batch it is (``where``) and how its source is batched (``remedy``).
     """
     rows = _plain_rows(batch)
     if rows is not None:
@@ -93,12 +85,17 @@ _LONG = (np.dtype(np.longdouble), np.dtype(np.clongdouble))
 
 
 def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Gives the dtype that a host array has on the devices: 32-bit for 64-bit unless x64 is on."""
+    """Returns the dtype that a host array gets on the devices: 32-bit for 64-bit unless x64 is on."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).newbyteorder("=")
 
 
+def dtype_on_device(leaf: Any) -> np.dtype[Any]:
+    """Returns the dtype of a checked leaf, of the host or a device, on the devices."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
+
+
 def _plain_rows(batch: PyTree) -> int | None:
-    """Gives the number of examples of a batch that is easily seen to be sound, as nearly all are."""
+    """Returns the number of examples of a batch that is plainly valid, as nearly all are."""
     try:
         leaves = jax.tree.leaves(batch, is_leaf=_is_distributed)
     except ValueError:
@@ -119,7 +116,7 @@ def _leaves(batch: PyTree, where: str) -> list[tuple[KeyPath, Any]]:
         return jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_distributed)
     except ValueError as error:
         raise ArgumentError(
-            f"{where} is no tree that JAX can take apart: {error_text(error)} Give the keys of every dict "
+            f"{where} is not a tree that JAX can flatten: {error_text(error)} Give the keys of every dict "
             "one type, which can be sorted, such as str."
         ) from None
 
@@ -160,7 +157,7 @@ def _is_too_large(leaf: Any) -> bool:
 
 _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_is_distributed, DISTRIBUTED),
-    (is_donated, GIVEN_AWAY),
+    (is_donated, DONATED),
     (lambda leaf: isinstance(leaf, np.ma.MaskedArray), MASKED),
     (_is_not_numeric, NOT_NUMERIC),
     (_is_unbatched, UNBATCHED),
@@ -169,60 +166,49 @@ _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 
 
-_ANOTHER_STRUCTURE = (
-    "One step takes all batches, so every batch must have the same keys and nesting. Fill in what is "
-    "missing, or distribute the two kinds as two datasets."
-)
-_ANOTHER_KIND = (
-    "One step takes all batches, so a leaf keeps its dtype and its number of dims. Convert the batches "
-    "to one of the two, for example with astype or reshape."
-)
-
-
-class Alike:
-    """Compares the checked batches of one epoch with the first of them.
+class BatchSignature:
+    """The structure, dtypes and numbers of dims that all batches of an epoch have.
 
     The sizes of the dims may differ, as where sentences are padded batch by batch: the step is then
     compiled for each.
     """
 
     def __init__(self) -> None:
-        self._first: list[jax.ShapeDtypeStruct] = []
         self._structure: Any = None
+        self._first: list[jax.ShapeDtypeStruct] = []
         self._kinds: list[Any] = []
 
     def check(self, batch: PyTree, where: str) -> None:
-        """Raises an ArgumentError where a batch has another structure, or a leaf another kind."""
+        """Raises an ArgumentError if a checked batch differs from the first one."""
         leaves, structure = jax.tree.flatten(batch)
-        kinds = [_kind(leaf) for leaf in leaves]
+        kinds = [(leaf.ndim, dtype_on_device(leaf)) for leaf in leaves]
         if self._structure is None:
             self._structure, self._kinds = structure, kinds
             self._first = [_described(leaf) for leaf in leaves]
         elif structure != self._structure:
             raise ArgumentError(
                 f"{where} has another structure than the first one:\n  it is  {structure}\n"
-                f"  first: {self._structure}\n{_ANOTHER_STRUCTURE}"
+                f"  first: {self._structure}\nOne step takes all batches, so every batch must have the "
+                "same keys and nesting. Fill in what is missing, or distribute two datasets."
             )
         elif kinds != self._kinds:
-            raise self._another_kind(batch, kinds, where)
+            raise self._wrong_kinds(batch, kinds, where)
 
-    def _another_kind(self, batch: PyTree, kinds: list[Any], where: str) -> ArgumentError:
+    def _wrong_kinds(self, batch: PyTree, kinds: list[Any], where: str) -> ArgumentError:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
-        compared = zip(leaves, kinds, self._first, self._kinds, strict=True)
         lines = [
-            f"{path_text(path, 'batch')}: {leaf_text(_described(leaf))}, "
-            f"in the first batch {leaf_text(before)}"
-            for (path, leaf), kind, before, before_kind in compared
-            if kind != before_kind
+            f"{_line(path, _described(leaf))}, in the first batch {leaf_text(first)}"
+            for (path, leaf), kind, first, first_kind in zip(
+                leaves, kinds, self._first, self._kinds, strict=True
+            )
+            if kind != first_kind
         ]
         return ArgumentError(
-            f"{where} is of another kind than the first one:\n{listed(lines)}\n{_ANOTHER_KIND}"
+            f"{where} is of another kind than the first one:\n{listed(lines)}\nOne step takes all "
+            "batches, so a leaf keeps its dtype and its number of dims. Convert the batches to one of "
+            "the two, for example with astype or reshape."
         )
 
 
-def _kind(leaf: Any) -> tuple[int, Any]:
-    return leaf.ndim, leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
-
-
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, _kind(leaf)[1])
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_on_device(leaf))

@@ -13,11 +13,11 @@ from distribute_jax._lazy import answering
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
 from distribute_jax._user_frames import frames_hidden, hide_frames
-from distribute_jax.data._agreement import EndOfData, OneProcess
-from distribute_jax.data._element import HostElement, Seen
+from distribute_jax.data._agreement import EpochEnd, LocalEpochEnd
+from distribute_jax.data._element import EpochProgress, HostElement
 from distribute_jax.data._feed import Feed
 from distribute_jax.data._partial import warn_of_idle_replicas
-from distribute_jax.data._prefetch import Pace, Prefetcher, surroundings
+from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher, thread_context
 from distribute_jax.data._state import State
 from distribute_jax.processes import doing
 
@@ -26,7 +26,7 @@ _Placed: TypeAlias = tuple[HostElement, PyTree]
 
 
 class Loop(Protocol):
-    """A loop over an iterator that wants to know where its steps begin."""
+    """What is notified between the steps of a loop over an iterator."""
 
     def between_steps(self) -> None:
         """Called before a batch is taken, when the steps of all others have run."""
@@ -38,7 +38,7 @@ class Loop(Protocol):
 class DistributedDataset:
     """Batches, each spread over the replicas of a strategy.
 
-    Iterating gives one element for each global batch, in order: the user's structure with a
+    Iterating yields one element for each global batch, in order: the user's structure with a
     ``PerReplica`` at every leaf. Every example appears exactly once in an epoch under the policies
     ``mask`` and ``shrink``. Iterating again starts the next epoch. Strategies make it; user code
     calls ``strategy.distribute_dataset`` or ``strategy.distribute_datasets_from_function``.
@@ -46,9 +46,8 @@ class DistributedDataset:
     Args:
         feed: the elements on the host.
         mesh: the strategy's mesh.
-        guard: called when iteration starts and before each batch; it raises where neither is
-            allowed.
-        ends: makes, for each pass, how processes agree on its end.
+        guard: called when iteration starts and before each batch; raises where neither is allowed.
+        ends: makes, for each pass, the agreement of processes on its end.
         ahead: how many elements a background thread may have ready on the devices; 0 for no thread.
 
     Example:
@@ -73,7 +72,7 @@ class DistributedDataset:
         *,
         mesh: Mesh,
         guard: Callable[[], None] = lambda: None,
-        ends: Callable[[], EndOfData] = OneProcess,
+        ends: Callable[[], EpochEnd] = LocalEpochEnd,
         ahead: int = 0,
     ) -> None:
         self._feed = feed
@@ -81,7 +80,7 @@ class DistributedDataset:
         self._guard = guard
         self._ends = ends
         self._ahead = ahead
-        self._pace = Pace()
+        self._stalls = InputStallMonitor()
         self._epoch = 0
         self._spec: PyTree = None
         self._warned = False
@@ -114,8 +113,8 @@ class DistributedDataset:
     def cardinality(self) -> int | None:
         """The number of elements, or None where it is not known before the end.
 
-        It comes from the source's own length, so functions and generators have none, nor have
-        endless sources; nor is it known which batches ``partial="drop"`` will skip.
+        It comes from the length of the source: functions, generators and endless sources have none,
+        nor is it known which batches ``partial="drop"`` will skip.
         """
         return self._feed.cardinality
 
@@ -124,7 +123,7 @@ class DistributedDataset:
 
         Args:
             initial_state: what the first call gets, and the result for a dataset without elements.
-            reduce_func: takes the state and an element, gives the next state.
+            reduce_func: takes the state and an element, returns the next state.
 
         Raises:
             ArgumentError: the dataset is repeated without end.
@@ -147,17 +146,17 @@ class DistributedDataset:
         placed = ((element, element.placed(self._mesh)) for element in agreed)
         if self._ahead == 0:
             return placed
-        self._pace.restart()
-        return Prefetcher(placed, self._ahead, surroundings, self._pace.waited)
+        self._stalls.restart()
+        return Prefetcher(placed, self._ahead, thread_context, self._stalls.waited)
 
     def _note_first(self, element: HostElement) -> None:
         if self._spec is None:
             self._spec = element.spec
         n = element.examples
         replicas = num_replicas(self._mesh)
-        # One process of several sees its own part of the batch only.
-        whole = self._feed.divides and is_local(self._mesh)
-        if whole and not self._warned and n and n < replicas:
+        # One process of several sees its part of the batch only.
+        is_global = self._feed.divides and is_local(self._mesh)
+        if is_global and not self._warned and n and n < replicas:
             self._warned = True
             warn_of_idle_replicas(n, replicas)
 
@@ -165,8 +164,8 @@ class DistributedDataset:
 class DistributedIterator(Iterator[Any]):
     """One pass over a distributed dataset.
 
-    An exception from the source passes through unchanged, and the dataset can be iterated anew.
-    :meth:`state` says how far the pass has come, and :meth:`restore` goes on from there, with any
+    An exception from the source passes through unchanged, and the dataset can be iterated again.
+    :meth:`state` returns how far the pass has come, and :meth:`restore` goes on from there, with any
     number of replicas.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
@@ -180,36 +179,34 @@ class DistributedIterator(Iterator[Any]):
         self._dataset = dataset
         self._epoch = epoch
         self._elements = elements
-        self._seen = Seen()
+        self._progress = EpochProgress()
         self._is_first = True
         self._loop: Loop | None = None
 
     def __next__(self) -> PyTree:
         """The next element; StopIteration at the end."""
         try:
-            found = self._take()
+            taken = self._take()
         except BaseException as error:
             hide_frames(error)
             raise
-        if found is None:
+        if not taken:
             raise StopIteration
-        return found[0]
+        return taken[0]
 
     get_next = __next__
 
     @frames_hidden
     def get_next_as_optional(self) -> OptionalElement:
         """The next element if there is one; at the end, an empty one, and no StopIteration."""
-        found = self._take()
-        return OptionalElement(*found) if found else OptionalElement()
+        return OptionalElement(*self._take())
 
     @property
     def element_spec(self) -> PyTree:
-        """See ``DistributedDataset.element_spec``."""
         return self._dataset.element_spec
 
     def state(self) -> dict[str, Any]:
-        """Says how far the pass has come, to be saved with the model after any step.
+        """Returns how far the pass has come, to be saved with the model after any step.
 
         Returns:
             A small dict of strings, numbers and Nones, for ``json`` or a checkpoint.
@@ -229,56 +226,57 @@ class DistributedIterator(Iterator[Any]):
             >>> strategy.experimental_local_results(next(again))[0].tolist()
             [2.0, 3.0]
         """
-        return dict(self._dataset._feed.state(self._epoch, self._seen))
+        return dict(self._dataset._feed.state(self._epoch, self._progress))
 
     @frames_hidden
     def restore(self, state: State) -> None:
-        """Goes on where another pass stood: its next batch comes next, and after it its next epoch.
+        """Goes on where another pass was: its next batch comes next, and after it its next epoch.
 
         The strategy may have another number of replicas; the examples, the global batch size and
         the seed are those of the pass that was saved.
 
         Args:
-            state: what ``state()`` gave.
+            state: what ``state()`` returned.
 
         Raises:
-            ArgumentError: this is no state, or one of another source; or the source cannot start in
+            ArgumentError: this is not a state, or one of another source; or the source cannot start in
                 the middle of an epoch.
         """
         dataset = self._dataset
         dataset._guard()
-        epoch, seen, elements = dataset._feed.resume(state)
-        self._epoch, self._seen = epoch, seen
-        self._elements = dataset._placed(elements, seen.batches)
-        # The first element from here on may be a partial one, which tells no batch size.
-        self._is_first = seen.batches == 0
+        epoch, progress, elements = dataset._feed.resume(state)
+        self._epoch, self._progress = epoch, progress
+        self._elements = dataset._placed(elements, progress.batches)
+        # The first element from here on may be a partial one, which shows no batch size.
+        self._is_first = progress.batches == 0
         dataset._epoch = epoch + 1
 
-    def _take(self) -> tuple[PyTree] | None:
+    def _take(self) -> tuple[PyTree, ...]:
+        """Returns the next element, or nothing at the end."""
         self._dataset._guard()
         if self._loop is not None and is_between_steps():
             self._loop.between_steps()
         with doing("waiting for the next batch"):
-            found = next(self._elements, None)
-        if found is None:
-            return None
-        element, placed = found
+            pair = next(self._elements, None)
+        if pair is None:
+            return ()
+        element, placed = pair
         if self._is_first:
             self._is_first = False
             self._dataset._note_first(element)
-        self._seen = element.seen
+        self._progress = element.progress
         if self._loop is not None:
             self._loop.took_batch()
         return (placed,)
 
 
 def watch(iterator: DistributedIterator, loop: Loop | None) -> None:
-    """Tells a loop of every batch that is taken from now on; None tells nobody any more."""
+    """Notifies a loop of every batch that is taken from now on; None notifies nobody."""
     iterator._loop = loop
 
 
 def is_infinite(dataset: DistributedDataset) -> bool:
-    """Tells whether an epoch of a dataset has no end."""
+    """Whether an epoch of a dataset has no end."""
     return dataset._feed.is_infinite
 
 
@@ -288,7 +286,7 @@ def start_at(dataset: DistributedDataset, epoch: int) -> None:
 
 
 class OptionalElement:
-    """What ``get_next_as_optional`` gives: an element, or the fact that the data has ended.
+    """What ``get_next_as_optional`` returns: an element, or the fact that the data has ended.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/experimental/Optional
     """
@@ -299,14 +297,14 @@ class OptionalElement:
         self._element = element
 
     def has_value(self) -> bool:
-        """Tells whether there is an element."""
+        """Returns whether there is an element."""
         return bool(self._element)
 
     def get_value(self) -> PyTree:
-        """Gives the element; an ArgumentError where there is none."""
+        """Returns the element; an ArgumentError if there is not one."""
         if not self._element:
             raise ArgumentError(
-                "get_value() was called on an optional element without a value: the dataset has "
-                "ended. Ask has_value() first."
+                "get_value() was called on an optional element without a value: the dataset has ended. "
+                "Call has_value() first."
             )
         return self._element[0]

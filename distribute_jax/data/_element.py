@@ -21,81 +21,95 @@ from distribute_jax._mesh import (
 from distribute_jax._messages import PyTree, leaf_text, listed, path_text
 from distribute_jax._padding import padded_rows
 from distribute_jax._values import Layout, PerReplica
-from distribute_jax.data._check import device_dtype
-from distribute_jax.data._split import Division, laid_over
+from distribute_jax.data._check import device_dtype, dtype_on_device
+from distribute_jax.data._split import Division
+
+
+@dataclass(frozen=True)
+class EpochProgress:
+    """How far an epoch has come, and what it takes for a full batch: all that resuming needs."""
+
+    batches: int = 0
+    """Batches taken from the source, those that were skipped included."""
+    first: int = 0
+    """Examples of the first batch that had any; 0 before it."""
+    largest: int = 0
+    """Examples of the largest batch."""
+
+    def with_batch(self, n: int) -> EpochProgress:
+        """Returns the progress after one more batch, of n examples."""
+        return EpochProgress(self.batches + 1, self.first or n, max(self.largest, n))
 
 
 @dataclass(frozen=True)
 class HostElement:
-    """A checked global batch with the shares of its rows."""
+    """A checked batch on the host, with the shares of its rows."""
 
     batch: PyTree
-    """The user's structure, with host arrays (global view)."""
+    """The user's structure, with host arrays: the rows of this process."""
     division: Division
-    """Which replica gets how many of its rows."""
-    seen: Seen
+    """Of these rows over the replicas of this process."""
+    progress: EpochProgress
     """How far the epoch has come with this element."""
     all_counts: tuple[int, ...] | None = None
     """Real examples of each replica of all processes, where several agreed on some padding."""
-
-    whole: str | None = None
-    """A digest of the whole batch: of the first one of a pass that all processes read."""
+    digest: str | None = None
+    """Of the whole batch: in the first one of a pass that all processes read."""
 
     def placed(self, mesh: Mesh) -> PyTree:
-        """Puts it on the devices: the same structure with ``PerReplica``s."""
+        """Returns the same structure with a ``PerReplica`` of N × share rows for each leaf."""
         return assemble(self.batch, self.division, mesh, self.real_counts)
 
     @property
     def real_counts(self) -> tuple[int, ...] | None:
-        """Real examples of each replica of all processes; None where no row of any is padding."""
+        """Real examples of each replica of all processes; None if no row of any is padding."""
         return self.division.counts if self.all_counts is None else self.all_counts
 
     @property
     def spec(self) -> PyTree:
         """One replica's share, padding included, as ``jax.ShapeDtypeStruct``s."""
-        return spec(self.batch, self.division)
+        share = self.division.share
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((share, *leaf.shape[1:]), dtype_on_device(leaf)),
+            self._prototype,
+        )
+
+    @property
+    def _prototype(self) -> PyTree:
+        return self.batch
 
     @property
     def examples(self) -> int | None:
-        """The number of its examples, or None where no row is padding."""
+        """The number of real examples, or None if no row is padding."""
         counts = self.division.counts
         return None if counts is None else sum(counts)
 
     def masked(self, replicas: int) -> HostElement:
-        """Gives an element of the same shapes in which every row is padding."""
+        """Returns an element of the same shapes in which every row is padding."""
         return replace(self, division=Division(self.division.share, (0,) * replicas))
 
     def counts(self, replicas: int) -> tuple[int, ...]:
-        """Gives the real examples of each replica of this process."""
+        """Returns the real examples of each replica of this process."""
         return self.division.counts or (self.division.share,) * replicas
 
-    def agreed(self, share: int, mine: Sequence[int], everyone: Sequence[int]) -> HostElement:
-        """Gives the element with the share of all processes, and the real examples of each replica."""
-        is_full = all(count == share for count in everyone)
-        division = laid_over(mine, share)
-        return replace(self, division=division, all_counts=None if is_full else tuple(everyone))
+    def with_share(
+        self, share: int, counts: Sequence[int], all_counts: Sequence[int]
+    ) -> HostElement:
+        """Returns the element with the share, and the real examples, that all processes agreed on."""
+        everywhere = Division.of(all_counts, share).counts
+        return replace(self, division=Division.of(counts, share), all_counts=everywhere)
 
 
 def assemble(
     batch: PyTree, division: Division, mesh: Mesh, counts: tuple[int, ...] | None
 ) -> PyTree:
-    """Puts the rows of a checked batch on the devices, each shard straight from the host.
-
-    Args:
-        batch: a tree of arrays that ``check_batch`` passed, with the rows of this process.
-        division: their shares over this process's replicas.
-        mesh: the strategy's mesh.
-        counts: real examples of each replica of all processes; None where no row is padding.
-
-    Returns:
-        The same tree of joined ``PerReplica``s; each global array has N × share rows.
-    """
+    """Puts the rows of this process on its devices; ``counts`` are those of all replicas."""
     length = num_replicas(mesh) * division.share
     rows = None if division.counts is None else padded_rows(division.counts, division.share)
-    alone = is_local(mesh)
+    local = is_local(mesh)
 
     def place(leaf: Any) -> PerReplica:
-        if not alone:
+        if not local:
             array = _from_this_process(leaf, (length, *leaf.shape[1:]), rows, mesh)
         elif isinstance(leaf, jax.Array):
             array = _from_device(leaf, rows, mesh)
@@ -106,56 +120,43 @@ def assemble(
     return jax.tree.map(place, batch)
 
 
-def spec(batch: PyTree, division: Division) -> PyTree:
-    """Describes one replica's share of a checked batch, padding included, without moving it."""
-
-    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
-        shape = (division.share, *leaf.shape[1:])
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    return jax.tree.map(describe, batch)
-
-
 def _from_host(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.Array:
-    dtype = device_dtype(leaf.dtype)
-
     def shard(index: Any) -> np.ndarray[Any, Any]:
-        mine = leaf[index[0]] if rows is None else leaf[rows[index[0]]]
-        # A copy, because JAX may keep the host memory as its own, and loaders reuse their buffers.
-        return np.array(mine, dtype=dtype, order="C", subok=False)
+        return _copied(leaf[index[0]] if rows is None else leaf[rows[index[0]]])
 
     with np.errstate(over="ignore"):
         return jax.make_array_from_callback(shape, split_sharding(mesh), shard)
 
 
 def _from_this_process(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.Array:
-    mine = np.asarray(leaf)
+    local = np.asarray(leaf)
     with np.errstate(over="ignore"):
-        # A copy, because JAX may keep the host memory as its own, and loaders reuse their buffers.
-        mine = np.array(
-            mine if rows is None else mine[rows], dtype=device_dtype(leaf.dtype), order="C"
-        )
-    array: jax.Array = jax.make_array_from_process_local_data(split_sharding(mesh), mine, shape)
+        local = _copied(local if rows is None else local[rows])
+    array: jax.Array = jax.make_array_from_process_local_data(split_sharding(mesh), local, shape)
     return array
+
+
+def _copied(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    # JAX may keep using the host memory, and loaders reuse their buffers.
+    return np.array(rows, dtype=device_dtype(rows.dtype), order="C", subok=False)
 
 
 def _from_device(leaf: jax.Array, rows: Any, mesh: Mesh) -> jax.Array:
     # Inside scope() the mesh context would refuse any computation on one device.
     with jax.set_mesh(None):
-        whole = leaf if rows is None else leaf[rows]
-        placed: jax.Array = jax.device_put(whole, split_sharding(mesh))
-        return placed
+        array: jax.Array = jax.device_put(
+            leaf if rows is None else leaf[rows], split_sharding(mesh)
+        )
+        return array
 
 
 @dataclass(frozen=True)
 class PartsElement(HostElement):
-    """One checked batch for each replica as ``batch``, a tuple; None for a replica without one."""
+    """An element whose ``batch`` is a tuple: a checked batch, or None, for each replica."""
 
     def placed(self, mesh: Mesh) -> PyTree:
-        """See ``HostElement.placed``."""
         share = self.division.share
-        taken = list(self._rows())
+        rows_of = list(self._rows())
         sharding, first = split_sharding(mesh), local_replicas(mesh).start
 
         def place(*leaves: Any) -> PerReplica:
@@ -163,26 +164,25 @@ class PartsElement(HostElement):
             shards = []
             for device, index in sharding.addressable_devices_indices_map(shape).items():
                 replica = ((index or (slice(0),))[0].start or 0) // share
-                owner, rows = taken[replica - first]
-                shards.append(_on_device(leaves[owner], rows, device))
-            whole = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-            return PerReplica(whole, mesh, layout=Layout.JOINED, counts=self.real_counts)
+                part, rows = rows_of[replica - first]
+                shards.append(_on_device(leaves[part], rows, device))
+            array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+            return PerReplica(array, mesh, layout=Layout.JOINED, counts=self.real_counts)
 
         return jax.tree.map(place, *present(self.batch))
 
     @property
-    def spec(self) -> PyTree:
-        """See ``HostElement.spec``."""
-        return spec(present(self.batch)[0], self.division)
+    def _prototype(self) -> PyTree:
+        return present(self.batch)[0]
 
     def _rows(self) -> Iterator[tuple[int, Any]]:
-        """Says for each replica which of the batches present its rows come from, and which rows."""
+        """Yields for each replica which of the present batches its rows come from, and which rows."""
         sizes = [0 if part is None else _length(part) for part in self.batch]
-        there = [size for part, size in zip(self.batch, sizes, strict=True) if part is not None]
-        starts, ends = np.cumsum(there) - there, np.cumsum(there)
+        nonempty = [size for part, size in zip(self.batch, sizes, strict=True) if part is not None]
+        starts, ends = np.cumsum(nonempty) - nonempty, np.cumsum(nonempty)
         for rows in padded_rows(sizes, self.division.share).reshape(len(sizes), -1):
-            owner = int(np.searchsorted(ends, rows[0], side="right"))
-            yield owner, rows - starts[owner]
+            part = int(np.searchsorted(ends, rows[0], side="right"))
+            yield part, rows - starts[part]
 
 
 def present(parts: Sequence[PyTree | None]) -> list[PyTree]:
@@ -190,14 +190,14 @@ def present(parts: Sequence[PyTree | None]) -> list[PyTree]:
     return [part for part in parts if part is not None]
 
 
-def check_alike(parts: Sequence[PyTree | None], where: str) -> None:
-    """Raises where the replicas' batches differ in more than their number of examples."""
+def check_parts_match(parts: Sequence[PyTree | None], where: str) -> None:
+    """Raises if the replicas' batches differ in more than their number of examples."""
     trees = [jax.tree_util.tree_leaves_with_path(part) for part in present(parts)]
     lines = [
         f"{path_text(path, 'batch')}: {leaf_text(leaf)} and {leaf_text(other)}"
         for tree in trees[1:]
         for (path, leaf), (_, other) in zip(trees[0], tree, strict=True)
-        if _kind(leaf) != _kind(other)
+        if (leaf.shape[1:], dtype_on_device(leaf)) != (other.shape[1:], dtype_on_device(other))
     ]
     if lines:
         raise ArgumentError(
@@ -211,37 +211,11 @@ def _length(part: PyTree) -> int:
     return int(jax.tree.leaves(part)[0].shape[0])
 
 
-def _kind(leaf: Any) -> tuple[Any, Any]:
-    return leaf.shape[1:], leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
-
-
 def _on_device(leaf: Any, rows: Any, device: jax.Device) -> Any:
-    mine = leaf
     # Inside scope() the mesh context would refuse any computation on one device.
     with outside_mesh(), np.errstate(over="ignore"):
         if len(rows) != len(leaf) or rows[0] != 0:
-            mine = leaf[rows]
-        if not isinstance(mine, jax.Array):
-            mine = np.asarray(mine, dtype=device_dtype(leaf.dtype), order="C")
-        return jax.device_put(mine, device)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """How far an epoch has come, and what it takes for a full batch: all that going on needs."""
-
-    batches: int = 0
-    """Batches taken from the source, those that were skipped included."""
-    first: int = 0
-    """Examples of the first batch that had any; 0 before it."""
-    largest: int = 0
-    """Examples of the largest batch."""
-
-    def with_batch(self, n: int) -> Seen:
-        """Counts one more batch, of n examples."""
-        return replace(
-            self,
-            batches=self.batches + 1,
-            first=self.first or n,
-            largest=max(self.largest, n),
-        )
+            leaf = leaf[rows]
+        if not isinstance(leaf, jax.Array):
+            leaf = np.asarray(leaf, dtype=device_dtype(leaf.dtype), order="C")
+        return jax.device_put(leaf, device)

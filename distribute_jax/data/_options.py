@@ -28,7 +28,7 @@ class AutoShardPolicy(enum.IntEnum):
     DATA = 2
     """Every process reads everything, and takes its part of each batch."""
     HINT = 3
-    """TensorFlow's placeholder in the user's own ``shard``. Nothing here can read it."""
+    """TensorFlow's placeholder in the user's ``shard``; refused."""
 
 
 class InputReplicationMode(enum.Enum):
@@ -64,9 +64,9 @@ class PartialPolicy(enum.Enum):
 
 
 HINT_REFUSED = (
-    "AutoShardPolicy.HINT puts numbers into a placeholder of the user's own ds.shard(…), which only "
-    "a TensorFlow graph has. Shard in strategy.distribute_datasets_from_function, whose function "
-    "gets the numbers: ds.shard(context.num_input_pipelines, context.input_pipeline_id)."
+    "AutoShardPolicy.HINT fills a placeholder of the user's ds.shard(…), which only a TensorFlow graph "
+    "has. Shard in strategy.distribute_datasets_from_function, whose function gets the numbers: "
+    "ds.shard(context.num_input_pipelines, context.input_pipeline_id)."
 )
 
 
@@ -77,7 +77,7 @@ class InputOptions:
     The fields that begin with ``experimental_`` are TensorFlow's.
 
     Raises:
-        ArgumentError: a value is none of those allowed, or two do not go together.
+        ArgumentError: a value is not allowed, or two exclude each other.
 
     Example:
         >>> import distribute_jax as dj
@@ -103,77 +103,54 @@ class InputOptions:
     """How many global batches may be ready on the devices ahead of the step."""
 
     def __post_init__(self) -> None:
-        """Turns names into members, and refuses what is neither or does not go together."""
-        self._set("partial", _member(PartialPolicy, "partial", self.partial))
-        mode = _member(InputReplicationMode, _MODE, self.experimental_replication_mode)
-        self._set(_MODE, mode)
+        self._set_member("partial", PartialPolicy)
+        self._set_member("experimental_replication_mode", InputReplicationMode)
         if self.auto_shard_policy is not None:
-            policy = _member(AutoShardPolicy, "auto_shard_policy", self.auto_shard_policy)
-            if policy is AutoShardPolicy.HINT:
-                raise ArgumentError(f"InputOptions(auto_shard_policy=HINT): {HINT_REFUSED}")
-            self._set("auto_shard_policy", policy)
+            self._set_member("auto_shard_policy", AutoShardPolicy)
+        if self.auto_shard_policy is AutoShardPolicy.HINT:
+            raise ArgumentError(f"InputOptions(auto_shard_policy=HINT): {HINT_REFUSED}")
         if self.experimental_fetch_to_device is None:
-            self._set("experimental_fetch_to_device", True)
-        _check_bool("experimental_fetch_to_device", self.experimental_fetch_to_device)
-        _check_bool(
-            "experimental_place_dataset_on_device", self.experimental_place_dataset_on_device
-        )
-        _check_depth(self.experimental_per_replica_buffer_size)
+            object.__setattr__(self, "experimental_fetch_to_device", True)
+        for name in ("experimental_fetch_to_device", "experimental_place_dataset_on_device"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ArgumentError(
+                    f"InputOptions({name}={value!r}): {name} must be True or False."
+                )
+        _check_int("InputOptions", "experimental_per_replica_buffer_size", 0, self)
         if self.experimental_place_dataset_on_device:
             self._check_placing()
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+    def _set_member(self, field: str, kind: type[enum.Enum]) -> None:
+        """Replaces a name, in any letter case, by the member that it names."""
+        value = getattr(self, field)
+        if isinstance(value, str) and value.upper() in kind.__members__:
+            object.__setattr__(self, field, kind[value.upper()])
+        elif not isinstance(value, kind):
+            names = ", ".join(repr(name.lower()) for name in kind.__members__)
+            raise ArgumentError(
+                f"InputOptions({field}={value!r}): {field} must be one of {names}, or a {kind.__name__}."
+            )
 
     def _check_placing(self) -> None:
+        clash = "InputOptions(experimental_place_dataset_on_device=True) can not be set with "
         if self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
             raise ArgumentError(
-                "InputOptions(experimental_place_dataset_on_device=True) can not be set with "
-                "InputReplicationMode.PER_WORKER, where several devices share a dataset. Leave it "
-                "out, or add experimental_replication_mode=dj.InputReplicationMode.PER_REPLICA."
+                f"{clash}InputReplicationMode.PER_WORKER, where several devices share a dataset. Add "
+                'experimental_replication_mode="per_replica".'
             )
         if self.experimental_fetch_to_device:
             raise ArgumentError(
-                "InputOptions(experimental_place_dataset_on_device=True) can not be set together "
-                "with experimental_fetch_to_device=True, which is the default: either the dataset "
-                "is on the devices, or its batches are sent there. Leave it out, or add "
+                f"{clash}experimental_fetch_to_device=True, which is the default. Add "
                 "experimental_fetch_to_device=False."
             )
 
 
-_MODE = "experimental_replication_mode"
-
-_MORE = {
-    "partial": "The default, partial='mask', pads partial batches and masks the padding.",
-    "auto_shard_policy": "Leave it out for the source's own policy, else AUTO.",
-    _MODE: "The default, PER_WORKER, makes one dataset for each process.",
-}
-
-
-def _member(kind: type[enum.Enum], field: str, value: Any) -> Any:
-    """Gives the member of an enumeration that a value is or names, in any letter case."""
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    names = ", ".join(repr(name.lower()) for name in kind.__members__)
-    raise ArgumentError(
-        f"InputOptions({field}={value!r}): {field} must be one of {names}, or a {kind.__name__}. "
-        f"{_MORE[field]}"
-    )
-
-
-def _check_bool(field: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"InputOptions({field}={value!r}): {field} must be True or False.")
-
-
-def _check_depth(value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+def _check_int(owner: str, field: str, least: int, options: Any) -> None:
+    value = getattr(options, field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(
-            f"InputOptions(experimental_per_replica_buffer_size={value!r}): the number of batches "
-            "that may be ready ahead of the step is an int of at least 0; 0 prepares each when it "
-            "is asked for."
+            f"{owner}({field}={value!r}): {field} must be an int of at least {least}."
         )
 
 
@@ -182,7 +159,7 @@ class InputContext:
     """For which part of the input a function makes its dataset.
 
     Raises:
-        ArgumentError: a number is no int, a count is below 1, or the id is not below the count.
+        ArgumentError: a number is not an int, a count is below 1, or the id is not below the count.
 
     Example:
         >>> import distribute_jax as dj
@@ -203,21 +180,14 @@ class InputContext:
     """The number of all replicas."""
 
     def __post_init__(self) -> None:
-        """Refuses numbers that no input has."""
-        for name, value in vars(self).items():
-            least = 0 if name == "input_pipeline_id" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ArgumentError(
-                    f"InputContext({name}={value!r}): {name} must be an int of at least {least}."
-                )
+        _check_int("InputContext", "num_input_pipelines", 1, self)
+        _check_int("InputContext", "input_pipeline_id", 0, self)
+        _check_int("InputContext", "num_replicas_in_sync", 1, self)
         if self.input_pipeline_id >= self.num_input_pipelines:
-            raise ArgumentError(
-                f"{self!r}: input_pipeline_id counts from 0, so it must be below "
-                "num_input_pipelines."
-            )
+            raise ArgumentError(f"{self!r}: input_pipeline_id must be below num_input_pipelines.")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Gives the batch size with which all replicas together take a global batch.
+        """Returns the batch size with which all replicas together take a global batch.
 
         Args:
             global_batch_size: the number of examples of one step.

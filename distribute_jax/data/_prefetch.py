@@ -21,7 +21,7 @@ from distribute_jax._interrupts import interrupts_held_back
 T = TypeVar("T")
 
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
-"""Called in the thread; what it gives is entered there."""
+"""Called in the thread; what it returns is entered there."""
 
 _SILENT_AFTER = 60
 """Seconds without an element after which the log says what the loop waits for."""
@@ -38,18 +38,18 @@ _log = logging.getLogger("distribute_jax")
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """Gives the elements of a generator, which runs in a thread of its own.
+    """Yields the elements of a generator, which runs in a background thread.
 
     At most ``depth`` elements are made and not yet taken, the one being made included. An exception
-    of the generator is raised by ``next`` where its element would have been, with its own traceback.
+    of the generator is raised by ``next`` where its element would have been, with its traceback.
     The thread ends, and closes the generator, at the end of the elements, after an exception, on
     ``close``, when nobody refers to the prefetcher any more, and when Python exits.
 
     Args:
         elements: what to read ahead; only the thread touches it from now on.
         depth: the bound, at least 1.
-        context: called by the first ``next``, gives what makes the context that the thread works in.
-        waited: is told how many seconds each ``next`` waited.
+        context: called by the first ``next``, returns what makes the context that the thread works in.
+        waited: is called with the seconds that each ``next`` waited.
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class Prefetcher(Iterator[T], Generic[T]):
     ) -> None:
         self._waited = waited
         self._buffer = _Buffer(depth)
-        # The thread refers to the buffer and not to this object, which can so be collected.
         self._elements: Any = elements
         self._context = context
+        # The thread refers to the buffer and not to this object, which can so be collected.
         self.close = weakref.finalize(self, self._buffer.stop)
         self.close.atexit = False
 
     def __next__(self) -> T:
-        """Waits for the next element; StopIteration at the end. The first call starts the thread."""
         start = time.perf_counter()
         if self._elements is not None:
             self._start()
@@ -85,9 +84,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             daemon=True,
         )
         _running[thread] = self._buffer
-        with (
-            interrupts_held_back()
-        ):  # Python's own wait for the start breaks when it is interrupted
+        with interrupts_held_back():  # an interrupt breaks Python's wait for the start
             thread.start()
 
 
@@ -102,27 +99,26 @@ class _Buffer:
         self._ended = False
 
     def wait_for_room(self) -> bool:
-        """Blocks the thread until one more may be made; False where none is wanted any more."""
+        """Blocks the thread until one more may be made; False if no more are wanted."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._elements) < self._depth)
             return not self._ended
 
     def put(self, element: Any) -> None:
-        """Hands over an element."""
         with self._changed:
             if not self._ended:
                 self._elements.append(element)
             self._changed.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Says that no more elements come, and why."""
+        """Marks the end of the elements, unless the loop has stopped them."""
         with self._changed:
             if not self._ended:
                 self._error, self._ended = error, True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Says that no more elements are wanted."""
+        """Makes the thread end: no more elements are wanted."""
         with self._changed:
             self._ended = True
             self._elements.clear()
@@ -143,28 +139,23 @@ class _Buffer:
         raise error
 
     def _wait_for_element(self) -> None:
-        silent = 0
+        seconds = 0
         while not (self._elements or self._ended):
             if self._changed.wait(timeout=1.0):
                 continue
-            silent += 1
-            if silent == _SILENT_AFTER:
+            seconds += 1
+            if seconds == _SILENT_AFTER:
                 _log.warning(
-                    "The input pipeline has given no batch for %d s, and the loop waits for it. It is "
+                    "The input pipeline has produced no batch for %d s, and the loop waits for it. It is "
                     "still being asked: look at what the source reads from.",
-                    silent,
+                    seconds,
                 )
 
 
 _running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKeyDictionary()
 
 
-def _read_ahead(
-    elements: Generator[Any, None, None],
-    buffer: _Buffer,
-    context: Context,
-) -> None:
-    """What the thread does."""
+def _read_ahead(elements: Generator[Any, None, None], buffer: _Buffer, context: Context) -> None:
     try:
         with context():
             try:
@@ -193,17 +184,17 @@ _ELEMENTS, _SECONDS = 20, 5.0
 """What is judged: this many elements, or more of them until this much time has passed."""
 
 _SHARE = 0.2
-"""The part of the time that a loop may wait for its batches without a word."""
+"""The part of the time that a loop may wait for its batches without a warning."""
 
 
-class Pace:
-    """Adds up, over one loop, how long ``next`` waited; says once where it is much.
+class InputStallMonitor:
+    """Warns once when a loop waits for its input for much of the time.
 
     The first element of each stretch is left out: it comes with starting the source and compiling.
     """
 
     def __init__(self) -> None:
-        self._said = False
+        self._warned = False
         self.restart()
 
     def restart(self) -> None:
@@ -214,7 +205,7 @@ class Pace:
     def waited(self, seconds: float) -> None:
         """Counts one element that the loop waited for."""
         now = time.perf_counter()
-        if self._said:
+        if self._warned:
             return
         if self._start is None:
             self._start = now
@@ -225,17 +216,17 @@ class Pace:
         if self._elements < _ELEMENTS or passed < _SECONDS:
             return
         if self._waiting > _SHARE * passed:
-            self._say(passed)
+            self._warn(passed)
         self.restart()
 
-    def _say(self, passed: float) -> None:
-        self._said = True
+    def _warn(self, passed: float) -> None:
+        self._warned = True
         _log.warning(
             "The devices wait for the input pipeline: over the last %d batches the loop waited for "
             "data %.0f %% of the time, %.0f of %.0f ms for each batch. Make the pipeline faster (read "
             "and decode in several workers, as Grain's mp_prefetch and the num_workers of a DataLoader "
             "do; cache what fits in memory; send uint8 and convert on the device), or accept it. This "
-            "is said once for each dataset.",
+            "is logged once for each dataset.",
             self._elements,
             100 * self._waiting / passed,
             1000 * self._waiting / self._elements,
@@ -243,11 +234,11 @@ class Pace:
         )
 
 
-def surroundings() -> Callable[[], AbstractContextManager[None]]:
-    """Gives a function that makes the surroundings of this thread in another one.
+def thread_context() -> Context:
+    """Returns what makes the JAX settings and the strategy of this thread current in another one.
 
-    Sources are the user's code: what they make lies where it would in the loop, with the same
-    precision, and ``get_strategy`` gives the same strategy.
+    Sources are the user's code: what they make is stored where it would be in the loop, with the same
+    precision, and ``get_strategy`` returns the same strategy.
     """
     top = _context.entered()
     config: Any = jax.config
@@ -255,12 +246,12 @@ def surroundings() -> Callable[[], AbstractContextManager[None]]:
 
     @contextmanager
     def same() -> Iterator[None]:
-        with ExitStack() as entered:
-            entered.enter_context(jax.enable_x64(x64))
-            entered.enter_context(jax.default_device(device))
+        with ExitStack() as stack:
+            stack.enter_context(jax.enable_x64(x64))
+            stack.enter_context(jax.default_device(device))
             if top is not None:
-                entered.enter_context(top.strategy.scope())
-            entered.enter_context(_context.reading_ahead())
+                stack.enter_context(top.strategy.scope())
+            stack.enter_context(_context.reading_ahead())
             yield
 
     return same

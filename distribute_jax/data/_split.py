@@ -1,8 +1,7 @@
 """Sharding: how many examples of a batch each replica gets, and which part of a source a process reads.
 
-TensorFlow divides a batch by two rules, and so does this library. In all of them ``workers`` are the
-processes that have a pipeline of their own, ``replicas`` the replicas of each worker, and the total
-number of replicas is their product.
+TensorFlow divides a batch by two rules, and so does this library. ``workers`` are the processes that have
+an input pipeline, ``replicas`` the replicas of each worker; their product is the number of all replicas.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 from distribute_jax._errors import ArgumentError
@@ -24,17 +24,15 @@ class Rule(enum.Enum):
     A = "A"
     """By the examples that this batch has; every worker reads the same batches (AUTO, DATA)."""
     B = "B"
-    """By a schedule made for full batches; every worker reads batches of its own (OFF, FILE)."""
+    """By a schedule made for full batches; every worker reads different batches (OFF, FILE)."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Which of the processes this is."""
+    """The number of processes, and the index of this one."""
 
     count: int = 1
-    """How many processes there are."""
     index: int = 0
-    """Which of them, from 0."""
 
 
 def shares(n: int, replicas: int) -> tuple[int, ...]:
@@ -51,23 +49,22 @@ def shares(n: int, replicas: int) -> tuple[int, ...]:
 
 
 def share_of(n: int, replicas: int) -> int:
-    """Gives the largest share of n examples, ceil(n / replicas)."""
+    """Returns the largest share of n examples, ceil(n / replicas)."""
     return -(-n // replicas)
 
 
 def rows_of_worker(n: int, workers: int, worker: int, replicas: int) -> list[range]:
-    """Gives the rows of a batch of n that each replica of one worker takes by rule A.
+    """Returns the rows of a batch of n that each replica of one worker takes by rule A.
 
     >>> rows_of_worker(8, workers=2, worker=1, replicas=2)
     [range(4, 6), range(6, 8)]
     """
-    counts = shares(n, workers * replicas)
     first = worker * replicas
-    return _runs(counts[first : first + replicas], sum(counts[:first]))
+    return _runs(shares(n, workers * replicas))[first : first + replicas]
 
 
 def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, ...]:
-    """Gives the sizes into which one worker cuts its full batches by rule B.
+    """Returns the sizes into which one worker cuts its full batches by rule B.
 
     They differ by one at most and add up to ``full``. Worker w starts w·R places further on, so that
     in every step the sizes of all workers together add up to ``full`` too.
@@ -85,30 +82,23 @@ def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, 
 def scheduled_rows(
     n: int, full: int, workers: int, worker: int, replicas: int
 ) -> list[list[range]]:
-    """Gives the rows of a batch of n, of ``full`` at most, by rule B: for each step and replica.
+    """Returns the rows of a batch of n, of ``full`` at most, by rule B: for each step and replica.
 
     A batch that is not full fills the scheduled sizes in order, until it has no rows left. A full
-    one has as many steps as there are workers, also where replicas find nothing in some.
+    one has as many steps as there are workers, also where some replicas have no rows.
 
     >>> scheduled_rows(2, full=8, workers=1, worker=0, replicas=4)
     [[range(0, 2), range(2, 2), range(2, 2), range(2, 2)]]
     """
-    runs = _runs(_filled(n, schedule(full, workers, worker, replicas)), 0)
+    runs = _runs(schedule(full, workers, worker, replicas), n)
     steps = [runs[i : i + replicas] for i in range(0, len(runs), replicas)]
     return [step for step in steps if n == full or step[0].start < n]
 
 
-def _filled(n: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    filled = []
-    for size in sizes:
-        filled.append(min(size, n))
-        n -= filled[-1]
-    return tuple(filled)
-
-
-def _runs(counts: Sequence[int], start: int) -> list[range]:
-    ends = [start + sum(counts[: i + 1]) for i in range(len(counts))]
-    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+def _runs(sizes: Sequence[int], n: int | None = None) -> list[range]:
+    """Returns consecutive runs of these sizes, of which the last ones end at row n."""
+    ends = [min(end, n) if n is not None else end for end in accumulate(sizes)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -120,52 +110,48 @@ class Division:
     counts: tuple[int, ...] | None
     """Real examples of each replica, or None where every row is real."""
 
+    @classmethod
+    def of(cls, counts: Sequence[int], share: int) -> Division:
+        """Returns the division that pads the counted examples of each replica to one share."""
+        is_full = all(count == share for count in counts)
+        return cls(share, None if is_full else tuple(counts))
+
 
 @dataclass(frozen=True)
-class Cut:
-    """One step of one process: consecutive rows of a batch, and how they are laid out."""
+class ShardRows:
+    """The rows that a process takes in one step: consecutive ones, and how they are divided."""
 
     rows: range
-    """The rows; one of them, which stands for padding, where the process has none."""
+    """One row, which stands for padding, where the process has none."""
     division: Division
     """Over the replicas of this process."""
     all_counts: tuple[int, ...] | None = None
     """Real examples of each replica of all processes, where that is known and some row is padding."""
 
 
-def cut(rows: Sequence[range], n: int, share: int, everyone: Sequence[int] | None = None) -> Cut:
-    """Makes the step in which the replicas of a process take these rows of a batch of n."""
+def shard_rows(
+    rows: Sequence[range], n: int, share: int, all_counts: Sequence[int] | None = None
+) -> ShardRows:
+    """Returns the step in which the replicas of a process take these rows of a batch of n."""
     first, last = rows[0].start, rows[-1].stop
-    taken = range(first, last) if last > first else range(n - 1, n)
-    all_counts = laid_over(everyone, share).counts if everyone else None
-    return Cut(taken, laid_over([len(one) for one in rows], share), all_counts)
+    return ShardRows(
+        range(first, last) if last > first else range(n - 1, n),
+        Division.of([len(run) for run in rows], share),
+        Division.of(all_counts, share).counts if all_counts else None,
+    )
 
 
-def laid_over(counts: Sequence[int], share: int) -> Division:
-    """Pads the counted examples of each replica to one share."""
-    is_full = all(count == share for count in counts)
-    return Division(share, None if is_full else tuple(counts))
+def choose_policy(
+    requested: AutoShardPolicy | None, source: Source, workers: int
+) -> AutoShardPolicy:
+    """Returns the policy that applies: OFF, FILE or DATA.
 
-
-def files_of(num_files: int, workers: int, worker: int) -> range:
-    """Gives the files that one worker reads under FILE.
-
-    >>> list(files_of(3, workers=2, worker=0))
-    [0, 2]
+    The user's option comes first, then the source's, then AUTO. With one worker nothing is sharded,
+    and the policy only decides by which rule batches are divided.
     """
-    return range(worker, num_files, workers)
-
-
-def choose_policy(asked: AutoShardPolicy | None, source: Source, workers: int) -> AutoShardPolicy:
-    """Gives the policy that holds: OFF, FILE or DATA.
-
-    The user's option comes first, then the source's own, then AUTO. With one worker nothing is
-    sharded, and the policy only says by which rule batches are divided.
-
-    Raises:
-        ArgumentError: HINT; or FILE where some worker would have no file.
-    """
-    policy = _own_policy(source) if asked is None else asked
+    policy = requested
+    if policy is None:
+        policy = AutoShardPolicy[(source.auto_shard_policy or "auto").upper()]
     if policy is AutoShardPolicy.HINT:
         raise ArgumentError(f"{source.text} has the option auto_shard_policy=HINT. {HINT_REFUSED}")
     if policy is AutoShardPolicy.FILE and workers > 1:
@@ -176,12 +162,16 @@ def choose_policy(asked: AutoShardPolicy | None, source: Source, workers: int) -
         return AutoShardPolicy.DATA
     if source.num_files >= workers:
         return AutoShardPolicy.FILE
-    _warn_of_few_files(source, workers)
+    warn_user(
+        f"{source.text} reads {source.num_files} files for {workers} processes, so every process reads "
+        f"all of them and takes its part of each batch. Write at least {workers} files, or choose this "
+        'with dj.InputOptions(auto_shard_policy="data").'
+    )
     return AutoShardPolicy.DATA
 
 
 def shard(source: Source, options: InputOptions, workers: int, worker: int) -> tuple[Source, Rule]:
-    """Gives what one worker reads, and the rule by which its batches are divided."""
+    """Returns what one worker reads, and the rule by which its batches are divided."""
     policy = choose_policy(cast("Any", options.auto_shard_policy), source, workers)
     if policy is AutoShardPolicy.DATA:
         return source, Rule.A
@@ -193,32 +183,20 @@ def shard(source: Source, options: InputOptions, workers: int, worker: int) -> t
     return part, Rule.B
 
 
-def _own_policy(source: Source) -> AutoShardPolicy:
-    return AutoShardPolicy[(source.own_policy or "auto").upper()]
-
-
 def _check_files(source: Source, workers: int) -> None:
     if source.num_files is None:
         raise _no_files(source)
     if source.num_files < workers:
         raise ArgumentError(
-            f"AutoShardPolicy.FILE gives each of the {workers} processes files of its own, but "
-            f"{source.text} reads {source.num_files}. Write the data to at least {workers} files, "
-            'or let every process read all of it: dj.InputOptions(auto_shard_policy="data").'
+            f"AutoShardPolicy.FILE needs a file for each of the {workers} processes, but {source.text} "
+            f"reads {source.num_files}. Write the data to at least {workers} files, or let every process "
+            'read all of it: dj.InputOptions(auto_shard_policy="data").'
         )
 
 
 def _no_files(source: Source) -> ArgumentError:
     return ArgumentError(
-        f"AutoShardPolicy.FILE divides files among the processes, but {source.text} reads none that "
-        "it knows of. Use dj.data.from_files or one of tf.data's readers, or let every process read "
+        f"AutoShardPolicy.FILE divides files among the processes, but {source.text} reads no files that "
+        "are known. Use dj.data.from_files or one of tf.data's readers, or let every process read "
         'everything: dj.InputOptions(auto_shard_policy="data").'
-    )
-
-
-def _warn_of_few_files(source: Source, workers: int) -> None:
-    warn_user(
-        f"{source.text} reads {source.num_files} files for {workers} processes, too few to give each "
-        "its own, so every process reads all of them and takes its part of each batch. Write at "
-        f'least {workers} files, or choose this with dj.InputOptions(auto_shard_policy="data").'
     )

@@ -24,8 +24,8 @@ from distribute_jax._messages import PyTree, fitting, is_key, leaf_text
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax._values import PerReplica, UnevenPerReplica
 from distribute_jax.data import DistributedDataset, InputContext, InputOptions, InputReplicationMode
-from distribute_jax.data._agreement import ends_of_epochs, worker_of
-from distribute_jax.data._feed import Feed, GlobalBatches, OwnBatches, sources_of
+from distribute_jax.data._agreement import epoch_ends, worker_of
+from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data.sources import find_source
 from distribute_jax.processes import job
 
@@ -148,7 +148,7 @@ class InputMethods:
             )
         replicas = len(local_replicas(self.mesh))
         sources = sources_of(dataset_fn, chosen, replicas, worker_of(self.mesh))
-        return _dataset(self, OwnBatches(sources, chosen, replicas), chosen, common=False)
+        return _dataset(self, PerReplicaFeed(sources, chosen, replicas), chosen, common=False)
 
 
 def guard_iteration() -> None:
@@ -169,7 +169,7 @@ def _dataset(
     ahead = (
         options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
     )
-    ends = ends_of_epochs(strategy.mesh, options, common=common)
+    ends = epoch_ends(strategy.mesh, options, common=common)
     return DistributedDataset(
         feed, mesh=strategy.mesh, guard=guard_iteration, ends=ends, ahead=ahead
     )

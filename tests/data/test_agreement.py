@@ -1,10 +1,9 @@
 """Several processes agree on an epoch: each is a thread here, with a feed of its own."""
 
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,37 +15,31 @@ from distribute_jax import data
 from distribute_jax._errors import ArgumentError
 from distribute_jax._padding import padded_rows
 from distribute_jax.data import InputContext, InputOptions, PartialPolicy
-from distribute_jax.data._agreement import Agreed, EndOfData, OneProcess, Said, Step
+from distribute_jax.data._agreement import Announcement, EpochEnd, GlobalEpochEnd, LocalEpochEnd
 from distribute_jax.data._element import HostElement
-from distribute_jax.data._feed import Feed, GlobalBatches, OwnBatches, sources_of
+from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data._split import Worker
 from distribute_jax.data.sources import find_source
 
 
-class Talk:
-    """Rounds of talk between threads; what is said goes through JSON, as between processes."""
+class Rounds:
+    """Rounds between threads; announcements go through JSON, as between processes."""
 
     def __init__(self, workers: int) -> None:
-        self.rounds = 0
-        self._said: list[str] = [""] * workers
+        self.count = 0
+        self._texts: list[str] = [""] * workers
         self._barrier = threading.Barrier(workers, timeout=60)
 
-    def of(self, worker: int) -> Callable[[Said], Sequence[Said]]:
-        def exchange(said: Said) -> Sequence[Said]:
-            self._said[worker] = json.dumps(asdict(said))
+    def of(self, worker: int) -> Callable[[Announcement], Sequence[Announcement]]:
+        def exchange(announcement: Announcement) -> Sequence[Announcement]:
+            self._texts[worker] = announcement.text()
             self._barrier.wait()
-            heard = [read(text) for text in self._said]
-            self.rounds += worker == 0
+            everyone = [Announcement.from_text(text) for text in self._texts]
+            self.count += worker == 0
             self._barrier.wait()
-            return heard
+            return everyone
 
         return exchange
-
-
-def read(text: str) -> Said:
-    fields = json.loads(text)
-    steps = tuple(Step(tuple(counts), share, kind) for counts, share, kind in fields.pop("steps"))
-    return Said(steps, **fields)
 
 
 Feeds = Callable[[Worker], Feed]
@@ -62,15 +55,15 @@ class Result:
 
 def drive(
     feeds: Feeds, workers: int, replicas: int, policy: str = "mask", *, common: bool = False
-) -> tuple[list[Result], Talk]:
+) -> tuple[list[Result], Rounds]:
     """Runs an epoch of each process in a thread of its own."""
-    talk = Talk(workers)
+    rounds = Rounds(workers)
     results = [Result() for _ in range(workers)]
 
     def work(index: int) -> None:
         worker, result = Worker(workers, index), results[index]
-        ends: EndOfData = Agreed(
-            talk.of(index), worker, replicas, policy=PartialPolicy(policy), common=common
+        ends: EpochEnd = GlobalEpochEnd(
+            rounds.of(index), worker, replicas, policy=PartialPolicy(policy), common=common
         )
         try:
             feed = feeds(worker)
@@ -83,7 +76,7 @@ def drive(
         thread.start()
     for thread in threads:
         thread.join(90)
-    return results, talk
+    return results, rounds
 
 
 def agreed(
@@ -157,11 +150,11 @@ def test_processes_take_what_the_reference_says(policy: str, common: bool, case:
     """Of one dataset each worker sees the values of TensorFlow; one round where the length is known."""
     n, size, replicas, expected = case
     feeds = feeds_of(batches(n, size), replicas, auto_shard_policy=policy)
-    results, talk = drive(feeds, 2, replicas, common=common)
+    results, rounds = drive(feeds, 2, replicas, common=common)
     found = [values(elements, replicas) for elements in checked(results, replicas)]
     seen = [[[row for part in step for row in part] for step in steps] for steps in found]
     assert seen == expected
-    assert (talk.rounds == 1) is common
+    assert (rounds.count == 1) is common
 
 
 def files_of(*lengths: int, size: int = 4) -> Any:
@@ -224,7 +217,7 @@ def test_batches_of_a_function_end_together():
 
     def feed(worker: Worker) -> Feed:
         sources = sources_of(dataset_fn, InputOptions(), 1, worker)
-        return OwnBatches(sources, InputOptions(), 1)
+        return PerReplicaFeed(sources, InputOptions(), 1)
 
     results = agreed(feed, 2, 1)
     assert [[element.counts(1) for element in one] for one in results] == [
@@ -244,19 +237,19 @@ def test_the_contexts_of_several_processes():
 
 
 def test_one_process_hears_itself():
-    """With nobody else the steps are those of ``OneProcess``."""
+    """With nobody else the steps are those of ``LocalEpochEnd``."""
     feeds = feeds_of(batches(23, 4), 2)
     [alone] = agreed(feeds, 1, 2)
-    expected = OneProcess().steps(feeds(Worker()).open(0), None)
+    expected = LocalEpochEnd().steps(feeds(Worker()).open(0), None)
     assert values(alone, 2) == values(expected, 2)
     assert alone[-1].all_counts == (2, 1)
 
 
 def test_processes_do_not_talk_at_every_step():
     """Fast steps are agreed on by several at a time."""
-    results, talk = drive(feeds_of(lambda _: iter(batches(200, 2)), 1), 2, 1)
+    results, rounds = drive(feeds_of(lambda _: iter(batches(200, 2)), 1), 2, 1)
     assert len(checked(results, 1)[0]) == 100
-    assert talk.rounds < 30
+    assert rounds.count < 30
 
 
 @pytest.mark.parametrize("after", [0, 1, 20])
@@ -320,7 +313,7 @@ def test_other_data_than_the_others_is_refused(lengths: Any):
     assert all("process 0: 2 batches" in text for text in texts)
 
 
-@pytest.mark.parametrize(("length", "given"), [(1, "gave more"), (3, "gave 2")])
+@pytest.mark.parametrize(("length", "given"), [(1, "had more"), (3, "had 2")])
 def test_a_length_that_is_wrong_is_refused(length: int, given: str):
     """The others count on it."""
 
@@ -340,7 +333,7 @@ def test_a_process_that_cuts_its_batches_has_no_state():
     )
     assert feed.cardinality is None
     with pytest.raises(ArgumentError, match='auto_shard_policy="data"'):
-        feed.state(0, next(feed.open(0)).seen)
+        feed.state(0, next(feed.open(0)).progress)
 
 
 @settings(max_examples=60, deadline=None)

@@ -199,7 +199,7 @@ def test_a_function_that_returns_the_same_iterator_is_found_out(make: Callable[[
 )
 def test_what_cannot_be_iterated_is_refused_at_once(source: Any):
     """The constructor names what it got and shows how to batch."""
-    with pytest.raises(ArgumentError, match="no iterable of global batches"):
+    with pytest.raises(ArgumentError, match="not an iterable of global batches"):
         distribute(source, 2)
 
 

@@ -8,9 +8,9 @@ from input_helpers import batches, mesh_of, values
 
 import distribute_jax as dj
 from distribute_jax.data import DistributedDataset, InputOptions
-from distribute_jax.data._agreement import EndOfData, OneProcess
+from distribute_jax.data._agreement import EpochEnd, LocalEpochEnd
 from distribute_jax.data._element import HostElement
-from distribute_jax.data._feed import Feed, GlobalBatches, OwnBatches
+from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed
 from distribute_jax.data.sources import Source, find_source
 
 
@@ -54,19 +54,19 @@ def feed(kind: str) -> Feed:
     options = InputOptions()
     if kind == "global":
         return GlobalBatches(find_source(batches(7, 4)), options, 2)
-    return OwnBatches([find_source(batches(7, 2))], options, 2)
+    return PerReplicaFeed([find_source(batches(7, 2))], options, 2)
 
 
 def test_one_process_agrees_with_itself():
     """It waits for nobody: the elements pass as they are, whatever their number."""
     elements = iter([])
-    assert OneProcess().steps(elements, None) is elements
+    assert LocalEpochEnd().steps(elements, None) is elements
 
 
 @pytest.mark.parametrize("kind", ["global", "from a function"])
 def test_a_process_whose_data_has_ended_goes_on_with_padding(kind: str):
     """Its shares are empty, in the shapes of the epoch, so the compiled step runs on."""
-    ends: EndOfData = TwoMore()
+    ends: EpochEnd = TwoMore()
     dataset = DistributedDataset(feed(kind), mesh=mesh_of(2), ends=lambda: ends)
     elements = list(dataset)
     assert [values(element) for element in elements] == [

@@ -13,7 +13,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._padding import is_real
 from distribute_jax.data import DistributedDataset, InputOptions
-from distribute_jax.data._feed import OwnBatches
+from distribute_jax.data._feed import PerReplicaFeed
 from distribute_jax.data.sources import find_source
 
 SIZES = st.integers(0, 9)
@@ -83,7 +83,7 @@ def test_dealt_out_batches_keep_each_example_once_and_in_order(
     """distribute_datasets_from_function: one dataset, whose batches the replicas take in turn."""
     options = InputOptions(partial=partial)
     source = find_source(lambda: examples(sizes))
-    feed = OwnBatches([source], options, replicas)
+    feed = PerReplicaFeed([source], options, replicas)
     epoch = list(DistributedDataset(feed, mesh=mesh_of(replicas)))
     assert found(epoch, "x").tolist() == list(range(sum(sizes)))
     assert sum(masked_sum(element["x"]) for element in epoch) == sum(range(sum(sizes)))
@@ -97,7 +97,7 @@ def test_dealt_out_batches_keep_each_example_once_and_in_order(
 def test_each_replica_keeps_the_examples_of_its_own_dataset(sizes: list[list[int]], partial: str):
     """PER_REPLICA: whatever the lengths, each replica sees all of its dataset and nothing else."""
     sources = [find_source(lambda mine=mine: examples(mine)) for mine in sizes]
-    feed = OwnBatches(sources, InputOptions(partial=partial), len(sizes))
+    feed = PerReplicaFeed(sources, InputOptions(partial=partial), len(sizes))
     epoch = list(DistributedDataset(feed, mesh=mesh_of(len(sizes))))
     for replica, mine in enumerate(sizes):
         parts = [list(real_parts(element["x"]))[replica] for element in epoch]

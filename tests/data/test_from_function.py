@@ -203,7 +203,7 @@ def test_spec_and_cardinality(s2: dj.MirroredStrategy):
 @pytest.mark.parametrize(
     ("dataset_fn", "message"),
     [
-        ([np.ones(2)], "which is no function"),
+        ([np.ones(2)], "which is not a function"),
         (lambda context: None, "returned None"),
         (lambda context: [np.ones(2), np.ones((2, 3))], r"float32\[2,3\], in the first.*32\[2\]"),
         (lambda context: [np.ones((2, 4)), np.ones((2, 3))], r"64\[2,4\] and float64\[2,3\]"),

@@ -48,9 +48,9 @@ def test_the_members_of_a_policy_have_tensorflows_numbers():
         ({"experimental_replication_mode": "each"}, "'per_worker', 'per_replica'"),
         ({"experimental_fetch_to_device": 1}, "must be True or False"),
         ({"experimental_place_dataset_on_device": None}, "must be True or False"),
-        ({"experimental_per_replica_buffer_size": -1}, "an int of at least 0"),
-        ({"experimental_per_replica_buffer_size": True}, "an int of at least 0"),
-        ({"experimental_per_replica_buffer_size": 1.5}, "an int of at least 0"),
+        ({"experimental_per_replica_buffer_size": -1}, "must be an int of at least 0"),
+        ({"experimental_per_replica_buffer_size": True}, "must be an int of at least 0"),
+        ({"experimental_per_replica_buffer_size": 1.5}, "must be an int of at least 0"),
     ],
 )
 def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any], message: str):

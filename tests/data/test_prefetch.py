@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from distribute_jax.data import _prefetch
-from distribute_jax.data._prefetch import Pace, Prefetcher
+from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher
 
 LONG = 30.0
 """Seconds after which something hangs."""
@@ -202,7 +202,7 @@ def test_a_loop_that_waits_for_its_data_is_told_once(
             pace.waited(waiting)
 
     with caplog.at_level(logging.WARNING):
-        pace = Pace()
+        pace = InputStallMonitor()
         loop(0.01, 0.19)  # 5 %
         assert caplog.messages == []
         pace.restart()

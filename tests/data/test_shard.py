@@ -12,7 +12,6 @@ from distribute_jax.data import AutoShardPolicy, InputOptions
 from distribute_jax.data._split import (
     Rule,
     choose_policy,
-    files_of,
     rows_of_worker,
     scheduled_rows,
     shard,
@@ -27,13 +26,15 @@ class Files(Source):
 
     text = "a source of files"
     num_files: int | None = None
-    own_policy: str | None = None
+    auto_shard_policy: str | None = None
 
-    def __init__(self, files: list[list[int]], size: int, own_policy: str | None = None) -> None:
+    def __init__(
+        self, files: list[list[int]], size: int, auto_shard_policy: str | None = None
+    ) -> None:
         self._files = files
         self._size = size
         self.num_files = len(files)
-        self.own_policy = own_policy
+        self.auto_shard_policy = auto_shard_policy
 
     def open(self) -> Iterator[np.ndarray]:
         records = [record for file in self._files for record in file]
@@ -43,7 +44,7 @@ class Files(Source):
     preview = open
 
     def shard_files(self, count: int, index: int) -> Source:
-        return Files([self._files[i] for i in files_of(len(self._files), count, index)], self._size)
+        return Files(self._files[index::count], self._size)
 
 
 class Stream(Files):
@@ -107,7 +108,7 @@ def test_a_source_that_cannot_divide_its_files_is_refused():
     """Files that are counted but cannot be taken apart are no files for FILE."""
     fixed = Files([[0], [1]], 1)
     fixed.shard_files = lambda count, index: None
-    with pytest.raises(ArgumentError, match="reads none that it knows of"):
+    with pytest.raises(ArgumentError, match="reads no files that are known"):
         shard(fixed, InputOptions(), 2, 0)
 
 
@@ -117,14 +118,6 @@ def test_a_sources_own_hint_is_refused_by_name(own: str):
     with pytest.raises(ArgumentError, match=r"a source of files has the option .*HINT"):
         choose_policy(None, Files([[0]], 1, own), 1)
     assert choose_policy(OFF, Files([[0]], 1, own), 1) is OFF
-
-
-def test_files_go_to_workers_in_turn():
-    """Worker w reads the files w, w + W, …, each file exactly one worker."""
-    assert [list(files_of(5, 2, w)) for w in range(2)] == [[0, 2, 4], [1, 3]]
-    for workers in range(1, 5):
-        every = [i for w in range(workers) for i in files_of(7, workers, w)]
-        assert sorted(every) == list(range(7))
 
 
 def taken_by(options: InputOptions, worker: int) -> list[list[int]]:

@@ -4,7 +4,6 @@ import pytest
 
 from distribute_jax.data._split import (
     Division,
-    laid_over,
     rows_of_worker,
     schedule,
     scheduled_rows,
@@ -44,9 +43,9 @@ def test_shares_lose_no_example_and_never_grow(replicas: int):
 
 def test_only_short_shares_are_counted():
     """A batch that fills every share has no counts, so it runs the program without a mask."""
-    assert laid_over((2, 2, 2, 2), 2) == Division(2, None)
-    assert laid_over((2, 2, 2, 0), 2) == Division(2, (2, 2, 2, 0))
-    assert laid_over((2, 2, 2, 2), 3) == Division(3, (2, 2, 2, 2))
+    assert Division.of((2, 2, 2, 2), 2) == Division(2, None)
+    assert Division.of((2, 2, 2, 0), 2) == Division(2, (2, 2, 2, 0))
+    assert Division.of((2, 2, 2, 2), 3) == Division(3, (2, 2, 2, 2))
 
 
 @pytest.mark.parametrize(

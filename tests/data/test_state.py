@@ -207,18 +207,18 @@ STATE = {
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "is no state of an iterator"),
-        ([1], "is no state of an iterator"),
-        ({}, "is no state of an iterator"),
+        (None, "is not a state of an iterator"),
+        ([1], "is not a state of an iterator"),
+        ({}, "is not a state of an iterator"),
         (STATE | {"version": 2}, "version 2; this release reads version 1"),
         ({k: v for k, v in STATE.items() if k != "seed"}, "a state without seed"),
         (STATE | {"source": "files"}, "source 'files', but this dataset has source 'a shuffled"),
         (STATE | {"seed": 5}, "seed 5, but this dataset has seed 0.*Shuffle with the seed"),
         (STATE | {"batches": 12}, "batches 12, but this dataset has batches 6.*global batch size"),
         (STATE | {"position": 7}, "position 7, but an epoch has 6"),
-        (STATE | {"position": -1}, "position is -1; it is an int"),
-        (STATE | {"epoch": 1.5}, "epoch is 1.5; it is an int"),
-        (STATE | {"epoch": "one"}, "epoch is 'one'; it is an int"),
+        (STATE | {"position": -1}, "position is -1; it must be an int"),
+        (STATE | {"epoch": 1.5}, "epoch is 1.5; it must be an int"),
+        (STATE | {"epoch": "one"}, "epoch is 'one'; it must be an int"),
     ],
 )
 def test_what_is_no_state_of_this_dataset_is_refused(state: Any, message: str):

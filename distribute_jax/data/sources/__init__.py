@@ -15,8 +15,8 @@ from distribute_jax.data.sources._grain import GrainIter, GrainMap
 from distribute_jax.data.sources._iterables import from_iterable
 from distribute_jax.data.sources._tf_data import TfData
 from distribute_jax.data.sources._torch import (
-    StreamedSource,
-    TableSource,
+    HuggingFaceStream,
+    HuggingFaceTable,
     TorchLoader,
     refuse_splits,
     refuse_torch_dataset,
@@ -27,9 +27,9 @@ __all__ = ["ArrayDataset", "FileDataset", "from_arrays", "from_files"]
 
 _LIBRARIES = (
     (("tensorflow", "data", "Dataset"), TfData),
-    (("datasets", "Dataset"), TableSource),
-    # It is one of PyTorch's as well, where PyTorch is installed, so it comes before those.
-    (("datasets", "IterableDataset"), StreamedSource),
+    (("datasets", "Dataset"), HuggingFaceTable),
+    # With PyTorch installed it is a PyTorch dataset too, so it comes before those.
+    (("datasets", "IterableDataset"), HuggingFaceStream),
     (("datasets", "DatasetDict"), refuse_splits),
     (("datasets", "IterableDatasetDict"), refuse_splits),
     (("torch", "utils", "data", "DataLoader"), TorchLoader),
@@ -42,16 +42,9 @@ _LIBRARIES = (
 
 
 def find_source(source: Any, called: str = "strategy.distribute_dataset") -> Source:
-    """Makes a source of what the user passed, by its type.
+    """Returns a source of what the user passed to a method; an ArgumentError if it has no batches.
 
     Imports nothing: an instance of a class exists only where its package was imported.
-
-    Args:
-        source: any of the kinds in ``distribute_jax.data.sources``.
-        called: the method it was passed to, for the messages.
-
-    Raises:
-        ArgumentError: it is no source of batches; says how to make it one.
     """
     if isinstance(source, ArrayDataset):
         return ArraySource(source, called)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,13 +15,13 @@ from distribute_jax._lazy import answering
 from distribute_jax._messages import PyTree
 from distribute_jax.data.sources._base import Seekable, unbatched
 from distribute_jax.data.sources._files import (
+    apply_function,
+    check_buffer_size,
+    check_function,
+    check_int,
     check_rows,
-    checked_buffer,
-    checked_function,
-    checked_integer,
-    checked_seed,
-    stacked,
-    taken,
+    check_seed,
+    stack_examples,
 )
 
 
@@ -30,8 +29,8 @@ from distribute_jax.data.sources._files import (
 class ArrayDataset:
     """Examples in memory, or batches of them; ``dj.data.from_arrays`` makes it.
 
-    Each method gives a new dataset. The order depends on the seed and the epoch alone, so it is the same
-    on any number of devices, and training can resume at any batch. Iterating it outside a strategy gives
+    Each method returns a new dataset. The order depends on the seed and the epoch alone, so it is the same
+    on any number of devices, and training can resume at any batch. Iterating it outside a strategy yields
     epoch 0.
 
     Example:
@@ -46,10 +45,11 @@ class ArrayDataset:
     """Of the rows, before they are batched."""
     _functions: tuple[Callable[[PyTree], PyTree], ...] = ()
     """Applied to each example, in this order."""
-    _batches: Any = None
-    """A ``grain.MapDataset`` of the batches of one pass, once there are any."""
-    _passes: int = 1
-    """Passes over the batches in one epoch."""
+    _size: int = 0
+    """Of a batch."""
+    _batches: Order | None = None
+    """The order of the batches, once there are any."""
+    _batch_functions: tuple[Callable[[PyTree], PyTree], ...] = ()
     _seed: int | None = None
 
     if not TYPE_CHECKING:
@@ -61,30 +61,34 @@ class ArrayDataset:
         Args:
             buffer_size: may be passed, as to ``tf.data``, and changes nothing: everything is in memory, so
                 everything is shuffled.
-            seed: an integer from 0 to 2**32 - 1. The same seed gives the same epochs.
+            seed: an integer from 0 to 2**32 - 1. The same seed makes the same epochs.
 
         Raises:
-            ArgumentError: an argument is out of range.
+            ArgumentError: an argument is out of range, or batches without end would be shuffled.
         """
-        checked_buffer(buffer_size)
-        seed = checked_seed(seed)
+        check_buffer_size(buffer_size)
+        seed = check_seed(seed)
         if self._batches is None:
             return replace(self, _order=self._order.shuffled(seed), _seed=seed)
-        return replace(self, _batches=self._batches.shuffle(seed), _seed=seed)
+        if self._order.is_endless:
+            raise ArgumentError(
+                "shuffle() was called after repeat() without end and batch(). Shuffle first."
+            )
+        return replace(self, _batches=self._batches.shuffled(seed), _seed=seed)
 
     def batch(self, size: int, drop_remainder: bool = False) -> ArrayDataset:
         """Puts consecutive examples together along a new dim 0.
 
         Args:
             size: examples in a global batch.
-            drop_remainder: whether a last batch of fewer examples is left out. A strategy gives exact
+            drop_remainder: whether a last batch of fewer examples is left out. A strategy computes exact
                 results for it, so it seldom has to be.
 
         Raises:
-            ArgumentError: ``size`` is no positive integer, no batch would be left, or the dataset is
+            ArgumentError: ``size`` is not a positive integer, no batch would be left, or the dataset is
                 batched already.
         """
-        size = checked_integer("batch(size=…)", size, 1)
+        size = check_int("batch", "size", size, 1)
         if self._batches is not None:
             raise ArgumentError(
                 "batch() was called on a dataset that is batched already. Leave one of the two out: "
@@ -97,16 +101,10 @@ class ArrayDataset:
                 f"batch(size={size}, drop_remainder=True) would leave nothing of {length} examples. "
                 "Choose a smaller size, or leave drop_remainder out."
             )
-        # Grain takes about 15 µs for each element, 4 ms for 256 of them, so rows are taken by the batch.
-        import grain
-
-        batches = grain.MapDataset.range(count).map_with_index(
-            partial(self._one_batch, count, size)
-        )
-        return replace(self, _batches=batches)
+        return replace(self, _size=size, _batches=Order(count))
 
     def repeat(self, n: int | None = None) -> ArrayDataset:
-        """Makes n passes one epoch, each shuffled anew; without n, an epoch has no end.
+        """Makes n passes one epoch, each in another order if shuffled; without n, an epoch has no end.
 
         Before ``batch``, a batch may hold the end of one pass and the beginning of the next.
 
@@ -114,32 +112,31 @@ class ArrayDataset:
             n: how many; None for without end.
 
         Raises:
-            ArgumentError: ``n`` is no positive integer, or the dataset has no end already.
+            ArgumentError: ``n`` is not a positive integer, or the dataset has no end already.
         """
-        times = None if n is None else checked_integer("repeat(n=…)", n, 1)
+        times = None if n is None else check_int("repeat", "n", n, 1)
         if self._is_endless():
             raise ArgumentError(
                 "repeat() was called on a dataset that is repeated without end. Leave one of the two out."
             )
         if self._batches is None:
             return replace(self, _order=self._order.repeated(times))
-        endless = passes_without_end(len(self._batches))
-        return replace(self, _passes=endless if times is None else self._passes * times)
+        return replace(self, _batches=self._batches.repeated(times))
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> ArrayDataset:
         """Applies a function on the host: to each example, or after ``batch`` to each batch.
 
         Args:
-            fn: takes one example (the arrays' rows, without dim 0) or one batch, and gives a tree of
-                arrays or numbers. It must give the same for the same input, or a resumed run differs.
+            fn: takes one example (the arrays' rows, without dim 0) or one batch, and returns a tree of
+                arrays or numbers. It must be deterministic, or a resumed run differs.
 
         Raises:
             ArgumentError: ``fn`` cannot be called; later, it returns None.
         """
-        fn = checked_function(fn)
+        check_function(fn)
         if self._batches is None:
             return replace(self, _functions=(*self._functions, fn))
-        return replace(self, _batches=self._batches.map(fn))
+        return replace(self, _batch_functions=(*self._batch_functions, fn))
 
     def __len__(self) -> int:
         """The number of batches of an epoch, or of examples before ``batch``."""
@@ -152,32 +149,37 @@ class ArrayDataset:
         return self._read(0, 0)
 
     def _read(self, epoch: int, position: int) -> Iterator[PyTree]:
-        # By index, not by Grain's threads: the data is in memory, and no batch is made ahead of time.
-        take = self._example if self._batches is None else self._batches.__getitem__
-        start = epoch * self._length()
-        return (take(start + place) for place in range(position, self._length()))
+        take = self._example if self._batches is None else self._batch
+        length = self._length()
+        return (take(epoch * length + place) for place in range(position, length))
 
     def _length(self) -> int:
-        return self._order.length if self._batches is None else len(self._batches) * self._passes
+        return (self._batches or self._order).length
 
     def _is_endless(self) -> bool:
-        return self._order.is_endless or len(self._batches or ()) * self._passes >= ENDLESS
+        return self._order.is_endless or (self._batches is not None and self._batches.is_endless)
 
-    def _one_batch(self, count: int, size: int, index: int, _: int) -> PyTree:
-        epoch, position = divmod(index, count)
-        end = (epoch + 1) * self._order.length
-        start = epoch * self._order.length + position * size
-        stop = min(start + size, end)
+    def _batch(self, place: int) -> PyTree:
+        number, index = (self._batches or self._order).locate(place)
+        start = number * self._order.length + index * self._size
+        stop = min(start + self._size, (number + 1) * self._order.length)
         if self._functions:
-            return stacked([self._example(place) for place in range(start, stop)])
-        return taken(self._tree, self._order.take(start, stop))
+            batch = stack_examples([self._example(row) for row in range(start, stop)])
+        else:
+            batch = self._rows(start, stop)
+        for fn in self._batch_functions:
+            batch = apply_function(fn, batch)
+        return batch
 
     def _example(self, place: int) -> PyTree:
-        one = taken(self._tree, self._order.take(place, place + 1))
-        example = jax.tree.map(lambda leaf: leaf[0], one)
+        example = jax.tree.map(lambda leaf: leaf[0], self._rows(place, place + 1))
         for fn in self._functions:
-            example = fn(example)
+            example = apply_function(fn, example)
         return example
+
+    def _rows(self, start: int, stop: int) -> PyTree:
+        rows = self._order.take(start, stop)
+        return jax.tree.map(lambda leaf: leaf[rows], self._tree)
 
 
 class ArraySource(Seekable):
@@ -189,23 +191,13 @@ class ArraySource(Seekable):
         if dataset._batches is None:
             raise unbatched(self.text, called)
         self._dataset = dataset
-
-    @property
-    def is_infinite(self) -> bool:
-        """See ``Source.is_infinite``."""
-        return self._dataset._is_endless()
-
-    @property
-    def seed(self) -> int | None:
-        """See ``Source.seed``."""
-        return self._dataset._seed
+        self.is_infinite = dataset._is_endless()
+        self.seed = dataset._seed
 
     def read(self, epoch: int, position: int) -> Iterator[PyTree]:
-        """See ``Seekable.read``."""
         return self._dataset._read(epoch, position)
 
     def __len__(self) -> int:
-        """See ``Source.__len__``."""
         return len(self._dataset)
 
 
@@ -219,11 +211,11 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
 
     Returns:
         The dataset of single examples. Call ``batch`` on it, and ``shuffle``, ``map`` and ``repeat`` as
-        needed, and give it to ``strategy.distribute_dataset``.
+        needed, and pass it to ``strategy.distribute_dataset``.
 
     Raises:
-        ArgumentError: a leaf is no array or has no dim 0, leaves have different lengths, or there is no
-            example; names the leaves.
+        ArgumentError: a leaf is not an array or has no dim 0, leaves have different lengths, or there are
+            no examples; names the leaves.
 
     Example:
         >>> import distribute_jax as dj, numpy as np
@@ -248,27 +240,22 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
     return ArrayDataset(on_host, Order(rows))
 
 
-ENDLESS = 2**62
+_ENDLESS = 2**62
 """Places in an epoch that has no end: more than anyone visits, and still an index."""
-
-
-def passes_without_end(length: int) -> int:
-    """Gives how often something is passed over in an epoch that has no end."""
-    return -(-ENDLESS // length)
 
 
 @dataclass(frozen=True)
 class Order:
-    """The rows of arrays in the order of an epoch, each pass over them shuffled anew."""
+    """The order of rows, or of batches, in an epoch; each pass over them is shuffled differently."""
 
     rows: int
     """How many there are; at least one."""
     seed: int | None = None
-    """None: as they stand."""
+    """None: in their order."""
     passes: int = 1
     """Passes over the rows in one epoch."""
     _latest: dict[int, NDArray[Any]] = field(default_factory=dict, compare=False, repr=False)
-    """The order of the pass that was asked for last, by its number."""
+    """The permutation of the latest pass, by its number."""
 
     @property
     def length(self) -> int:
@@ -278,21 +265,26 @@ class Order:
     @property
     def is_endless(self) -> bool:
         """Whether an epoch has no end."""
-        return self.length >= ENDLESS
+        return self.length >= _ENDLESS
 
     def shuffled(self, seed: int) -> Order:
-        """The same rows in the order that a seed gives."""
+        """The same rows in the order that a seed makes."""
         return replace(self, seed=seed, _latest={})
 
     def repeated(self, times: int | None) -> Order:
         """As many passes for each one now; None: without end."""
-        passes = passes_without_end(self.rows) if times is None else self.passes * times
+        passes = -(-_ENDLESS // self.rows) if times is None else self.passes * times
         return replace(self, passes=passes)
 
-    def take(self, start: int, stop: int) -> slice | NDArray[Any]:
-        """Gives the rows at places start … stop - 1, counted on through all epochs.
+    def locate(self, place: int) -> tuple[int, int]:
+        """Returns the pass and the row at a place, counted on through all epochs."""
+        number, index = divmod(place, self.rows)
+        return number, index if self.seed is None else int(self._one_pass(number)[index])
 
-        A slice where the rows stand in one run, so that taking them copies nothing.
+    def take(self, start: int, stop: int) -> slice | NDArray[Any]:
+        """Returns the rows at places start … stop - 1, counted on through all epochs.
+
+        A slice where the rows are consecutive, so that taking them copies nothing.
         """
         first, last = start // self.rows, (stop - 1) // self.rows
         if first == last and self.seed is None:
@@ -308,14 +300,10 @@ class Order:
             return np.arange(self.rows)
         known = self._latest.get(number)
         if known is None:
-            known = _permutation(self.rows, self.seed, number)
+            # Not Generator.permutation: of NumPy's random numbers only the raw ones are promised to
+            # stay the same in later versions, and a run may be resumed under another one.
+            key = np.array([self.seed, number], np.uint64)
+            known = np.argsort(np.random.Philox(key=key).random_raw(self.rows), kind="stable")
             self._latest.clear()
             self._latest[number] = known
         return known
-
-
-def _permutation(rows: int, seed: int, number: int) -> NDArray[Any]:
-    # Not Generator.permutation: of NumPy's random numbers only the raw ones are promised to stay the
-    # same in later versions, and a run may be resumed under another one.
-    raw = np.random.Philox(key=np.array([seed, number], np.uint64)).random_raw(rows)
-    return np.argsort(raw, kind="stable")

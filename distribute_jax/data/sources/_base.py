@@ -20,11 +20,19 @@ class Source(ABC):
     """Global batches on the host, epoch after epoch.
 
     One subclass for each kind of source. A batch is a tree of NumPy or JAX arrays whose dim 0 counts
-    the examples; it is as the user's source gave it, unchecked.
+    the examples; it comes as from the user's source, unchecked.
     """
 
     can_seek: bool = False
     """Whether ``open_at`` can start anywhere."""
+    is_infinite: bool = False
+    """Whether an epoch never ends."""
+    seed: int | None = None
+    """The seed of its shuffling, if known."""
+    num_files: int | None = None
+    """How many files it reads; None if it reads none, or it cannot be known."""
+    auto_shard_policy: str | None = None
+    """The name of the ``AutoShardPolicy`` that the source itself asks for."""
 
     @property
     @abstractmethod
@@ -32,65 +40,31 @@ class Source(ABC):
         """What messages call it, for example ``a tf.data.Dataset``."""
 
     @property
-    def is_infinite(self) -> bool:
-        """Whether an epoch never ends."""
-        return False
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of its shuffling, where the source tells it."""
-        return None
-
-    @property
-    def num_files(self) -> int | None:
-        """How many files it reads; None where it reads none, or it cannot be known."""
-        return None
-
-    @property
-    def own_policy(self) -> str | None:
-        """The name of the ``AutoShardPolicy`` that the source itself asks for."""
-        return None
-
-    @property
     def batching(self) -> str:
-        """How to make it give batches, for an error about one of single examples."""
-        return (
-            "Batch the source first, for example [(x[i:i + 256], y[i:i + 256]) for i in "
-            "range(0, len(x), 256)]."
-        )
+        """How to make it yield batches, for an error about one of single examples."""
+        return f"Call .batch(256) on this {self.text[2:]}, which yields single examples."
 
     @abstractmethod
     def open(self) -> Iterator[PyTree]:
-        """Starts the next epoch and gives its batches from the first one.
-
-        Raises:
-            ArgumentError: the source was used up by an earlier epoch.
-        """
+        """Starts the next epoch; an ArgumentError if an earlier one has used up the source."""
 
     @abstractmethod
     def preview(self) -> Iterator[PyTree]:
-        """Gives the batches that the next ``open`` will give, and uses nothing up."""
+        """Yields the batches that the next ``open`` will yield, and uses nothing up."""
 
     def __len__(self) -> int:
-        """The number of batches of an epoch; a TypeError where the source does not know it."""
+        """The number of batches of an epoch; a TypeError if the source does not know it."""
         raise TypeError(f"{self.text} has no length")
 
     def open_at(self, epoch: int, position: int) -> Iterator[PyTree]:
-        """Starts at batch ``position`` of epoch ``epoch``, both from 0.
+        """Starts at batch ``position`` of epoch ``epoch``, both from 0, if it can seek.
 
-        The next ``open`` gives epoch ``epoch + 1``.
-
-        Raises:
-            ArgumentError: the source cannot seek.
+        The next ``open`` starts epoch ``epoch + 1``.
         """
-        raise ArgumentError(
-            f"{self.text[:1].upper()}{self.text[1:]} cannot be started at batch {position} of epoch "
-            f"{epoch}: it only runs from its first batch. Arrays (dj.data.from_arrays), files "
-            "(dj.data.from_files) and Grain datasets can resume in the middle of an epoch."
-        )
+        raise ArgumentError(f"{self.text} cannot be started at batch {position} of epoch {epoch}.")
 
     def shard_files(self, count: int, index: int) -> Source | None:
-        """Gives a source of the files index, index + count, …; None where it reads no files."""
+        """Returns a source of the files index, index + count, …; None if it reads no files."""
         return None
 
 
@@ -102,31 +76,20 @@ class Seekable(Source):
 
     @abstractmethod
     def read(self, epoch: int, position: int) -> Iterator[PyTree]:
-        """Gives the batches of an epoch, from the one at ``position``."""
+        """Yields the batches of an epoch, from the one at ``position``."""
 
     @final
     def open(self) -> Iterator[PyTree]:
-        """See ``Source.open``."""
         return self.open_at(self._next_epoch, 0)
 
     @final
     def preview(self) -> Iterator[PyTree]:
-        """See ``Source.preview``."""
         return self.read(self._next_epoch, 0)
 
     @final
     def open_at(self, epoch: int, position: int) -> Iterator[PyTree]:
-        """See ``Source.open_at``."""
         self._next_epoch = epoch + 1
         return self.read(epoch, position)
-
-
-def unbatched(text: str, called: str) -> ArgumentError:
-    """Says that one of the library's own datasets has no batches yet."""
-    return ArgumentError(
-        f"{called} got {text} without batches. It takes global batches: call .batch(256) on the dataset "
-        "first, with the number of examples of all replicas together."
-    )
 
 
 class Stream(Source):
@@ -135,7 +98,8 @@ class Stream(Source):
     So what a preview reads is kept, and becomes the beginning of the next epoch.
     """
 
-    _begun: _Begun | None = None
+    _started: Iterator[PyTree] | None = None
+    _previewed: deque[PyTree]
 
     @abstractmethod
     def start(self) -> Iterator[PyTree]:
@@ -143,60 +107,56 @@ class Stream(Source):
 
     @final
     def open(self) -> Iterator[PyTree]:
-        """See ``Source.open``."""
-        begun, self._begun = self._begun or _Begun(self.start()), None
-        return begun.taken()
+        rest, previewed = self._start_once(), self._previewed
+        self._started = None
+        return _drained(previewed, rest)
 
     @final
     def preview(self) -> Iterator[PyTree]:
-        """See ``Source.preview``."""
-        self._begun = self._begun or _Begun(self.start())
+        rest, previewed = self._start_once(), self._previewed
         try:
-            yield from self._begun.looked_at()
+            yield from tuple(previewed)
+            for batch in rest:
+                previewed.append(batch)
+                yield batch
         except Exception:
-            self._begun = None
+            self._started = None
             raise
 
+    def _start_once(self) -> Iterator[PyTree]:
+        if self._started is None:
+            self._started, self._previewed = self.start(), deque()
+        return self._started
 
-class _Begun:
-    """An epoch that was started, with the batches that were only looked at so far."""
 
-    def __init__(self, batches: Iterator[PyTree]) -> None:
-        self._seen: deque[PyTree] = deque()
-        self._rest = batches
+def _drained(previewed: deque[PyTree], rest: Iterator[PyTree]) -> Iterator[PyTree]:
+    # One by one, so that no batch lives longer than its step.
+    while previewed:
+        yield previewed.popleft()
+    yield from rest
 
-    def looked_at(self) -> Iterator[PyTree]:
-        yield from tuple(self._seen)
-        for batch in self._rest:
-            self._seen.append(batch)
-            yield batch
 
-    def taken(self) -> Iterator[PyTree]:
-        # Let go one by one, so that no batch lives longer than its step.
-        while self._seen:
-            yield self._seen.popleft()
-        yield from self._rest
+def unbatched(text: str, called: str) -> ArgumentError:
+    """Returns the error for one of the library's datasets without batches."""
+    return ArgumentError(
+        f"{called} got {text} without batches. It takes global batches: call .batch(256) on the dataset "
+        "first, with the number of examples of all replicas together."
+    )
 
 
 def loaded_class(module: str, *names: str) -> Any:
-    """Gives a class of a package that is imported already, else an empty tuple, for isinstance.
+    """Returns a class of a package that is imported already, else an empty tuple, for isinstance.
 
     Nothing is an instance of a class that was never loaded, so no package needs to be imported here.
     """
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for name in names:
-        found = getattr(found, name, None)
-    return () if found is None else found
+        value = getattr(value, name, None)
+    return () if value is None else value
 
 
 def on_host(batch: PyTree) -> PyTree:
-    """Turns PyTorch's and TensorFlow's tensors in a batch into NumPy arrays.
-
-    They share their memory with the tensor where the library allows it. Other leaves stay as they are.
-
-    Raises:
-        ArgumentError: a tensor is none that NumPy can hold; names the leaf.
-    """
+    """Turns PyTorch's and TensorFlow's tensors in a batch into NumPy arrays, sharing memory if possible."""
     torch_tensor = loaded_class("torch", "Tensor")
     tf_tensor = loaded_class("tensorflow", "Tensor")
     if torch_tensor == () and tf_tensor == ():
@@ -219,12 +179,12 @@ def on_host(batch: PyTree) -> PyTree:
 def _from_torch(tensor: Any) -> np.ndarray[Any, Any]:
     dense = tensor.detach().cpu().resolve_conj().resolve_neg()
     name = str(dense.dtype).removeprefix("torch.")
-    # NumPy has no such dtypes of its own, so PyTorch refuses to convert them; JAX's have the same bits.
-    extended = name == "bfloat16" or name.startswith("float8")
-    if not extended:
-        array: np.ndarray[Any, Any] = dense.numpy()
-        return array
-    dtype = np.dtype(getattr(jnp, name))
-    bits = sys.modules["torch"].int16 if dtype.itemsize == 2 else sys.modules["torch"].uint8
-    same_bits: np.ndarray[Any, Any] = dense.view(bits).numpy().view(dtype)
-    return same_bits
+    array: np.ndarray[Any, Any]
+    if name == "bfloat16" or name.startswith("float8"):
+        # NumPy has no such dtypes, so PyTorch refuses to convert them; JAX's have the same bits.
+        dtype = np.dtype(getattr(jnp, name))
+        bits = sys.modules["torch"].int16 if dtype.itemsize == 2 else sys.modules["torch"].uint8
+        array = dense.view(bits).numpy().view(dtype)
+    else:
+        array = dense.numpy()
+    return array

@@ -1,4 +1,4 @@
-"""``FileDataset``: examples read from files; and trees of arrays as tables of rows."""
+"""``FileDataset``: examples read from files; and what it shares with ``ArrayDataset``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Path = str | os.PathLike[str]
 class FileDataset:
     """The examples of files, read one file after the other; ``dj.data.from_files`` makes it.
 
-    Each method gives a new dataset. Files are opened when their examples are due and never held as a
-    whole, unless ``read`` does so. Iterating it outside a strategy gives epoch 0.
+    Each method returns a new dataset. Files are opened when their examples are due and never held as a
+    whole, unless ``read`` does so. Iterating it outside a strategy yields epoch 0.
     """
 
     _paths: tuple[Path, ...]
@@ -41,30 +41,29 @@ class FileDataset:
         Args:
             buffer_size: examples in memory from which the next one is drawn; 1 shuffles only the files.
                 None means 1024.
-            seed: an integer from 0 to 2**32 - 1. The same seed gives the same epochs.
+            seed: an integer from 0 to 2**32 - 1. The same seed makes the same epochs.
 
         Raises:
             ArgumentError: an argument is out of range, or the dataset is batched already.
         """
         self._check_unbatched("shuffle")
-        size = checked_buffer(buffer_size) or 1024
-        return replace(self, _seed=checked_seed(seed), _buffer_size=size)
+        size = check_buffer_size(buffer_size) or 1024
+        return replace(self, _seed=check_seed(seed), _buffer_size=size)
 
     def batch(self, size: int, drop_remainder: bool = False) -> FileDataset:
         """Puts consecutive examples together along a new dim 0, across the borders of files.
 
         Args:
             size: examples in a global batch.
-            drop_remainder: whether a last batch of fewer examples is left out. A strategy gives exact
+            drop_remainder: whether a last batch of fewer examples is left out. A strategy computes exact
                 results for it, so it seldom has to be.
 
         Raises:
-            ArgumentError: ``size`` is no positive integer, or the dataset is batched already.
+            ArgumentError: ``size`` is not a positive integer, or the dataset is batched already.
         """
         self._check_unbatched("batch")
-        return replace(
-            self, _size=checked_integer("batch(size=…)", size, 1), _drop_remainder=drop_remainder
-        )
+        size = check_int("batch", "size", size, 1)
+        return replace(self, _size=size, _drop_remainder=drop_remainder)
 
     def __iter__(self) -> Iterator[PyTree]:
         """The batches of epoch 0, or the examples before ``batch``."""
@@ -78,7 +77,7 @@ class FileDataset:
         while batch := list(islice(examples, self._size)):
             if len(batch) < self._size and self._drop_remainder:
                 return
-            yield stacked(batch)
+            yield stack_examples(batch)
 
     def _examples(self, epoch: int) -> Iterator[PyTree]:
         if self._seed is None:
@@ -118,45 +117,35 @@ class FileSource(Seekable):
             raise unbatched(self.text, called)
         self._dataset = dataset
         self._called = called
-
-    @property
-    def seed(self) -> int | None:
-        """See ``Source.seed``."""
-        return self._dataset._seed
-
-    @property
-    def num_files(self) -> int:
-        """See ``Source.num_files``."""
-        return len(self._dataset._paths)
+        self.seed = dataset._seed
+        self.num_files = len(dataset._paths)
 
     def read(self, epoch: int, position: int) -> Iterator[PyTree]:
-        """See ``Seekable.read``."""
         return islice(self._dataset._batches(epoch), position, None)
 
     def shard_files(self, count: int, index: int) -> FileSource:
-        """See ``Source.shard_files``."""
-        mine = self._dataset._paths[index::count]
-        return FileSource(replace(self._dataset, _paths=mine), self._called)
+        paths = self._dataset._paths[index::count]
+        return FileSource(replace(self._dataset, _paths=paths), self._called)
 
 
 def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -> FileDataset:
     """Makes a dataset of the examples in files.
 
-    On several processes each reads files of its own, if there are enough of them.
+    On several processes each reads a part of the files, if there are enough of them.
 
     Args:
-        paths: the files, in the order in which they are read. Sort what a directory listing gives: its
-            order may differ between machines.
-        read: takes one path and gives its examples: an iterable or a generator of them, each a nest of
+        paths: the files, in the order in which they are read. Sort a directory listing: its order may
+            differ between machines.
+        read: takes one path and returns its examples: an iterable or a generator of them, each a nest of
             arrays or numbers; or an array, or a dict or tuple of arrays, whose rows are the examples.
 
     Returns:
-        The dataset of single examples. Call ``batch`` on it, before that ``shuffle`` if needed, and give
+        The dataset of single examples. Call ``batch`` on it, before that ``shuffle`` if needed, and pass
         it to ``strategy.distribute_dataset``.
 
     Raises:
-        ArgumentError: ``paths`` is no sequence of paths or is empty, or ``read`` cannot be called; later,
-            ``read`` gives nothing that can be iterated.
+        ArgumentError: ``paths`` is not a sequence of paths or is empty, or ``read`` cannot be called;
+            later, ``read`` returns nothing that can be iterated.
 
     Example:
         >>> import distribute_jax as dj, numpy as np
@@ -167,19 +156,17 @@ def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -
     """
     if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Sequence) or not paths:
         raise ArgumentError(
-            f"dj.data.from_files got {leaf_text(paths)} for its paths. It takes a list of at least one path, "
-            "for example sorted(pathlib.Path('data').glob('*.npy'))."
+            f"dj.data.from_files: paths must be a list of at least one path; got {leaf_text(paths)}."
         )
     for position, path in enumerate(paths):
         if not isinstance(path, (str, os.PathLike)):
             raise ArgumentError(
-                f"dj.data.from_files got {leaf_text(path)} as paths[{position}]. A path is a str or a "
-                "pathlib.Path."
+                f"dj.data.from_files: paths[{position}] must be a str or a pathlib.Path; got "
+                f"{leaf_text(path)}."
             )
     if not callable(read):
         raise ArgumentError(
-            f"dj.data.from_files(paths, read) got {leaf_text(read)} for read. It takes a function of one "
-            "path that gives the examples of that file, for example numpy.load."
+            f"dj.data.from_files: read must be a function of one path; got {leaf_text(read)}."
         )
     return FileDataset(tuple(paths), read)
 
@@ -191,18 +178,14 @@ def _examples_of(content: Any, path: Path) -> Iterator[PyTree]:
         return (jax.tree.map(lambda leaf, i=i: leaf[i], content) for i in range(rows))
     if not hasattr(type(content), "__iter__"):
         raise ArgumentError(
-            f"read({os.fspath(path)!r}) gave {leaf_text(content)}. It must give the examples of the file: an "
-            "iterable or generator of them, or arrays whose rows they are."
+            f"read({os.fspath(path)!r}) returned {leaf_text(content)}. It must return the examples of the "
+            "file: an iterable or generator of them, or arrays whose rows they are."
         )
     return map(on_host, content)
 
 
 def check_rows(tree: PyTree, called: str) -> int:
-    """Gives the number of rows that all arrays of a tree have.
-
-    Raises:
-        ArgumentError: names every leaf that has no rows, or all leaves where their lengths differ.
-    """
+    """Returns the number of rows that all arrays of a tree have, or raises and names the leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     lines = [f"{path_text(path, 'arrays')}: {leaf_text(leaf)}" for path, leaf in leaves]
     bad = [line for line, (_, leaf) in zip(lines, leaves, strict=True) if not _has_rows(leaf)]
@@ -225,52 +208,39 @@ def check_rows(tree: PyTree, called: str) -> int:
     return sizes.pop()
 
 
-def taken(tree: PyTree, rows: slice | NDArray[np.intp]) -> PyTree:
-    """Takes the same rows of every array."""
-    return jax.tree.map(lambda leaf: leaf[rows], tree)
-
-
-def stacked(examples: Sequence[PyTree]) -> PyTree:
-    """Puts examples of one structure together along a new dim 0.
-
-    Raises:
-        ArgumentError: their structures differ, or the shapes or dtypes of a leaf, which is named.
-    """
-    first: Any = jax.tree.structure(examples[0])
-    for example in examples[1:]:
-        if jax.tree.structure(example) != first:
-            raise ArgumentError(
-                "Two examples of one batch have different structures:\n"
-                f"  {first}\n  {jax.tree.structure(example)}\nGive every example the same keys and "
-                "nesting."
-            )
-    return jax.tree_util.tree_map_with_path(_stack, *examples)
-
-
 def _has_rows(leaf: Any) -> bool:
     return is_array(leaf) and not is_key(leaf) and leaf.ndim > 0
 
 
+def stack_examples(examples: Sequence[PyTree]) -> PyTree:
+    """Puts examples together along a new dim 0, or raises if they differ in structure, shape or dtype."""
+    first: Any = jax.tree.structure(examples[0])
+    for example in examples[1:]:
+        if jax.tree.structure(example) != first:
+            raise ArgumentError(
+                f"Two examples of one batch have different structures:\n  {first}\n"
+                f"  {jax.tree.structure(example)}\nGive every example the same keys and nesting."
+            )
+    return jax.tree_util.tree_map_with_path(_stack, *examples)
+
+
 def _stack(path: Any, *leaves: Any) -> NDArray[Any]:
     arrays = [np.asarray(leaf) for leaf in leaves]
-    odd = next(
-        (a for a in arrays if (a.shape, a.dtype) != (arrays[0].shape, arrays[0].dtype)), None
-    )
-    if odd is not None and (odd.shape != arrays[0].shape or not _is_text(odd, arrays[0])):
-        raise ArgumentError(
-            f"Examples of one batch differ in {path_text(path, 'example')}: {leaf_text(arrays[0])} and "
-            f"{leaf_text(odd)}. Pad or cut them to one shape and one dtype first, for example with map."
-        )
+    first = arrays[0]
+    for array in arrays:
+        # The dtype of text depends on its length. Batches refuse it later, with the name of the leaf.
+        is_text = first.dtype.kind in "US" and array.dtype.kind in "US"
+        if array.shape != first.shape or (array.dtype != first.dtype and not is_text):
+            raise ArgumentError(
+                f"Examples of one batch differ in {path_text(path, 'example')}: {leaf_text(first)} and "
+                f"{leaf_text(array)}. Pad or cut them to one shape and one dtype first, for example with "
+                "map."
+            )
     return np.stack(arrays)
 
 
-def _is_text(*arrays: NDArray[Any]) -> bool:
-    # The dtype of text tells its length. Batches refuse it later, with the name of the leaf.
-    return all(array.dtype.kind in "US" for array in arrays)
-
-
-def checked_integer(argument: str, value: Any, least: int, below: int | None = None) -> int:
-    """Gives an integer argument back; ``argument`` names it, as in ``batch(size=…)``."""
+def check_int(method: str, name: str, value: Any, least: int, below: int | None = None) -> int:
+    """Returns an integer argument, or raises if it is not one or out of range."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -278,41 +248,37 @@ def checked_integer(argument: str, value: Any, least: int, below: int | None = N
     if isinstance(value, bool) or number < least or (below is not None and number >= below):
         limit = "" if below is None else f" and below {below}"
         raise ArgumentError(
-            f"{argument.replace('…', repr(value)):.100}: it must be an integer of at least {least}{limit}."
+            f"{method}({name}={value!r:.60}): {name} must be an integer of at least {least}{limit}."
         )
     return number
 
 
-def checked_seed(value: Any) -> int:
-    """Gives the seed of a ``shuffle`` back; 32 bits, as JAX's and Grain's seeds."""
-    return checked_integer("shuffle(seed=…)", value, 0, 2**32)
+def check_seed(value: Any) -> int:
+    """Returns the seed of a ``shuffle``: 32 bits, as JAX's and Grain's seeds."""
+    return check_int("shuffle", "seed", value, 0, 2**32)
 
 
-def checked_buffer(size: Any) -> int | None:
+def check_buffer_size(size: Any) -> int | None:
     """Returns the size of a ``shuffle``'s buffer; None stays None."""
-    if size is None:
-        return None
     try:
-        return checked_integer("shuffle(buffer_size=…)", size, 1)
+        return None if size is None else check_int("shuffle", "buffer_size", size, 1)
     except ArgumentError as error:
         raise ArgumentError(f"{error} The seed is passed by name: shuffle(seed=0).") from None
 
 
-def checked_function(fn: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-    """Wraps the function of a ``map``, so that a forgotten ``return`` is an error."""
+def check_function(fn: Any) -> None:
+    """Raises if the function of a ``map`` is not one."""
     if not callable(fn):
         raise ArgumentError(
-            f"map(fn) got {leaf_text(fn)}. It takes a function of one example, or of one batch where the "
-            "dataset is batched."
+            f"map: fn must be a function of one example or batch; got {leaf_text(fn)}."
         )
 
-    def call(value: PyTree) -> PyTree:
-        result = fn(value)
-        if result is None:
-            raise ArgumentError(
-                f"The function {fn!r:.60} given to map returned None. It must return what becomes of the "
-                "example or the batch that it was given."
-            )
-        return result
 
-    return call
+def apply_function(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+    """Returns what the function of a ``map`` returns; an error if the ``return`` was forgotten."""
+    result = fn(value)
+    if result is None:
+        raise ArgumentError(
+            f"The function {fn!r:.60} given to map returned None. It must return the new example or batch."
+        )
+    return result

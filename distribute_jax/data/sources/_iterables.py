@@ -11,100 +11,95 @@ from distribute_jax._messages import PyTree, is_array, leaf_text
 from distribute_jax._values import DistributedValues
 from distribute_jax.data.sources._base import Source, Stream, on_host
 
+_SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
+
 
 def from_iterable(source: Any, called: str) -> Source:
-    """Makes a source of an iterator, another iterable, or a function that returns an iterable.
-
-    Raises:
-        ArgumentError: it is none of these.
-    """
+    """Returns a source of an iterator, another iterable, or a function that returns an iterable."""
     if isinstance(source, Mapping) or not (_is_iterable(source) or callable(source)):
         raise ArgumentError(
-            f"{called} got {leaf_text(source)}, which is no iterable of "
-            "global batches and no function that returns one. Batch the data first, for "
-            "example dj.data.from_arrays((x, y)).batch(256), or "
-            "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]."
+            f"{called} got {leaf_text(source)}, which is not an iterable of global batches or a function "
+            "that returns one. Batch the data first, for example dj.data.from_arrays((x, y)).batch(256), "
+            f"or {_SLICES}."
         )
     if is_array(source) or isinstance(source, DistributedValues):
         raise ArgumentError(
-            f"{called} got one array, {leaf_text(source)}, which would be taken "
-            "apart into single examples. It takes an iterable of global batches: a list of one, "
-            "[x], or several, dj.data.from_arrays(x).batch(256)."
+            f"{called} got one array, {leaf_text(source)}, which would be taken apart into single "
+            "examples. It takes an iterable of global batches: a list of one, [x], or several, "
+            "dj.data.from_arrays(x).batch(256)."
         )
     if _is_one_batch(source):
         raise ArgumentError(
             f"{called} got a tuple of {len(source)} arrays with {len(source[0])} rows each, which would be "
             f"taken for {len(source)} batches. To batch what belongs together pass dj.data.from_arrays((x, "
             "y)).batch(256); if the tuple is one global batch pass a list of it, [(x, y)]; if each array is "
-            "a batch of its own pass them in a list, [x, y]."
+            "a batch pass them in a list, [x, y]."
         )
     if _is_iterable(source) and isinstance(source, Iterator):
         return _OneShot(source, called)
     return _Iterable(source, called)
 
 
-_holders: weakref.WeakValueDictionary[int, _OneShot | _Iterable] = weakref.WeakValueDictionary()
+_readers: weakref.WeakValueDictionary[int, _OneShot | _Iterable] = weakref.WeakValueDictionary()
 """The source that reads an iterator, by the ``id`` of the iterator."""
 
 
-def _take_hold(holder: _OneShot | _Iterable, iterator: Iterator[Any], called: str) -> None:
-    """Notes who reads an iterator; two that did would silently share its batches."""
-    other = _holders.get(id(iterator))
-    # An id is given again once its iterator is gone, and a holder need not keep its iterator alive.
-    if other is not None and other is not holder and other.held() is iterator:
+def _register(reader: _OneShot | _Iterable, iterator: Iterator[Any], called: str) -> None:
+    """Notes who reads an iterator; two readers would silently share its batches."""
+    other = _readers.get(id(iterator))
+    # An id is reused once its iterator is gone, and a reader need not keep its iterator alive.
+    if other is not None and other is not reader and other.iterator() is iterator:
         raise ArgumentError(
             f"{leaf_text(iterator)} was given to two distributed datasets, and each would get the "
-            f"batches that the other leaves. {_anew(called)}"
+            f"batches that the other leaves. {_pass_factory(called)}"
         )
-    _holders[id(iterator)] = holder
+    _readers[id(iterator)] = reader
 
 
 class _OneShot(Stream):
     """An iterator: its batches come once."""
 
-    def __init__(self, source: Iterator[PyTree], called: str) -> None:
-        self._called = called
-        self._source = source
-        self._was_started = False
-        _take_hold(self, source, called)
+    batching = f"Batch the source first, for example {_SLICES}."
 
-    def held(self) -> Any:
-        """Gives the iterator."""
-        return self._source
+    def __init__(self, source: Iterator[PyTree], called: str) -> None:
+        self._source = source
+        self._called = called
+        self._was_started = False
+        _register(self, source, called)
 
     @property
     def text(self) -> str:
-        """See ``Source.text``."""
         return leaf_text(self._source)
 
+    def iterator(self) -> Any:
+        return self._source
+
     def start(self) -> Iterator[PyTree]:
-        """See ``Stream.start``."""
         if self._was_started:
             raise _used_up(f"{self.text} is an iterator, and its batches are used up", self._called)
         self._was_started = True
         return map(on_host, self._source)
 
     def __len__(self) -> int:
-        """See ``Source.__len__``."""
         return _length(self._source)
 
 
 class _Iterable(Source):
     """A container of batches, or a function that makes an iterable of them."""
 
+    batching = f"Batch the source first, for example {_SLICES}."
+
     def __init__(self, source: Any, called: str) -> None:
         self._called = called
         self._source = source
-        self.held: Callable[[], Any] = lambda: None
-        """Gives the iterator of the latest start, or None where there is none any more."""
+        self.iterator: Callable[[], Any] = lambda: None
+        """Returns the iterator of the latest start, or None if it is gone."""
 
     @property
     def text(self) -> str:
-        """See ``Source.text``."""
         return leaf_text(self._source)
 
     def open(self) -> Iterator[PyTree]:
-        """See ``Source.open``."""
         batches = self._source if _is_iterable(self._source) else self._source()
         if not _is_iterable(batches):
             raise ArgumentError(
@@ -113,30 +108,28 @@ class _Iterable(Source):
                 "generator that yields them."
             )
         iterator: Iterator[Any] = iter(batches)
-        if self.held() is iterator:
-            raise _used_up(f"{self.text} gave the same iterator a second time", self._called)
-        _take_hold(self, iterator, self._called)
-        self.held = _reference(iterator)
+        if self.iterator() is iterator:
+            raise _used_up(f"{self.text} returned the same iterator a second time", self._called)
+        _register(self, iterator, self._called)
+        self.iterator = _reference(iterator)
         return map(on_host, iterator)
 
     def preview(self) -> Iterator[PyTree]:
-        """See ``Source.preview``."""
         return self.open()
 
     def __len__(self) -> int:
-        """See ``Source.__len__``."""
         return _length(self._source)
 
 
 def _used_up(what: str, called: str) -> ArgumentError:
     return ArgumentError(
-        f"A distributed dataset was started a second time, but {what}. {_anew(called)}"
+        f"A distributed dataset was started a second time, but {what}. {_pass_factory(called)}"
     )
 
 
-def _anew(called: str) -> str:
+def _pass_factory(called: str) -> str:
     return (
-        "Pass something that starts anew for every epoch: a list of batches, or a function that "
+        "Pass something that starts again for every epoch: a list of batches, or a function that "
         f"makes the iterator, {called}(lambda: make_batches())."
     )
 

@@ -1,7 +1,7 @@
 """Batches of a ``tf.data.Dataset``, which is sharded by its files where it reads files.
 
-A dataset does not tell what it was made of, but ``tf.raw_ops.DatasetToGraphV2`` writes it down as a graph,
-and ``tf.raw_ops.AutoShardDataset`` is the op by which ``tf.distribute`` itself shards by files.
+``tf.raw_ops.DatasetToGraphV2`` serializes a dataset as a graph, which shows the files that it reads, and
+``tf.raw_ops.AutoShardDataset`` is the op by which ``tf.distribute`` itself shards by files.
 """
 
 from __future__ import annotations
@@ -24,77 +24,44 @@ class TfData(Stream):
     text = "a tf.data.Dataset"
 
     def __init__(self, dataset: Any, called: str) -> None:
-        self._tf = sys.modules["tensorflow"]
+        self._tf = tf = sys.modules["tensorflow"]
         self._dataset = dataset
         self._called = called
         self._cardinality = int(dataset.cardinality())
-        self._check_spec()
-
-    @property
-    def is_infinite(self) -> bool:
-        """See ``Source.is_infinite``."""
-        return self._cardinality == int(self._tf.data.INFINITE_CARDINALITY)
+        self.is_infinite = self._cardinality == int(tf.data.INFINITE_CARDINALITY)
+        policy = dataset.options().experimental_distribute.auto_shard_policy.name
+        # AUTO is what a dataset has whose user set nothing.
+        self.auto_shard_policy = None if policy == "AUTO" else str(policy)
+        specs = jax.tree_util.tree_leaves_with_path(dataset.element_spec)
+        sparse = [
+            f"{path_text(path, 'batch')}: {spec}"
+            for path, spec in specs
+            if isinstance(spec, (tf.RaggedTensorSpec, tf.SparseTensorSpec))
+        ]
+        if sparse:
+            raise ArgumentError(
+                f"{called} cannot take this tf.data.Dataset:\n{listed(sparse)}\nDevices hold dense arrays: "
+                "call .map with to_tensor() or tf.sparse.to_dense first."
+            )
 
     def start(self) -> Iterator[PyTree]:
-        """See ``Stream.start``."""
         batches: Iterator[PyTree] = self._dataset.as_numpy_iterator()
         return batches
 
     def __len__(self) -> int:
-        """See ``Source.__len__``."""
         if self._cardinality < 0:
             raise TypeError("the cardinality of this tf.data.Dataset is unknown or infinite")
         return self._cardinality
 
-    @property
-    def own_policy(self) -> str | None:
-        """The dataset's own option; None for AUTO, which every dataset has that sets none."""
-        policy = self._dataset.options().experimental_distribute.auto_shard_policy
-        return None if policy.name == "AUTO" else str(policy.name)
-
     @cached_property
-    def num_files(self) -> int | None:
-        """See ``Source.num_files``; None also where the file names are not known beforehand."""
+    def num_files(self) -> int | None:  # type: ignore[override]
+        """None also where the file names are not known beforehand."""
         return count_files(self._tf, self._dataset)
 
     def shard_files(self, count: int, index: int) -> TfData | None:
-        """See ``Source.shard_files``."""
         if self.num_files is None:
             return None
         return TfData(shard_by_files(self._tf, self._dataset, count, index), self._called)
-
-    def _check_spec(self) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(self._dataset.element_spec)
-        faults: dict[str, list[str]] = {}
-        for path, spec in leaves:
-            rule = self._rule_against(spec)
-            if rule is not None:
-                faults.setdefault(rule, []).append(f"{path_text(path, 'batch')}: {spec}")
-        if faults:
-            reasons = "\n".join(f"{listed(lines)}\n{rule}" for rule, lines in faults.items())
-            raise ArgumentError(f"{self._called} cannot take this tf.data.Dataset:\n{reasons}")
-
-    def _rule_against(self, spec: Any) -> str | None:
-        tf = self._tf
-        if not isinstance(spec, tf.TypeSpec) or isinstance(
-            spec, type(tf.type_spec_from_value(None))
-        ):
-            return None
-        if not isinstance(spec, tf.TensorSpec):
-            return _NOT_DENSE
-        if spec.shape.rank == 0:
-            return _UNBATCHED
-        return _NOT_NUMERIC if spec.dtype == tf.string else None
-
-
-_UNBATCHED = (
-    "It gives single examples: call .batch(256) on it first, with the number of examples of all "
-    "replicas together."
-)
-_NOT_NUMERIC = (
-    "Devices hold no strings. Encode them as integers with .map, or leave these leaves out with it."
-)
-_NOT_DENSE = "Devices hold dense arrays: call .map with to_tensor() or tf.sparse.to_dense first."
 
 
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
@@ -106,10 +73,7 @@ _FILE = 1
 
 
 def count_files(tf: Any, dataset: Any) -> int | None:
-    """Gives the number of files that the dataset's readers are given.
-
-    The fewest where it has several readers; None where it has none or the number cannot be told.
-    """
+    """Returns how many files the readers of a dataset have, the fewest of several; None if unknown."""
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
@@ -118,12 +82,12 @@ def count_files(tf: Any, dataset: Any) -> int | None:
         graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
         return min((_count(tf, graph, name) for name in _file_names(graph)), default=None)
     except (tf.errors.OpError, ValueError, TypeError):
-        # A dataset that TensorFlow cannot write down, or whose file names come from its data.
+        # A dataset that TensorFlow cannot serialize, or whose file names come from its data.
         return None
 
 
 def shard_by_files(tf: Any, dataset: Any, count: int, index: int) -> Any:
-    """Gives the dataset that reads files index, index + count, … of each reader."""
+    """Returns the dataset that reads files index, index + count, … of each reader."""
     flat = tf.nest.flatten(dataset.element_spec, expand_composites=True)
     sharded = tf.raw_ops.AutoShardDataset(
         input_dataset=tf.data.experimental.to_variant(dataset),
@@ -137,7 +101,7 @@ def shard_by_files(tf: Any, dataset: Any, count: int, index: int) -> Any:
 
 
 def _file_names(graph: Any) -> Iterator[str]:
-    """Gives the nodes whose dataset holds the names of the files that a reader is given."""
+    """Yields the nodes whose dataset holds the names of the files of a reader."""
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
 
     def reads(nodes: Any) -> bool:

@@ -158,7 +158,8 @@ def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
         (lambda d: d.shuffle(seed=-1), r"shuffle\(seed=-1\)"),
         (lambda d: d.shuffle(0), r"buffer_size=0\): .*shuffle\(seed=0\)"),
         (lambda d: d.shuffle(seed=2**32), "below 4294967296"),
-        (lambda d: d.map(3), r"map\(fn\) got int 3"),
+        (lambda d: d.repeat().batch(2).shuffle(), "Shuffle first"),
+        (lambda d: d.map(3), r"map: fn must .* got int 3"),
         (lambda d: list(d.map(lambda row: None).batch(2)), "returned None"),
         (lambda d: list(d.batch(2).map(lambda batch: None)), "returned None"),
         (

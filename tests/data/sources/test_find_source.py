@@ -49,19 +49,11 @@ def test_a_package_that_is_half_imported_is_no_obstacle(monkeypatch):
     assert [batch.tolist() for batch in find_source([X]).open()] == [[0, 1, 2, 3, 4]]
 
 
-def test_what_cannot_seek_says_what_can():
-    """The message names the source and the sources that can."""
-    source = find_source([X])
-    assert not source.can_seek
-    with pytest.raises(dj.ArgumentError, match=r"batch 3 of epoch 1[\s\S]*from_arrays"):
-        source.open_at(1, 3)
-
-
 def test_a_source_of_memory_reads_no_files():
     """A list has no files, no seed, no policy of its own, and an end."""
     source = find_source([X])
     assert source.shard_files(2, 0) is None
-    assert (source.num_files, source.seed, source.own_policy) == (None, None, None)
+    assert (source.num_files, source.seed, source.auto_shard_policy) == (None, None, None)
     assert not source.is_infinite
 
 
