@@ -74,8 +74,8 @@ def _hugging_face(x: Array, y: Array, size: int) -> Any:
 SOURCES: dict[str, Make] = {
     "a list of batches": needing("numpy", _list),
     "a generator": needing("numpy", _generator),
-    "dj.data.from_arrays": needing("grain", _arrays),
-    "dj.data.from_arrays, shuffled": needing("grain", _shuffled),
+    "dj.data.from_arrays": needing("numpy", _arrays),
+    "dj.data.from_arrays, shuffled": needing("numpy", _shuffled),
     "Grain MapDataset": needing("grain", _grain),
     "tf.data.Dataset": needing("tensorflow", _tf_data),
     "PyTorch DataLoader": needing("torch", _torch),
