@@ -4,7 +4,7 @@
     python -m benchmarks --full              everything, for figures worth stating
     python -m benchmarks --only fit memory   some of them
 
-Each benchmark runs in a process of its own. In a clone, ``python3 dev.py bench`` starts this with what it
+Each benchmark runs in a separate process. In a clone, ``python3 dev.py bench`` starts this with what it
 needs.
 """
 
@@ -75,7 +75,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _command(chosen: argparse.Namespace) -> str:
-    """Gives what to type for such a run."""
+    """Returns what to type for such a run."""
     words = ["python3", "dev.py", "bench"]
     if chosen.full:
         words.append("--full")

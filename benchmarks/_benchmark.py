@@ -70,7 +70,7 @@ class Benchmark(Generic[Options]):
     report: Callable[[Log], str]
     """Writes the records as a page."""
     headline: Callable[[Log], list[Row]]
-    """Gives the ratios that answer the question."""
+    """Returns the ratios that answer the question."""
     draw: Callable[[Log, Path], None] | None = None
     """Draws a picture of the records into a PNG file."""
 

@@ -43,12 +43,12 @@ class Ratio:
 
 
 def counted(value: float) -> Ratio:
-    """Gives a ratio that was not timed but counted: no rounds, no interval."""
+    """Returns a ratio that was not timed but counted: no rounds, no interval."""
     return Ratio(value, value, value, 0)
 
 
 def in_turns(columns: Mapping[str, Callable[[], float]], rounds: int) -> Timings:
-    """Lets all columns take their turn in each round, in a new order, so that noise meets them alike.
+    """Lets all columns take their turn in each round, in a new order, so that noise meets all equally.
 
     Args:
         columns: what takes a turn and gives its seconds.
@@ -122,13 +122,13 @@ def dispatches(steps: Mapping[str, Callable[[], Any]], calls: int) -> Timings:
 
 
 def ratio(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
-    """Gives the median over the rounds of time by time, with its 95% interval."""
+    """Returns the median over the rounds of time by time, with its 95% interval."""
     ratios = [a / b for a, b in zip(times, baseline, strict=True)]
     return Ratio(statistics.median(ratios), *median_interval(ratios), len(ratios))
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Gives an interval for the median from order statistics: no assumption on the noise.
+    """Returns an interval for the median from order statistics: no assumption on the noise.
 
     The k-th smallest and k-th largest of n values hold the median between them unless fewer than k
     values fall on one side of it, which has a binomial probability. With too few values for the
@@ -148,7 +148,7 @@ def interval_text(of: Mapping[str, Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Says where figures were measured."""
+    """Returns where figures were measured."""
     return {
         "kind": "environment",
         "date": date.today().isoformat(),
@@ -162,7 +162,7 @@ def environment() -> dict[str, Any]:
 
 
 def surroundings(where: Mapping[str, Any]) -> str:
-    """Says in a report where and on what its figures were measured."""
+    """Returns in a report where and on what its figures were measured."""
     text = (
         f"{where['date']}, Python {where['python']}, JAX {where['jax']}, Flax {where['flax']}, "
         f"{where['system']}: {where['devices']} {where['platform']} devices, "
@@ -199,7 +199,7 @@ class Log:
         print(json.dumps(self.records[-1]), flush=True)
 
     def of(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Gives the records of one kind."""
+        """Returns the records of one kind."""
         return (record for record in self.records if record["kind"] == kind)
 
 
@@ -212,7 +212,7 @@ def stopwatch(times: dict[str, float], name: str) -> Iterator[None]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Gives a Markdown table."""
+    """Returns a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 

@@ -23,7 +23,7 @@ from distribute_jax.program._trace import Call, trace
 
 
 def entry_of(trained: Trained) -> tuple[BoundProgram, list[Any]]:
-    """Gives the program that a call of ``run`` would use, compiled if need be, and its values."""
+    """Returns the program that a call of ``run`` would use, compiled if need be, and its values."""
     strategy = trained.strategy
     arguments = take_apart(trained.batch, {}, strategy.mesh)
     request = Request(trained.step, arguments, RunOptions())
@@ -31,7 +31,7 @@ def entry_of(trained: Trained) -> tuple[BoundProgram, list[Any]]:
 
 
 def compiled_of(trained: Trained) -> Any:
-    """Gives the compiled program of a step."""
+    """Returns the compiled program of a step."""
     return entry_of(trained)[0].program.compiled
 
 

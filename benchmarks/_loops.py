@@ -36,7 +36,7 @@ def sent_ahead(batches: Iterable[Any], to: NamedSharding) -> Iterator[Any]:
 def hand_written_loop(
     work: Workload, batches: Iterable[Any], replicas: int, together: int = 1
 ) -> Callable[[], list[Any]]:
-    """Gives an epoch of the hand-written step; it gives each dispatch's losses, still unfinished.
+    """Returns an epoch of the hand-written step; it gives each dispatch's losses, still unfinished.
 
     Args:
         work: what is trained.
@@ -57,7 +57,7 @@ def hand_written_loop(
 def training_loop(
     jitted: Any, state: list[Any], batches: Callable[[], Iterable[Any]]
 ) -> Callable[[], list[Any]]:
-    """Gives an epoch over batches that lie on the devices, with few steps unfinished."""
+    """Returns an epoch over batches that are on the devices, with few steps unfinished."""
     held = [state]
 
     def loop() -> list[Any]:

@@ -78,7 +78,7 @@ class Transformer(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """Three convolutions around which the input goes, as it is or through one of its own."""
+    """Three convolutions around which the input goes, as it is or through another convolution."""
 
     def __init__(self, features: int, width: int, stride: int, rngs: nnx.Rngs) -> None:
         steps = (stride, stride)

@@ -43,7 +43,7 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            # A group of its own, so that what the peer starts can be ended with it.
+            # A process group, so that what the peer starts can be ended with it.
             start_new_session=True,
         )
         self._started = time.monotonic()
@@ -81,11 +81,11 @@ class PeerProcess:
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
-            raise PeerError(f"said {line.strip()!r}, which is no answer") from None
+            raise PeerError(f"said {line.strip()!r}, which is not an answer") from None
         return answer
 
     def dismiss(self) -> None:
-        """Tells the peer to end, and does not wait for it."""
+        """Asks the peer to end, and does not wait for it."""
         self._write({"end": True})
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]

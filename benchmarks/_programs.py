@@ -61,7 +61,7 @@ def bits(v: Any) -> Any:
 
 @jax.custom_jvp
 def odd_tangent(v: Any) -> Any:
-    """Has a tangent of its own that holds a source."""
+    """Has a custom tangent that holds a source."""
     return v * 3
 
 
@@ -70,7 +70,7 @@ odd_tangent.defjvp(lambda vs, ts: (vs[0] * 3, ts[0] * (1 + replica())))
 
 @jax.custom_vjp
 def odd_gradient(v: Any) -> Any:
-    """Has a gradient of its own that holds a source."""
+    """Has a custom gradient that holds a source."""
     return v * 3
 
 
@@ -79,7 +79,7 @@ odd_gradient.defvjp(lambda v: (v * 3, v), lambda v, g: (g * v + replica(),))
 
 @jax.custom_vjp
 def summed_gradient(v: Any) -> Any:
-    """Has a gradient of its own that is summed over the replicas."""
+    """Has a custom gradient that is summed over the replicas."""
     return v
 
 

@@ -1,6 +1,6 @@
 """Random programs for the proof of padding: operations on the rows of a share, with the mask and without.
 
-A program starts with rows of three numbers, a class for each row, a vector of three that is no row, the
+A program starts with rows of three numbers, a class for each row, a vector of three that is not a row, the
 mask and the counts of real rows. Each statement applies one operation, plainly or inside ``jit``,
 ``checkpoint``, ``cond``, ``scan`` or a derivative, to values of the kinds that it takes.
 """
@@ -179,7 +179,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "vector,number>vector": {"times number": lambda s, w, a: w * a},
 }
 """Operations by the kinds that they take and give: rows of three, a number for each row, a vector of three
-that is no row, and a number."""
+that is not a row, and a number."""
 
 WRAPPERS = ("plainly", "plainly", "jit", "checkpoint", "cond", "cond by rows", "scan", "tangent")
 

@@ -12,7 +12,7 @@ import distribute_jax as dj
 
 Array = np.ndarray[Any, Any]
 Make = Callable[[Array, Array, int], tuple[Any, str | None]]
-"""Gives a source over x and y with a global batch size, and what is missing where it cannot be made."""
+"""Returns a source over x and y with a global batch size, and what is missing where it cannot be made."""
 
 
 def needing(package: str, make: Callable[[Array, Array, int], Any]) -> Make:

@@ -71,7 +71,7 @@ def mesh_of(replicas: int) -> Mesh:
 
 
 def flat_state(work: Workload) -> tuple[list[Any], Any]:
-    """Gives weights, optimizer state and a step counter as flat arrays, and their structure."""
+    """Returns weights, optimizer state and a step counter as flat arrays, and their structure."""
     params = initial_weights(work)
     state = jax.tree.map(np.asarray, work.optimizer().init(params))
     return jax.tree.flatten((params, state, np.zeros((), np.uint32)))
@@ -102,7 +102,7 @@ def placed(value: np.ndarray[Any, Any], to: NamedSharding) -> jax.Array:
 
 
 def shard_map_parts(work: Workload, mesh: Mesh, *, summed: bool = True) -> FlatStep:
-    """Gives the hand-written step over a mesh; without its all-reduce where not ``summed``."""
+    """Returns the hand-written step over a mesh; without its all-reduce where not ``summed``."""
     leaves, structure = flat_state(work)
     count = len(leaves)
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -119,7 +119,7 @@ def shard_map_parts(work: Workload, mesh: Mesh, *, summed: bool = True) -> FlatS
 
 
 def sharded_jit_parts(work: Workload, mesh: Mesh) -> FlatStep:
-    """Gives ``jit`` over a sharded batch: the compiler finds the collectives."""
+    """Returns ``jit`` over a sharded batch: the compiler finds the collectives."""
     leaves, structure = flat_state(work)
     count = len(leaves)
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -134,7 +134,7 @@ def sharded_jit_parts(work: Workload, mesh: Mesh) -> FlatStep:
 
 
 def pmap_parts(work: Workload, replicas: int) -> FlatStep:
-    """Gives ``jax.pmap`` over state with a leading dim for the devices."""
+    """Returns ``jax.pmap`` over state with a leading dim for the devices."""
     leaves, structure = flat_state(work)
     split = NamedSharding(mesh_of(replicas), P("data"))
     mapped = jax.pmap(
@@ -149,7 +149,7 @@ def pmap_parts(work: Workload, replicas: int) -> FlatStep:
 
 
 def nnx_jit_parts(work: Workload, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Gives ``nnx.jit`` over a sharded batch, and its arguments: model and optimizer among them."""
+    """Returns ``nnx.jit`` over a sharded batch, and its arguments: model and optimizer among them."""
     with jax.set_mesh(mesh):
         model = work.model(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, work.optimizer(), wrt=nnx.Param)
@@ -210,7 +210,7 @@ COLUMNS: dict[str, Callable[[Workload, int], Step]] = {
 
 
 def carried(jitted: Any, state: list[Any], batch: list[Any]) -> Step:
-    """Gives a step that hands its state on to the next one."""
+    """Returns a step that hands its state on to the next one."""
     held = [state]
 
     def step() -> Any:

@@ -1,4 +1,4 @@
-"""The benchmarks of one run: each asked in a process of its own, and the page of their answers."""
+"""The benchmarks of one run: each asked in a separate process, and the page of their answers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Answer:
 
 
 def ask(benchmark: Benchmark[Any], *, full: bool, devices: str) -> Answer:
-    """Runs a benchmark in a process of its own, and says meanwhile what it measures."""
+    """Runs a benchmark in a separate process, and says meanwhile what it measures."""
     command = [sys.executable, "-m", f"benchmarks.{benchmark.name}", "--devices", devices]
     command += [] if full else ["--quick"]
-    # In a session of its own it is not met by Ctrl-C, and ends, without a word, when it is told to.
+    # In a separate session it gets no Ctrl-C, and ends silently when it is asked to.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as child:
@@ -82,7 +82,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def progress(record: Mapping[str, Any]) -> str:
-    """Says in a few words what a record is about."""
+    """Returns in a few words what a record is about."""
     if record["kind"] in ("environment", "headline", "absent"):
         return ""
     names = ("workload", "source", "scaling")
@@ -133,7 +133,7 @@ def write_page(answers: Sequence[Answer], folder: Path, command: str, *, full: b
 
 
 def _section(answer: Answer, pictures: Path) -> str:
-    """Gives a benchmark's page one heading lower, with its picture below its title."""
+    """Returns a benchmark's page one heading lower, with its picture below its title."""
     benchmark, log = answer.benchmark, answer.log
     if len(log.records) == 1:
         return f"## {benchmark.question}\n\n{NOTHING}\n"

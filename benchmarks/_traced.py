@@ -52,7 +52,7 @@ def activity(run: Callable[[], Any]) -> Activity:
 
 
 def covered(spans: Iterable[Interval]) -> float:
-    """Gives the length of what intervals cover together."""
+    """Returns the length of what intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -61,7 +61,7 @@ def covered(spans: Iterable[Interval]) -> float:
 
 
 def _lines(data: Any) -> Iterator[list[Interval]]:
-    """Gives the operations of each device, or of each thread that stands for one."""
+    """Returns the operations of each device, or of each thread that stands for one."""
     for plane in data.planes:
         for line in plane.lines:
             if plane.name.startswith("/device:") and line.name.startswith(("XLA Ops", "Stream")):
@@ -71,7 +71,7 @@ def _lines(data: Any) -> Iterator[list[Interval]]:
 
 
 def _operations(events: list[Any]) -> list[Interval]:
-    """Picks the operations of a thread: XLA marks the end of each by an event of its own."""
+    """Picks the operations of a thread: XLA marks the end of each by a separate event."""
     ended = {event.name.removeprefix("end: ") for event in events if event.name.startswith("end: ")}
     return [_span(event) for event in events if event.name in ended]
 

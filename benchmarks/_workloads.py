@@ -24,7 +24,7 @@ Params = dict[str, Any]
 
 
 def adam() -> optax.GradientTransformation:
-    """Gives the usual optimizer."""
+    """Returns the usual optimizer."""
     return optax.adam(1e-3)
 
 
@@ -56,19 +56,19 @@ class Workload:
 
 
 def example_losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Gives each example's cross entropy, averaged over its places where it has several."""
+    """Returns each example's cross entropy, averaged over its places where it has several."""
     each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return each.reshape(each.shape[0], -1).mean(axis=1)
 
 
 def initial_weights(work: Workload) -> dict[str, Array]:
-    """Gives the weights that every way of training starts from, as NumPy arrays by name."""
+    """Returns the weights that every way of training starts from, as NumPy arrays by name."""
     state = nnx.state(work.model(nnx.Rngs(0)), nnx.Param)
     return {_name(path): np.asarray(value) for path, value in nnx.to_flat_state(state)}
 
 
 def forward_of(work: Workload) -> Callable[[Params, Any], Any]:
-    """Gives the model as a pure function of its weights and a batch."""
+    """Returns the model as a pure function of its weights and a batch."""
     if work.by_hand is not None:
         return work.by_hand
     graph, *parts = nnx.split(work.model(nnx.Rngs(0)), nnx.Param, ...)
@@ -96,7 +96,7 @@ def dense_layers(params: Params, x: Any) -> Any:
 
 
 def perceptron(name: str, sizes: tuple[int, ...], batch: int) -> Workload:
-    """Gives a workload of dense layers: features before the first layer, and after each."""
+    """Returns a workload of dense layers: features before the first layer, and after each."""
     return Workload(
         name=name,
         model=partial(Perceptron, sizes),

@@ -4,7 +4,7 @@
     python -m benchmarks.against_peers --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.against_peers --quick     a look: few rounds, only 4 replicas
 
-Every peer is a process of its own (``benchmarks/peers/``), and may be of another environment:
+Every peer is a separate process (``benchmarks/peers/``), and may be of another environment:
 ``--python tensorflow=/path/to/python``. The processes on one and on N replicas of a workload live at once
 (16, in 2 to 10 GB); they take turns in a random order, round after round, and sleep in between. A peer that
 is missing, dies or hangs is a row that says so.
@@ -168,7 +168,7 @@ class _Session:
         return self._each(lambda peer: peer.ask(question, self.options.answer_within), keys)
 
     def _each(self, wait: Any, keys: Sequence[Key] | None = None) -> Iterator[Any]:
-        """Gives each peer's answer; one that fails is ended, and its row says why."""
+        """Returns each peer's answer; one that fails is ended, and its row says why."""
         for key in list(self.alive) if keys is None else keys:
             try:
                 yield key, wait(self.alive[key])
@@ -191,25 +191,25 @@ class _Session:
 
 
 def python_for(package: str, options: Options) -> str | None:
-    """Gives the interpreter for a package: the one that was named, or this one where it has it."""
+    """Returns the interpreter for a package: the one that was named, or this one where it has it."""
     if package in options.pythons or package in options.absent:
         return options.pythons.get(package)
     return sys.executable if importlib.util.find_spec(package) else None
 
 
 def why_absent(package: str, options: Options) -> str:
-    """Says why there is no interpreter for a package."""
+    """Returns why there is no interpreter for a package."""
     made = f"{package} is not installed: `python3 dev.py bench --peers` makes its environment"
     return options.absent.get(package, made)
 
 
 def peer_command(python: str, key: Key, work: Work, path: str) -> list[str]:
-    """Gives what starts a peer."""
+    """Returns what starts a peer."""
     return [python, "-m", f"benchmarks.peers.{key[0]}", work.model, str(key[1]), path]
 
 
 def peer_environment(replicas: int) -> dict[str, str]:
-    """Gives a peer's variables: so many simulated devices, and nothing else about devices."""
+    """Returns a peer's variables: so many simulated devices, and nothing else about devices."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TF_CONFIG"))}
     kept["JAX_PLATFORMS"] = "cpu"
     kept["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={replicas}"
@@ -219,7 +219,7 @@ def peer_environment(replicas: int) -> dict[str, str]:
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float] | None) -> str:
-    """Says where a peer's losses leave ours, or nothing where they agree."""
+    """Returns where a peer's losses leave ours, or nothing where they agree."""
     if expected is None:
         return "ours has none"
     for step, (own, ours) in enumerate(zip(losses, expected, strict=True), 1):

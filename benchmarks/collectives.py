@@ -85,7 +85,7 @@ def _measure_size(log: Log, replicas: int, size: int, options: Options) -> None:
 
 
 def all_reduce_by(ops: dj.CrossDeviceOps, replicas: int, size: int) -> Callable[[], jax.Array]:
-    """Gives what dispatches one all-reduce of an array that differs on each replica."""
+    """Returns what dispatches one all-reduce of an array that differs on each replica."""
     strategy = dj.MirroredStrategy(list(range(replicas)), cross_device_ops=ops)
     values = np.random.default_rng(0).uniform(size=(replicas, size // 4)).astype(np.float32)
     held = strategy.experimental_distribute_values_from_function(
@@ -99,7 +99,7 @@ def all_reduce_by(ops: dj.CrossDeviceOps, replicas: int, size: int) -> Callable[
 
 
 def bandwidth(size: int, replicas: int, seconds: float) -> float:
-    """Gives GB/s that each replica sends, at the least that an all-reduce needs: 2 (N-1) / N of it."""
+    """Returns GB/s that each replica sends, at the least that an all-reduce needs: 2 (N-1) / N of it."""
     return 2 * (replicas - 1) / replicas * size / seconds / 1e9
 
 
@@ -150,7 +150,7 @@ def _size_text(size: int) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives the other operations by XLA's own, at the largest array."""
+    """Returns the other operations by XLA's own, at the largest array."""
     largest = max(r["bytes"] for r in log.of("all_reduce"))
     return [
         Row(

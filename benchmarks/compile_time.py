@@ -102,7 +102,7 @@ def measure(options: Options) -> Log:
 
 
 def builds(work: Workload, replicas: int) -> dict[str, Callable[[], float]]:
-    """Gives for each column what builds its step once, and how long that took."""
+    """Returns for each column what builds its step once, and how long that took."""
     mesh = mesh_of(replicas)
     train_step, arguments = nnx_jit_parts(work, mesh)
 
@@ -137,7 +137,7 @@ def _plain_parts(parts: FlatStep) -> dict[str, float]:
 
 
 def _parts(case: Case, log: Log) -> dict[str, dict[str, float]]:
-    """Gives the milliseconds of the parts of our build and of the hand-written one."""
+    """Returns the milliseconds of the parts of our build and of the hand-written one."""
     trained, repeats = mirrored(case.work, case.replicas), range(min(3, case.rounds))
     ours = _medians([parts_of_build(trained) for _ in repeats])
     whole = next(
@@ -155,7 +155,7 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def imports() -> dict[str, Callable[[], float]]:
-    """Gives for each import what does it in a fresh process; the first ones fill the disk's caches."""
+    """Returns for each import what does it in a fresh process; the first ones fill the disk's caches."""
     found: dict[str, Callable[[], float]] = {
         name: partial(import_seconds, line) for name, line in IMPORTS.items()
     }
@@ -219,7 +219,7 @@ def _parts_table(log: Log) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives our builds and our import by those of plain JAX."""
+    """Returns our builds and our import by those of plain JAX."""
     rows = [
         Row(
             f"build, {r['workload']}, {replicas_text(r['replicas'])}",

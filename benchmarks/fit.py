@@ -135,7 +135,7 @@ def case_text(record: Mapping[str, Any]) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives ``fit`` by the loop written by hand."""
+    """Returns ``fit`` by the loop written by hand."""
     return [
         Row(f"epoch, {case}", f"{FIT} / {BY_HAND}", Ratio(**record["hand"]), TARGET)
         for case, records in _cases(log).items()

@@ -72,7 +72,7 @@ def measure(options: Options) -> Log:
 
 
 def in_memory(batches: int) -> list[Batch]:
-    """Makes an epoch of batches that lie in memory, each with numbers of its own."""
+    """Makes an epoch of batches in memory, each with other numbers."""
     x, y = MLP.first_batch()
     return [(x + np.float32(i / batches), y) for i in range(batches)]
 
@@ -91,7 +91,7 @@ def our_loop(source: Any, replicas: int) -> Loop:
 
 
 def bare_loop(batches: int, replicas: int) -> Loop:
-    """Steps on one batch that lies on the devices: no input at all."""
+    """Steps on one batch that is on the devices: no input at all."""
     jitted, state, batch = shard_map_parts(MLP, mesh_of(replicas))
     return training_loop(jitted, state, lambda: [batch] * batches)
 
@@ -118,7 +118,7 @@ class Waiting:
         self.batches, self.seconds = batches, seconds
 
     def __iter__(self) -> Iterator[Batch]:
-        """Gives each batch after its wait."""
+        """Returns each batch after its wait."""
         for batch in self.batches:
             time.sleep(self.seconds)
             yield batch
@@ -214,7 +214,7 @@ def _sources_table(log: Log) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives our loop by the one written by hand, and by the slower of a source and the steps."""
+    """Returns our loop by the one written by hand, and by the slower of a source and the steps."""
     asked = (
         ("memory", OURS, BY_HAND, "input in memory", IN_MEMORY),
         ("waiting", "both", "the slower part", "input that waits as long as a step", WAITING),

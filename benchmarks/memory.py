@@ -122,7 +122,7 @@ COLUMNS: dict[str, Callable[[Workload, int], dict[str, Any]]] = {
 
 
 def planned(compiled: Any) -> dict[str, int | None]:
-    """Gives what the compiler planned; None where several programs make a step, or it does not say."""
+    """Returns what the compiler planned; None where several programs make a step, or it does not say."""
     analysis = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
     return {name: getattr(analysis, field, None) for name, field in PLANNED.items()}
 
@@ -137,7 +137,7 @@ def bytes_of(tree: Any) -> Counter[jax.Device]:
 
 
 def alive(held: Held, replicas: int) -> dict[str, int]:
-    """Gives the bytes on the replica that holds most, and on any one device besides."""
+    """Returns the bytes on the replica that holds most, and on any one device besides."""
     inside = jax.devices()[:replicas]
     outside = [device for device in jax.devices() if device not in inside]
     return {
@@ -154,7 +154,7 @@ def report(log: Log) -> str:
         "In MiB for each replica. The compiler plans *arguments* (state and batch), of which *aliased* "
         "are updated in place, and *temporaries*; *peak* is what XLA calls so, on CPU without temporaries. "
         "After a step, *params* and *optimizer* are what its arrays hold on the replica that holds most, "
-        "and *elsewhere* what one device holds that is no replica. A central strategy sends its state to "
+        "and *elsewhere* what one device holds that is not a replica. A central strategy sends its state to "
         "the replicas for each step, so that there is no one program to plan for.",
     ]
     cases: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -179,7 +179,7 @@ def _mib(size: int | None) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives the peak of ours by the hand-written one, and the share of optimizer state that is kept."""
+    """Returns the peak of ours by the hand-written one, and the share of optimizer state that is kept."""
     found = {(r["workload"], r["replicas"], r["column"]): r for r in log.of("memory")}
     rows = []
     for (workload, replicas, column), ours in found.items():
@@ -195,12 +195,12 @@ def headline(log: Log) -> list[Row]:
 
 
 def _needed(record: Mapping[str, Any]) -> int:
-    """Gives what a step needs in all: what it is given, and what it computes with."""
+    """Returns what a step needs in all: what it is given, and what it computes with."""
     return int(record["arguments"] + record["temporaries"])
 
 
 def draw(log: Log, path: Path) -> None:
-    """Draws what each replica holds between steps, what a step needs besides, and what lies elsewhere."""
+    """Draws what each replica holds between steps, what a step needs, and what is stored elsewhere."""
     bars = [
         Bar(
             f"{r['workload']}, {replicas_text(r['replicas'])}",

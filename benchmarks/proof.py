@@ -187,7 +187,7 @@ def report(log: Log) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives the false proofs, of which there must be none."""
+    """Returns the false proofs, of which there must be none."""
     (figures,) = log.of("proof")
     question = f"false proofs, {figures['programs']} random programs"
     return [Row(question, "proved equal, and differ", counted(figures["false_proofs"]), 0.0)]

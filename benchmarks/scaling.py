@@ -87,7 +87,7 @@ def figures(seconds: dict[str, list[float]], batch: int) -> dict[str, Any]:
 
 
 def check_equal(losses: dict[str, list[float]]) -> None:
-    """Raises unless both ways train alike."""
+    """Raises unless both ways train equally."""
     for ours, theirs in zip(losses[RUN], losses[BY_HAND], strict=True):
         if not math.isclose(ours, theirs, rel_tol=2e-5):
             raise ValueError(f"run and the step written by hand train differently: {losses}")
@@ -132,7 +132,7 @@ def _table(records: list[dict[str, Any]]) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives the step under ``run`` by the one written by hand, for every layout of several processes."""
+    """Returns the step under ``run`` by the one written by hand, for every layout of several processes."""
     layout, limit = TARGET
     return [
         Row(

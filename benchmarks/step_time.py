@@ -137,7 +137,7 @@ def equal_losses(steps: Mapping[str, Step], number: int) -> dict[str, list[float
 
 
 def _host_times(work: Workload, replicas: int, calls: int) -> dict[str, Any]:
-    """Gives the host time in µs of one call, in a loop and beyond the compiled program's own call."""
+    """Returns the host time in µs of one call, in a loop and beyond the compiled program's own call."""
     trained, by_hand = mirrored(work, replicas), with_shard_map(work, replicas)
     slow = calls_within(calls * 1e-3, by_hand, calls, least=5)
     timings = dispatches({"run": trained.run, "hand": by_hand}, slow)
@@ -222,7 +222,7 @@ def _functional_table(log: Log) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives ours by the yardstick for each case, and the host time by its target."""
+    """Returns ours by the yardstick for each case, and the host time by its target."""
     rows = [
         Row(
             f"step, {r['workload']}, {replicas_text(r['replicas'])}",

@@ -48,7 +48,7 @@ def measure(options: Options) -> Log:
 
 
 def _figures(own: list[Activity], hand: list[Activity], batches: int) -> Mapping[str, Any]:
-    """Gives the milliseconds of a step, and the time of the operations by that of the hand-written."""
+    """Returns the milliseconds of a step, and the time of the operations by that of the hand-written."""
     ms = {
         name: 1e3 * statistics.median(getattr(one, name) for one in own) / batches
         for name in FIGURES
@@ -77,7 +77,7 @@ def report(log: Log) -> str:
 
 
 def headline(log: Log) -> list[Row]:
-    """Gives the operations' time under ``fit`` by that of the loop written by hand."""
+    """Returns the operations' time under ``fit`` by that of the loop written by hand."""
     return [
         Row(
             f"operations of an epoch, {case_text(r)}",

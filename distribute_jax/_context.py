@@ -42,17 +42,17 @@ def set_default(make: Callable[[], Frame]) -> None:
 
 
 def entered() -> Frame | None:
-    """Gives the innermost frame of this thread, or None where none was entered."""
+    """Returns the innermost frame of this thread, or None where none was entered."""
     return _stack.frames[-1] if _stack.frames else None
 
 
 def default() -> Frame:
-    """Gives the frame that stands in where none was entered."""
+    """Returns the frame that stands in where none was entered."""
     return _default[0]()
 
 
 def current() -> Frame:
-    """Gives the innermost frame of this thread, or the default one."""
+    """Returns the innermost frame of this thread, or the default one."""
     return _stack.frames[-1] if _stack.frames else default()
 
 
@@ -100,7 +100,7 @@ def note_step() -> None:
 
 
 def other_thread_runs_steps() -> bool:
-    """Tells whether another thread than this one has run steps, and may be running one."""
+    """Returns whether another thread than this one has run steps, and may be running one."""
     return len(_threads_of_steps) > (threading.get_ident() in _threads_of_steps)
 
 
@@ -125,7 +125,7 @@ def taking_several() -> Iterator[None]:
 
 
 def is_between_steps() -> bool:
-    """Tells whether the steps of all batches taken so far have run, as a batch is taken."""
+    """Returns whether the steps of all batches taken so far have run, as a batch is taken."""
     if _stack.taken is None:
         return True
     _stack.taken += 1
@@ -159,7 +159,7 @@ def require_cross_replica(method: str) -> None:
 
 
 def merging() -> bool:
-    """Tells whether this is the inside of ``merge_call`` in a step that is being compiled."""
+    """Returns whether this is the inside of ``merge_call`` in a step that is being compiled."""
     top = entered()
     return top is not None and top.merging and not at_top_level()
 

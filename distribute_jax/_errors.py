@@ -8,7 +8,7 @@ Each is also the builtin that a TensorFlow user would catch::
     │   └── MixedStrategiesError            two strategies at once
     ├── DeadlockError(RuntimeError)         a collective that not every replica would reach
     ├── DeadlineExceededError(TimeoutError) a process did not come in time
-    ├── DonatedError(RuntimeError)          an array that was given away to a later step was read
+    ├── DonatedError(RuntimeError)          an array that was donated to a later step was read
     ├── StepFailedError(RuntimeError)       the compiled step failed after its state was donated
     ├── BackendStartedError(RuntimeError)   the devices were fixed before the call that wanted to choose them
     ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value

@@ -43,7 +43,7 @@ _write_trace_state = nnx.Variable.__dict__[_TRACE_STATE].__set__
 
 
 def read_raw(variables: Iterable[nnx.Variable[Any]]) -> list[Any]:
-    """Gives the raw value of each variable, hooks and all left out."""
+    """Returns the raw value of each variable, hooks and all left out."""
     return list(map(_read_raw, variables))
 
 
@@ -63,7 +63,7 @@ def metadata_entries(variables: Iterable[nnx.Variable[Any]]) -> int:
 
 
 def at_top_level() -> bool:
-    """Tells whether no JAX transformation is being traced on this thread."""
+    """Returns whether no JAX transformation is being traced on this thread."""
     return bool(jex_core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL)
 
 
@@ -103,7 +103,7 @@ def adopt(variables: Iterable[nnx.Variable[Any]]) -> None:
 
 
 def deleted_arrays_crash(devices: int) -> bool:
-    """Tells whether a program over so many devices ends the process when an input was given away.
+    """Returns whether a program over so many devices ends the process when an input was donated.
 
     Measured on JAX 0.10.2; version 0.12, and programs on one device, raise before they take anything, so
     that hundreds of arrays need not be asked at every step.
@@ -120,7 +120,7 @@ def before_exit(call: Callable[[], None]) -> None:
 
 
 def uncommitted(array: jax.Array) -> jax.Array:
-    """Gives a one-device array that mixes with arrays on any devices, without waiting for it.
+    """Returns a one-device array that mixes with arrays on any devices, without waiting for it.
 
     The public way to such an array goes through the host, which would block until the step is done.
     """
@@ -132,7 +132,7 @@ def uncommitted(array: jax.Array) -> jax.Array:
 
 
 def backend_is_started() -> bool:
-    """Tells whether JAX has begun to use devices, after which processes can no longer be connected.
+    """Returns whether JAX has begun to use devices, after which processes can no longer be connected.
 
     ``jax.distributed.initialize`` says so itself, but only when all other processes wait for it already.
     """
@@ -142,7 +142,7 @@ def backend_is_started() -> bool:
 
 
 def coordination_client() -> Any:
-    """Gives this process's client of the coordination service that ``jax.distributed`` has started.
+    """Returns this process's client of the coordination service that ``jax.distributed`` has started.
 
     JAX offers the service to nobody: its public functions that use it run a collective on the devices,
     which is what hangs when processes disagree.
@@ -152,7 +152,7 @@ def coordination_client() -> Any:
 
 
 def is_ready(array: jax.Array) -> bool:
-    """Tells, without waiting, whether an array is computed; ``jax.Array`` does not list the method."""
+    """Returns, without waiting, whether an array is computed; ``jax.Array`` does not list the method."""
     done: bool = array.is_ready()  # type: ignore[attr-defined]
     return done
 

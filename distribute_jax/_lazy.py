@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 def lazy_exports(
     namespace: dict[str, Any], parts: Mapping[str, Sequence[str]], public: str | None = None
 ) -> Callable[[str], Any]:
-    """Gives the ``__getattr__`` of a package that loads some of its modules when they are first read.
+    """Returns the ``__getattr__`` of a package that loads some of its modules when they are first read.
 
     Args:
         namespace: the globals of the package; a name that was read is kept there.

@@ -1,7 +1,7 @@
 """The mesh of a strategy: replicas along ``"data"``, and the shardings made from it.
 
 A replica of several cores has them along further axes, which are automatic inside ``run``: ``"model"``, or
-``"model_0"``, ``"model_1"``, … where their number is no prime, one axis for each prime factor, so that an
+``"model_0"``, ``"model_1"``, … where their number is not a prime, one axis for each prime factor, so that an
 array can be split along several dims.
 """
 
@@ -38,37 +38,37 @@ def replica_mesh(devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]])
 
 
 def factors(number: int) -> list[int]:
-    """Gives the prime factors of a number from small to large; none of 1."""
+    """Returns the prime factors of a number from small to large; none of 1."""
     least = next((i for i in range(2, number + 1) if number % i == 0), None)
     return [] if least is None else [least, *factors(number // least)]
 
 
 @functools.lru_cache
 def num_replicas(mesh: Mesh) -> int:
-    """Gives the number of replicas on a mesh."""
+    """Returns the number of replicas on a mesh."""
     return int(mesh.shape[DATA])
 
 
 def cores_per_replica(mesh: Mesh) -> int:
-    """Gives the number of devices of each replica."""
+    """Returns the number of devices of each replica."""
     return int(mesh.size) // num_replicas(mesh)
 
 
 def local_replicas(mesh: Mesh) -> range:
-    """Gives the replicas on this process's devices, which follow each other."""
+    """Returns the replicas on this process's devices, which follow each other."""
     first_cores = mesh.devices.reshape(num_replicas(mesh), -1)[:, 0]
     mine = [i for i, d in enumerate(first_cores) if d.process_index == jax.process_index()]
     return range(mine[0], mine[-1] + 1) if mine else range(0)
 
 
 def first_replica(mesh: Mesh) -> Mesh:
-    """Gives the mesh of one replica alone, this process's first, with all of its cores."""
+    """Returns the mesh of one replica alone, this process's first, with all of its cores."""
     first = local_replicas(mesh).start
     return Mesh(mesh.devices[first : first + 1], mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def is_local(mesh: Mesh) -> bool:
-    """Tells whether all devices of a mesh are this process's own."""
+    """Returns whether all devices of a mesh are this process's own."""
     return _processes(mesh) == {jax.process_index()}
 
 
@@ -78,7 +78,7 @@ def _processes(mesh: Mesh) -> frozenset[int]:
 
 
 def inside_replica(mesh: Mesh) -> AbstractMesh:
-    """Gives the mesh as code inside ``run`` sees it: ``"data"`` is bound, other axes are automatic."""
+    """Returns the mesh as code inside ``run`` sees it: ``"data"`` is bound, other axes are automatic."""
     kinds = tuple(AxisType.Manual if name == DATA else AxisType.Auto for name in mesh.axis_names)
     inside: AbstractMesh = mesh.abstract_mesh.update(axis_types=kinds)
     return inside
@@ -128,7 +128,7 @@ def _put_own_parts(value: Any, to: Sharding) -> jax.Array:
 
 
 def local_copy_of_replicated(array: jax.Array) -> jax.Array:
-    """Gives all of an array as one that this process alone holds, on one of its devices.
+    """Returns all of an array as one that this process alone holds, on one of its devices.
 
     Where processes hold different parts of it, that is a collective, so all of them call this together.
 
@@ -141,7 +141,7 @@ def local_copy_of_replicated(array: jax.Array) -> jax.Array:
         if not isinstance(array.sharding, NamedSharding):
             raise ArgumentError(
                 f"An array {array.dtype}{list(array.shape)} is divided among the processes by "
-                f"{array.sharding}, which is no NamedSharding. Give it one: jax.device_put(array, "
+                f"{array.sharding}, which is not a NamedSharding. Give it one: jax.device_put(array, "
                 "jax.NamedSharding(mesh, spec))."
             )
         with outside_mesh():

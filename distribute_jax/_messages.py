@@ -26,7 +26,7 @@ def leaf_text(leaf: Any) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Gives the first and the last line of an error's text: JAX puts C++ frames between them."""
+    """Returns the first and the last line of an error's text: JAX puts C++ frames between them."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
@@ -40,23 +40,23 @@ def listed(lines: list[str], most: int = 10) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Tells whether a value is an array or a tracer of one (Python numbers are not)."""
+    """Returns whether a value is an array or a tracer of one (Python numbers are not)."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
 def is_key(value: Any) -> bool:
-    """Tells whether a value is an array of typed random keys, which JAX lets nobody compute with."""
+    """Returns whether a value is an array of typed random keys, which JAX lets nobody compute with."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def is_donated(value: Any) -> bool:
-    """Tells whether a step has taken the memory of an array: to use it crashes JAX 0.10."""
+    """Returns whether a step has taken the memory of an array: to use it crashes JAX 0.10."""
     concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     return concrete and value.is_deleted()
 
 
 def is_number(value: Any) -> bool:
-    """Tells whether a value is a Python number that a step takes as data; a bool is not."""
+    """Returns whether a value is a Python number that a step takes as data; a bool is not."""
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
@@ -78,7 +78,7 @@ def promoting(function: _F) -> _F:
 
 
 def fitting(value: Any, got_by: str) -> Any:
-    """Gives a value as it is: a number, an array, or anything else.
+    """Returns a value as it is: a number, an array, or anything else.
 
     Args:
         value: maybe a Python int or a NumPy array of integers.

@@ -21,7 +21,7 @@ from distribute_jax._values import Layout, PerReplica
 
 
 def padded_rows(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Says which real row fills each row of the padded shares.
+    """Returns which real row fills each row of the padded shares.
 
     Args:
         counts: the number of real rows of each replica; the rows lie one replica after the other.
@@ -46,7 +46,7 @@ def uneven_to_joined(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
     """Makes one batch of arrays, one for each replica, that differ only in their number of rows.
 
     Every part is padded to the longest with its own last row, an empty one with a row of another
-    part. What lies on the right device stays there.
+    part. What is on the right device stays there.
 
     Args:
         parts: an array for each replica, in replica order (per-replica view).

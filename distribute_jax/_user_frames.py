@@ -21,7 +21,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def warn_user(text: str) -> None:
-    """Warns at the innermost line that is none of this library's."""
+    """Warns at the innermost line outside of this library."""
     warnings.warn(text, stacklevel=_users_frame()[0])
 
 

@@ -219,7 +219,7 @@ class UnevenPerReplica(PerReplica):
 
 
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
-    """Gives (replica, shard) for each replica of this process: that on its first core."""
+    """Returns (replica, shard) for each replica of this process: that on its first core."""
     share, cores = array.shape[0] // num_replicas(mesh), cores_per_replica(mesh)
     found: dict[int, jax.Array] = {}
     for place, shard in enumerate(array.addressable_shards):
@@ -325,13 +325,13 @@ def reading(value: Any) -> Iterator[None]:
 
 
 def _can_tell(array: Any) -> bool:
-    """Tells whether an array can be asked if it is ready; tracers and random keys cannot."""
+    """Returns whether an array can be asked if it is ready; tracers and random keys cannot."""
     concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
     return concrete and not is_key(array) and not array.is_deleted()
 
 
 def step_of(value: Any) -> str | None:
-    """Gives the name of the step that gave a value, where it is known."""
+    """Returns the name of the step that gave a value, where it is known."""
     if isinstance(value, Mirrored):
         return _mirrored[id(value)][1]
     return getattr(value, "step", None)

@@ -66,7 +66,7 @@ class Transformer(nnx.Module):
         self.head = nnx.Linear(width, VOCABULARY, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Gives the logits of what follows each character, of which the later ones are not seen."""
+        """Returns the logits of what follows each character, of which the later ones are not seen."""
         x = self.characters(x) + self.places(jnp.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -102,7 +102,7 @@ def windows(text: str, context: int) -> Windows:
 
 
 def load_data(characters: int, context: int) -> tuple[Windows, Windows]:
-    """Gives nine tenths of the text to train on, and the rest to validate on."""
+    """Returns nine tenths of the text to train on, and the rest to validate on."""
     text = read_text(characters)
     at = len(text) * 9 // 10
     return windows(text[:at], context), windows(text[at:], context)

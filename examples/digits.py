@@ -51,7 +51,7 @@ class CNN(nnx.Module):
         self.head = nnx.Linear(4 * 4 * 32, 10, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Gives one row of logits for each image."""
+        """Returns one row of logits for each image."""
         x = nnx.relu(self.conv1(x))
         x = nnx.relu(self.conv2(x))
         return self.head(x.reshape(x.shape[0], -1))
@@ -76,7 +76,7 @@ class Digits(NamedTuple):
 
 
 def load_data() -> tuple[Digits, Digits]:
-    """Gives 1,437 images to train on and 360 to test with, always the same ones."""
+    """Returns 1,437 images to train on and 360 to test with, always the same ones."""
     digits = load_digits()
     images, labels = digits.images[..., None] / 16.0, digits.target
     order = np.random.default_rng(0).permutation(len(labels))
@@ -170,7 +170,7 @@ def summary(steps: Sequence[StepResult], seconds: float) -> str:
 
 
 def accuracy_on(strategy: dj.Strategy, steps: Steps, data: Digits, batch_size: int) -> float:
-    """Gives the share of right answers, over exactly the images of the data."""
+    """Returns the share of right answers, over exactly the images of the data."""
     batches = strategy.distribute_dataset(lambda: data.batches(batch_size))
     correct = [strategy.run(steps.test, args=(x, y)) for x, y in batches]
     return sum(int(count) for count in correct) / len(data.labels)
@@ -180,7 +180,7 @@ def accuracy_on(strategy: dj.Strategy, steps: Steps, data: Digits, batch_size: i
 
 
 def losses_on(replicas: int, dtype: str, data: Digits, batch_size: int, epochs: int) -> np.ndarray:
-    """Gives the loss of every step, shape (epochs, steps of an epoch)."""
+    """Returns the loss of every step, shape (epochs, steps of an epoch)."""
     strategy = dj.MirroredStrategy(list(range(replicas)))
     # float64 must be switched on while the arrays are made and the steps are compiled.
     with jax.enable_x64(dtype == "float64"):

@@ -30,7 +30,7 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Gives one row of logits for each image."""
+        """Returns one row of logits for each image."""
         x = nn.Conv(16, (3, 3))(x)
         x = nn.BatchNorm(use_running_average=not train, axis_name=self.axis_name, momentum=0.9)(x)
         x = nn.relu(nn.Conv(32, (3, 3), strides=2)(nn.relu(x)))
@@ -81,7 +81,7 @@ def test_step(state: State, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def load_data() -> tuple[Batch, Batch]:
-    """Gives 1,437 images and labels to train on and 360 to test with, always the same ones."""
+    """Returns 1,437 images and labels to train on and 360 to test with, always the same ones."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images, labels = (digits.images[order, ..., None] / 16).astype(np.float32), digits.target[order]
@@ -101,7 +101,7 @@ def train(strategy: dj.Strategy, state: State, data: Batch, epochs: int) -> Stat
 
 
 def accuracy_on(strategy: dj.Strategy, state: State, data: Batch) -> float:
-    """Gives the share of right answers over exactly the images of the data."""
+    """Returns the share of right answers over exactly the images of the data."""
     (batch,) = strategy.distribute_dataset([data])
     return int(strategy.run(test_step, args=(state, *batch))) / len(data[1])
 

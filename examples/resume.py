@@ -31,7 +31,7 @@ class Network(nnx.Module):
         self.head = nnx.Linear(128, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Gives one row of logits for each image."""
+        """Returns one row of logits for each image."""
         x = nnx.relu(self.hidden(x.reshape(x.shape[0], -1)))
         return self.head(self.dropout(x))
 
@@ -79,7 +79,7 @@ def train(strategy: dj.Strategy, directory: str, steps: int, every: int) -> Netw
 
 
 def digest(model: nnx.Module) -> str:
-    """Gives a short text that differs if any bit of a weight does."""
+    """Returns a short text that differs if any bit of a weight does."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
         found.update(np.asarray(leaf).tobytes())

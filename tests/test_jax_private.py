@@ -225,7 +225,7 @@ def test_uncommitted_moves_no_data() -> None:
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_deleted_arrays_crash_only_where_it_says_so(devices: int) -> None:
-    """Where it says no, JAX refuses an array that was given away before it takes the others."""
+    """Where it says no, JAX refuses an array that was donated before it takes the others."""
     if _jax_private.deleted_arrays_crash(devices):
         assert devices > 1
         assert jax.__version_info__ < (0, 12), "a version known to raise is asked at every step"

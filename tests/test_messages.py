@@ -56,7 +56,7 @@ def test_a_result_that_does_not_fit_is_refused(s2: dj.Strategy):
     [2**31 - 1, -(2**31), True, np.array([2**32 - 1], np.uint64), np.zeros(0, int), 1e30, "a"],
 )
 def test_what_fits_goes_through_as_it_is(value: Any):
-    """The largest numbers fit, and what is no integer is no matter of this check."""
+    """The largest numbers fit, and what is not an integer is not checked here."""
     assert fitting(value, "it") is value
 
 

@@ -39,11 +39,11 @@ def _untrained(start: Start) -> nnx.Module:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Gives the optimizer of every peer on JAX."""
+    """Returns the optimizer of every peer on JAX."""
     return optax.adam(LEARNING_RATE, eps=EPSILON)
 
 
 def example_losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Gives each example's cross entropy, averaged over its places where it has several."""
+    """Returns each example's cross entropy, averaged over its places where it has several."""
     each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return each.reshape(each.shape[0], -1).mean(axis=1)

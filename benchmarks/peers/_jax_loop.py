@@ -58,7 +58,7 @@ def mesh_of(replicas: int) -> Mesh:
 
 
 def shardings_of(replicas: int) -> tuple[Mesh, NamedSharding, NamedSharding]:
-    """Gives the mesh, and how whole and divided arrays lie on it."""
+    """Returns the mesh, and how whole and divided arrays lie on it."""
     mesh = mesh_of(replicas)
     return mesh, NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
@@ -102,7 +102,7 @@ def flat_step(start: Start, *, summed: bool) -> tuple[Callable[..., Any], list[A
 
 
 def carried(compiled: Any, state: list[Any]) -> Callable[[Any], Any]:
-    """Gives a step that hands its state on to the next one."""
+    """Returns a step that hands its state on to the next one."""
     held = [state]
 
     def step(batch: Any) -> Any:

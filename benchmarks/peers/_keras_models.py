@@ -37,7 +37,7 @@ def model_of(start: Start) -> Any:
 
 
 def _values(start: Start, layer: str) -> list[Any]:
-    """Gives a layer's weights in the order in which Keras makes them."""
+    """Returns a layer's weights in the order in which Keras makes them."""
     if layer.endswith("attention"):
         parts = [f"{layer}.{part}" for part in ("query", "key", "value", "out")]
         return [value for part in parts for value in _values(start, part)]
@@ -80,5 +80,5 @@ def _transformer(start: Start, h: Any) -> Any:
 
 
 def optimizer() -> Any:
-    """Gives the optimizer."""
+    """Returns the optimizer."""
     return keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)

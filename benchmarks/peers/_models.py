@@ -76,7 +76,7 @@ def _block(name: str, width: int) -> Shapes:
 
 
 def transformer_shapes(vocabulary: int, length: int, width: int, layers: int) -> Shapes:
-    """Gives the weights of a language model over characters."""
+    """Returns the weights of a language model over characters."""
     shapes: Shapes = {"tokens.embedding": (vocabulary, width), "places.embedding": (length, width)}
     for i in range(layers):
         shapes |= _block(f"blocks.{i}", width)

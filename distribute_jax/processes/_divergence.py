@@ -79,7 +79,7 @@ class Course:
             value: what else has to be the same.
 
         Raises:
-            ProcessesDifferError: the processes have parted before.
+            ProcessesDifferError: the processes diverged before.
         """
         if self._words is not None:
             raise ProcessesDifferError(self._words)
@@ -202,7 +202,7 @@ def _parting(mine: Sequence[Note], theirs: Sequence[Note], other: int) -> list[s
 
 
 _DIFFER = """\
-The processes have parted: they no longer do the same.
+The processes diverged: they are no longer executing the same steps.
 {lines}
 Every process runs the same steps in the same order, passes the same host values, and writes the same into \
 variables between steps. Look for what depends on the process: its number, a seed, the time, data of its \

@@ -92,7 +92,7 @@ def check_strategy(
     devices of this process. Every check runs, and all that failed are reported together.
 
     Args:
-        factory: makes the strategy, anew for each number of replicas, from a list of ``jax.Device``:
+        factory: makes the strategy, once for each number of replicas, from a list of ``jax.Device``:
             replica i is to lie on device i. A class such as ``dj.MirroredStrategy`` is one; for an
             operation, pass
             ``lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())``.

@@ -31,7 +31,7 @@ STACKS = signal.SIGURG
 
 
 def result_file(meeting: Path, process: int) -> Path:
-    """Gives the file in which a process leaves what its function returned."""
+    """Returns the file in which a process leaves what its function returned."""
     return meeting / f"result-{process}.npz"
 
 
@@ -83,7 +83,7 @@ def write(path: Path, value: Any, root: str) -> None:
         root: how messages name the value.
 
     Raises:
-        ArgumentTypeError: something in it is no plain data; the message says where.
+        ArgumentTypeError: something in it is not plain data; the message says where.
     """
     arrays: dict[str, np.ndarray] = {}
     text = json.dumps(_encoded(value, root, arrays))
@@ -158,7 +158,7 @@ _MAIN = "__main__"
 
 
 def name_of(function: Any) -> tuple[str, str, str]:
-    """Gives the module of a function, its file, and the function's name in it.
+    """Returns the module of a function, its file, and the function's name in it.
 
     Raises:
         ArgumentError: the name does not lead to the function.

@@ -44,7 +44,7 @@ class Fault:
         seconds: how long; for good if None.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument is not one of these.
 
     Example:
         >>> import distribute_jax as dj
@@ -77,7 +77,7 @@ class Fault:
             raise ArgumentError("Fault('delay'): say how long, such as seconds=2.0.")
 
     def is_due(self, step: int | None, phase: str) -> bool:
-        """Tells whether it happens now.
+        """Returns whether it happens now.
 
         Args:
             step: the step that the process is at; None before the first.

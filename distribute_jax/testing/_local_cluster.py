@@ -31,7 +31,7 @@ _PRINTING = 0.5
 class LocalCluster:
     """Runs a function in several real processes on this machine, and gives what came of each.
 
-    Each process has simulated CPU devices of its own. ``dj.cluster_resolver.detect()`` finds the cluster in
+    Each process has its simulated CPU devices. ``dj.cluster_resolver.detect()`` finds the cluster in
     each, as it finds any other, so that a strategy of many workers needs nothing more; with JAX alone:
     ``jax.distributed.initialize`` with the three answers of the resolver.
 
@@ -113,7 +113,7 @@ class LocalCluster:
             ProcessFailedError: a process failed or ran out of time; the message has what each printed. A
                 ``RuntimeError``.
             ArgumentError: the function cannot be found by its name, or a fault is for no process.
-            ArgumentTypeError: an argument is no plain data; a ``TypeError``.
+            ArgumentTypeError: an argument is not plain data; a ``TypeError``.
         """
         faults = [_checked(fault, self._processes) for fault in faults]
         call = {
@@ -273,7 +273,7 @@ class ProcessResult:
         return self.exit_code != 0
 
     def __str__(self) -> str:
-        """Says in one line how it ended."""
+        """Returns in one line how it ended."""
         how = f"ended by {self.signal}" if self.signal else f"exit code {self.exit_code}"
         by = ", sent by the cluster" if self.ended_by_cluster else ""
         at = "" if self.step is None else f" at step {self.step}"
@@ -281,7 +281,7 @@ class ProcessResult:
         return f"process {self.process}: {how}{by}{at}{phase} after {self.seconds:.1f} s"
 
     def report(self) -> str:
-        """Gives how it ended and the last lines of what it printed.
+        """Returns how it ended and the last lines of what it printed.
 
         Returns:
             Some lines of text.
@@ -293,7 +293,7 @@ class ProcessResult:
 
 
 def ending(code: int) -> tuple[int | None, str | None]:
-    """Gives the exit code, or the name of the signal that Python's subprocess shows as a negative one."""
+    """Returns the exit code, or the name of the signal that Python's subprocess shows as a negative one."""
     if code >= 0:
         return code, None
     try:

@@ -67,7 +67,7 @@ jax.devices() (in a notebook: restart the kernel first), or start Python with
 
 
 def simulate(n: int) -> None:
-    """Gives this process n virtual CPU devices, also on a machine with a GPU.
+    """Returns this process n virtual CPU devices, also on a machine with a GPU.
 
     Call it before JAX starts: right after the imports. The devices compute in turns on the cores
     there are, so they show that a program is right, not how fast it is on n real devices. JAX is not

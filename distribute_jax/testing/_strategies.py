@@ -37,7 +37,7 @@ class Combination:
     """The public function that makes it, for messages."""
 
     def __str__(self) -> str:
-        """Gives the id of a test that runs with it, as ``"mirrored-4"``."""
+        """Returns the id of a test that runs with it, as ``"mirrored-4"``."""
         return f"{self.name}-{self.replicas}"
 
     def made(self) -> Strategy:
@@ -47,7 +47,7 @@ class Combination:
         if not isinstance(strategy, Strategy):
             raise ArgumentError(
                 f"{self.caller}: the factory {self.name} returned {strategy!r:.80} for "
-                f"{self.replicas} device(s), which is no dj.Strategy. Return the strategy that it made."
+                f"{self.replicas} device(s), which is not a dj.Strategy. Return the strategy that it made."
             )
         found = strategy.num_replicas_in_sync
         if found != self.replicas:
@@ -60,7 +60,7 @@ class Combination:
 
 
 def possible_counts(factory: Any) -> tuple[int, ...]:
-    """Gives the numbers of replicas that a factory can make: OneDeviceStrategy makes one only."""
+    """Returns the numbers of replicas that a factory can make: OneDeviceStrategy makes one only."""
     return (1,) if factory is OneDeviceStrategy else REPLICAS
 
 
@@ -69,17 +69,17 @@ def checked_factory(factory: Any, caller: str) -> Any:
     if callable(factory):
         return factory
     raise ArgumentError(
-        f"{caller}: {factory!r:.80} is no factory. A factory is a function that makes a strategy from a "
+        f"{caller}: {factory!r:.80} is not a factory. A factory is a function that makes a strategy from a "
         "list of devices, since each number of replicas needs its own: pass dj.MirroredStrategy, or "
         "lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())."
     )
 
 
 def named_factories(strategies: Any, caller: str) -> dict[str, Any]:
-    """Gives factories by name; a list gets the names of its classes and functions.
+    """Returns factories by name; a list gets the names of its classes and functions.
 
     Raises:
-        ValueError: it is neither list nor dict, holds what is no factory, or a name is missing or used
+        ValueError: it is neither list nor dict, holds what is not a factory, or a name is missing or used
             twice.
     """
     if isinstance(strategies, Mapping):
@@ -100,7 +100,7 @@ def named_factories(strategies: Any, caller: str) -> dict[str, Any]:
 
 
 def factory_name(factory: Any) -> str:
-    """Gives ``"central_storage"`` for ``CentralStorageStrategy``, and a function's own name."""
+    """Returns ``"central_storage"`` for ``CentralStorageStrategy``, and a function's own name."""
     name = getattr(factory, "__name__", type(factory).__name__)
     if not isinstance(factory, type):
         return str(name)
@@ -131,7 +131,7 @@ class Combinations(Collection[Combination]):
         self._factories, self._replicas = named_factories(chosen, _CALLER), replicas
 
     def __iter__(self) -> Iterator[Combination]:
-        """Gives those for which there are devices."""
+        """Returns those for which there are devices."""
         counts = replica_counts(self._replicas, _CALLER)
         found = [
             Combination(name, factory, count, _CALLER)
@@ -148,11 +148,11 @@ class Combinations(Collection[Combination]):
         return iter(found)
 
     def __len__(self) -> int:
-        """Tells how many there are."""
+        """Returns how many there are."""
         return len(list(iter(self)))
 
     def __contains__(self, combination: object) -> bool:
-        """Tells whether a combination is one of them."""
+        """Returns whether a combination is one of them."""
         return combination in list(iter(self))
 
 
@@ -241,7 +241,7 @@ def _check_takes_strategy(test: Any) -> None:
     if not is_plain or _ARGUMENT not in inspect.signature(test).parameters:
         raise ArgumentError(
             f"strategy_combinations decorates {getattr(test, '__qualname__', repr(test)):.80}, which is "
-            "no plain function with an argument `strategy`. Write `def test_something(strategy):`, and "
+            "not a plain function with an argument `strategy`. Write `def test_something(strategy):`, and "
             "give options by name: "
             "@dj.testing.strategy_combinations(strategies=[dj.MirroredStrategy], replicas=[1, 4])."
         )
@@ -279,14 +279,14 @@ REPLICAS = (1, 2, 4, 8)
 
 
 def first_devices(count: int) -> list[jax.Device]:
-    """Gives this process's first devices."""
+    """Returns this process's first devices."""
     return list(jax.local_devices()[:count])
 
 
 def replica_counts(
     asked: Sequence[int] | None, caller: str, possible: Sequence[int] = REPLICAS
 ) -> tuple[int, ...]:
-    """Gives the numbers of replicas to try; None means all possible for which there are devices."""
+    """Returns the numbers of replicas to try; None means all possible for which there are devices."""
     have = len(jax.local_devices())
     if asked is None:
         return tuple(count for count in possible if count <= have)
@@ -300,7 +300,7 @@ def replica_counts(
 
 
 def check_replicas(asked: Any, caller: str) -> None:
-    """Refuses what is no list of numbers of replicas; how many devices there are is not asked."""
+    """Refuses what is not a list of numbers of replicas; how many devices there are is not asked."""
     is_list = isinstance(asked, (list, tuple)) and len(asked) > 0
     if not is_list or not all(count in REPLICAS for count in asked):
         raise ArgumentError(

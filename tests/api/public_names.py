@@ -26,14 +26,14 @@ class Public:
 
 
 def public_modules(package: ModuleType) -> list[ModuleType]:
-    """Gives the package and the sub-packages it lists, and theirs."""
+    """Returns the package and the sub-packages it lists, and theirs."""
     listed = [getattr(package, name, None) for name in package.__all__]
     inner = [value for value in listed if isinstance(value, ModuleType)]
     return [package, *(module for value in inner for module in public_modules(value))]
 
 
 def public_objects(package: ModuleType) -> list[Public]:
-    """Gives every listed class, function and constant, and every public member of a class."""
+    """Returns every listed class, function and constant, and every public member of a class."""
     found = []
     for module in public_modules(package):
         for name in module.__all__:
@@ -45,7 +45,7 @@ def public_objects(package: ModuleType) -> list[Public]:
 
 
 def _members(name: str, cls: Any, package: ModuleType, shown_by: str) -> Iterator[Public]:
-    """Gives the methods and properties that a class or a base of it in the package defines."""
+    """Returns the methods and properties that a class or a base of it in the package defines."""
     if not inspect.isclass(cls):
         return
     owners = [c for c in cls.__mro__ if c.__module__.split(".")[0] == package.__name__]
@@ -70,7 +70,7 @@ def _function(member: Any) -> Any:
 
 
 def list_faults(package: ModuleType) -> Iterator[str]:
-    """Says where a list of names is unsorted, incomplete, or lists what cannot be imported."""
+    """Returns where a list of names is unsorted, incomplete, or lists what cannot be imported."""
     for module in public_modules(package):
         names = list(module.__all__)
         if names != sorted(set(names)):
@@ -83,7 +83,7 @@ def list_faults(package: ModuleType) -> Iterator[str]:
 
 
 def _imported_for_users(module: ModuleType) -> set[str]:
-    """Gives the names that the module's source imports in the form ``X as X``, or defines."""
+    """Returns the names that the module's source imports in the form ``X as X``, or defines."""
     tree = ast.parse(inspect.getsource(module))
     # Imports for type checkers are those of names that are loaded later.
     body = [n for part in tree.body for n in getattr(part, "body", [part])]
@@ -94,7 +94,7 @@ def _imported_for_users(module: ModuleType) -> set[str]:
 
 
 def docstring_faults(package: ModuleType) -> Iterator[str]:
-    """Says which public objects have no docstring, or one that names other arguments."""
+    """Returns which public objects have no docstring, or one that names other arguments."""
     for public in public_objects(package):
         value, last = public.value, public.name.rpartition(".")[2]
         if last == "__init__" or not callable(value):
@@ -107,7 +107,7 @@ def docstring_faults(package: ModuleType) -> Iterator[str]:
 
 
 def _is_generated(cls: type) -> bool:
-    """Tells whether a docstring is inherited, or the signature that ``dataclass`` writes."""
+    """Returns whether a docstring is inherited, or the signature that ``dataclass`` writes."""
     text = cls.__dict__.get("__doc__") or ""
     return not text or text.startswith(f"{cls.__name__}(")
 
@@ -130,7 +130,7 @@ def documented_arguments(text: str) -> list[str]:
 
 
 def module_faults(package: ModuleType) -> Iterator[str]:
-    """Says which classes and functions show a private module in tracebacks and help."""
+    """Returns which classes and functions show a private module in tracebacks and help."""
     shown = {module.__name__ for module in public_modules(package)}
     for public in public_objects(package):
         is_listed = f"{public.shown_by}.{public.name.rpartition('.')[2]}" == public.name
@@ -140,7 +140,7 @@ def module_faults(package: ModuleType) -> Iterator[str]:
 
 
 def annotation_faults(package: ModuleType) -> Iterator[str]:
-    """Says which public functions and methods lack the type of an argument or of the result."""
+    """Returns which public functions and methods lack the type of an argument or of the result."""
     for public in public_objects(package):
         if not inspect.isfunction(public.value):
             continue

@@ -174,7 +174,7 @@ def test_an_interrupt_ends_every_peer(
 
 
 def test_losses_are_compared_step_by_step():
-    """Rounding passes; one loss that differs, or is no number, is named."""
+    """Rounding passes; one loss that differs, or is not a number, is named."""
     assert loss_difference([2.0, 1.0], [2.0, 1.0005]) == ""
     assert loss_difference([2.0, 1.0], [2.0, 1.01]) == "loss of step 2 is 1.0000 instead of 1.0100"
     assert loss_difference([float("nan")], [2.0]) == "loss of step 1 is nan instead of 2.0000"

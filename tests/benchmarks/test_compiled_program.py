@@ -20,7 +20,7 @@ SMALL_RESNET = replace(RESNET50, batch=8, data=partial(images, 32, 3, 1000))
 
 
 def counted(compiled: Any) -> dict[str, float]:
-    """Gives what can be counted in a compiled program: arithmetic, traffic, collectives, memory."""
+    """Returns what can be counted in a compiled program: arithmetic, traffic, collectives, memory."""
     cost, memory, text = compiled.cost_analysis(), compiled.memory_analysis(), compiled.as_text()
     return {
         "flops": cost["flops"],

@@ -18,7 +18,7 @@ def test_the_interval_of_a_median_has_the_ranks_of_the_sign_test(n: int, rank: i
 
 
 def test_a_ratio_is_of_pairs() -> None:
-    # The machine was twice as slow in the second round, for both alike.
+    # The machine was twice as slow in the second round, for both.
     assert ratio([2.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == Ratio(2.0, 2.0, 2.0, 3)
 
 

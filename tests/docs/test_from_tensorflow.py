@@ -52,7 +52,7 @@ def rows() -> list[Row]:
 
 
 def named(path: str) -> Any:
-    """Gives what a dotted name of the library stands for; a property or field as it is."""
+    """Returns what a dotted name of the library stands for; a property or field as it is."""
     value: Any = dj
     for part in path.split("."):
         # Modules load some of their names when they are read; a class's properties are not called.

@@ -1,4 +1,4 @@
-"""Runs an example as a user does: a program of its own, on a machine with no accelerator."""
+"""Runs an example as a user does: a separate program, on a machine with no accelerator."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(name: str, *arguments: object) -> list[str]:
-    """Gives the command that runs an example."""
+    """Returns the command that runs an example."""
     return [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
-    """Gives an environment without the devices that these tests simulate for themselves."""
+    """Returns an environment without the devices that these tests simulate for themselves."""
     kept = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC"}}
     return {**kept, "PYTHONPATH": str(ROOT)}
 
 
 def job_environment(folder: Path) -> dict[str, str]:
-    """Gives an environment in which what one process has compiled, others find in a folder."""
+    """Returns an environment in which what one process has compiled, others find in a folder."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
     every = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return {**cache, **environment(), **every}

@@ -1,4 +1,4 @@
-"""The job that the guides start: killed or told to end, it ends with the weights of one left alone."""
+"""The job that the guides start: killed or asked to stop, it ends with the weights of one left alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 60
 
 
 def command(folder: Path) -> list[str]:
-    """Gives the command that launches the job in two processes."""
+    """Returns the command that launches the job in two processes."""
     return [
         *(sys.executable, "-m", "distribute_jax", "launch"),
         *("--processes=2", "--devices-per-process=1", "--grace=60"),
@@ -99,7 +99,7 @@ def test_three_kills_leave_no_trace_in_the_weights(tmp_path: Path, undisturbed: 
     done = [int(n) for n in re.findall(r"\] (\d+) steps were done before", "\n".join(lines))]
     assert len(done) == 4
     assert done == sorted(done)
-    assert done[-1] >= 35, "it began anew"
+    assert done[-1] >= 35, "it started over"
     assert lines[-1] == undisturbed
 
 

@@ -30,7 +30,7 @@ def executable(path: Path, text: str) -> None:
 
 
 def with_programs(folder: Path) -> dict[str, str]:
-    """Gives an environment in which programs in a folder come first; ``python`` is this one."""
+    """Returns an environment in which programs in a folder come first; ``python`` is this one."""
     executable(folder / "bin" / "python", f'exec "{sys.executable}" "$@"')
     executable(folder / "bin" / "distribute-jax", f'exec "{sys.executable}" -m distribute_jax "$@"')
     environment = job_environment(folder.parent)
@@ -80,7 +80,7 @@ def test_a_tpu_that_is_taken_away_is_made_again_and_the_job_goes_on(tmp_path: Pa
 
 
 def job_of(file: str) -> tuple[dict[str, Any], str]:
-    """Gives the Job of a manifest, and the name of its first pod."""
+    """Returns the Job of a manifest, and the name of its first pod."""
     parts = {part["kind"]: part for part in yaml.safe_load_all((FILES / file).read_text("utf-8"))}
     if "JobSet" not in parts:
         job = parts["Job"]
@@ -96,7 +96,7 @@ def job_of(file: str) -> tuple[dict[str, Any], str]:
 
 
 def container_of(job: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Gives the command of a Job's only container, and its environment."""
+    """Returns the command of a Job's only container, and its environment."""
     (container,) = job["template"]["spec"]["containers"]
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     return container["command"] + container["args"], environment

@@ -86,6 +86,6 @@ def test_a_program_that_was_killed_ends_with_the_weights_of_one_that_was_not(
         killed_at(moments.randrange(10 * i, 10 * i + 20), cut)
     last = output("resume", "--steps", STEPS, "--every", 3, folder=cut).splitlines()
     assert undisturbed[0] == "0 steps were done before."
-    assert re.match(r"[1-9]\d* steps were done before", last[0]), "it began anew"
+    assert re.match(r"[1-9]\d* steps were done before", last[0]), "it started over"
     assert last[-1] == undisturbed[-1]
     assert re.fullmatch(rf"Weights after step {STEPS}: [0-9a-f]{{16}}", last[-1])

@@ -63,7 +63,7 @@ class Module:
         return [node for node in self.nodes if isinstance(node, kinds)]
 
     def at(self, line: int) -> str:
-        """Gives a place in this file for a message, as an editor takes it."""
+        """Returns a place in this file for a message, as an editor takes it."""
         return f"{'/'.join(self.path.parts[-2:])}:{line}"
 
     def _targets(self, node: ast.AST) -> Iterator[str]:
@@ -83,7 +83,7 @@ class Module:
 
 @cache
 def modules(package: Path) -> dict[str, Module]:
-    """Gives every module of a package by its dotted name; the folder's name is the package's.
+    """Returns every module of a package by its dotted name; the folder's name is the package's.
 
     Each package is read once, so that all guards share what was parsed.
     """
@@ -96,7 +96,7 @@ def modules(package: Path) -> dict[str, Module]:
 
 
 def resolved(target: str, known: dict[str, Module]) -> str | None:
-    """Gives the module of the package that an import reaches: the longest prefix that is one."""
+    """Returns the module of the package that an import reaches: the longest prefix that is one."""
     parts = target.split(".")
     while parts:
         if ".".join(parts) in known:

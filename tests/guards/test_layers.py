@@ -55,7 +55,7 @@ _DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 
 
 def layer_faults(package: Path) -> Iterator[str]:
-    """Says of each import whether it goes up, sideways or to the package root."""
+    """Returns of each import whether it goes up, sideways or to the package root."""
     known = modules(package)
     for module in known.values():
         own = _part(module.name)
@@ -70,12 +70,12 @@ def layer_faults(package: Path) -> Iterator[str]:
 
 
 def _part(module: str) -> str:
-    """Gives the folder or file directly below the package that a module belongs to."""
+    """Returns the folder or file directly below the package that a module belongs to."""
     return [*module.split("."), "__init__"][1]
 
 
 def cycle_faults(package: Path) -> Iterator[str]:
-    """Says where modules import each other in a circle."""
+    """Returns where modules import each other in a circle."""
     known = modules(package)
     reached = {
         module.name: {
@@ -92,7 +92,7 @@ def cycle_faults(package: Path) -> Iterator[str]:
 
 
 def deferred_faults(package: Path) -> Iterator[str]:
-    """Says which imports inside functions are of anything but an optional package."""
+    """Returns which imports inside functions are of anything but an optional package."""
     for module in modules(package).values():
         for found in module.imports:
             if found.deferred and found.target.split(".")[0] not in OPTIONAL:

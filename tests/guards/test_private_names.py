@@ -19,7 +19,7 @@ UNPROMISED = ("flax.nnx.graphlib", "flax.nnx.tracers", "flax.nnx.variablelib", "
 
 
 def private_faults(package: Path) -> Iterator[str]:
-    """Says where a private module or attribute of another package is named outside quarantine."""
+    """Returns where a private module or attribute of another package is named outside quarantine."""
     for module in modules(package).values():
         if module.path.name != QUARANTINE:
             yield from _import_faults(module)

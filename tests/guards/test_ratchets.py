@@ -18,7 +18,7 @@ ROOT = LIBRARY.parent
 WORDS = re.compile(
     r"""\blies\b|\bparted\b|\bgiven\ away\b|\balike\b|\banew\b|\btold\ to\ end\b
     |\bwhich\ is\ no\b|(?<!there\ )(?<!There\ )\bis\ no\ (?!longer|more\b|other|such|one\b)
-    |\bis\ none\b|\bof\ its\ own\b|\bTells\b|^\s*(?:\"\"\"|\#\ )(?:Gives|Says)\b""",
+    |(?<!there\ )\bis\ none\b|\bof\ its\ own\b|\bTells\b|^\s*(?:\"\"\"|\#\ )(?:Gives|Says)\b""",
     re.VERBOSE | re.MULTILINE,
 )
 """Words of this library's own making, for which the field has others (CONTRIBUTING, "Words")."""
@@ -96,7 +96,7 @@ LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 44_286,
     files: 202,
     pieces: 1,
-    private_words: 1_012,
+    private_words: 714,
     private_imports: 35,
 }
 

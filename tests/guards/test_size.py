@@ -23,7 +23,7 @@ ASSERTS: dict[str, str] = {
 
 
 def size_faults(package: Path) -> Iterator[str]:
-    """Says which files and functions are too long."""
+    """Returns which files and functions are too long."""
     lengths = []
     for module in modules(package).values():
         lines = module.text.count("\n")
@@ -46,7 +46,7 @@ def body_lines(function: Function) -> int:
 
 
 def unfinished_faults(package: Path) -> Iterator[str]:
-    """Says where a file carries a note of work to do, or raises an error without text."""
+    """Returns where a file carries a note of work to do, or raises an error without text."""
     for module in modules(package).values():
         for number, line in enumerate(module.text.splitlines(), 1):
             if _UNFINISHED.search(line):
@@ -63,7 +63,7 @@ def _is_bare(raised: ast.expr | None) -> bool:
 
 
 def assert_faults(package: Path) -> Iterator[str]:
-    """Says where an ``assert`` stands: python -O drops it, and it explains nothing to a user."""
+    """Returns where an ``assert`` stands: python -O drops it, and it explains nothing to a user."""
     for module in modules(package).values():
         if module.path.relative_to(package).as_posix() not in ASSERTS:
             yield from _asserts(module)

@@ -14,7 +14,7 @@ def ended(function):
     results = LocalCluster(2, 1, timeout=90, grace=None).run(function, check=False)
     for result in results:
         assert result.exit_code not in (0, None), result.stderr
-        assert "The processes have parted" in result.stderr
+        assert "The processes diverged" in result.stderr
     return results[0].stderr
 
 

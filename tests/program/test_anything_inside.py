@@ -116,7 +116,7 @@ def by_custom_vjp(net: Net, x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def softsign(x: jax.Array) -> jax.Array:
-    """With a derivative of its own."""
+    """With a custom derivative."""
     return x / (1 + jnp.abs(x))
 
 

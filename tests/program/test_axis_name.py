@@ -80,7 +80,7 @@ def test_every_strategy_takes_the_name(make: Any):
 
 
 def test_a_name_that_nothing_binds_is_answered_with_the_name_to_write(s2: dj.MirroredStrategy):
-    """Flax's and Linen's batch norm alike; JAX would say to use shard_map."""
+    """Flax's and Linen's batch norm; JAX would say to use shard_map."""
     with s2.scope():
         net = Net("batch")
         norm = linen.BatchNorm(use_running_average=False, axis_name="i")

@@ -46,7 +46,7 @@ def train(
 ):
     """Ten steps over batches of 16 with a partial one of 13 each third; gives all that was computed.
 
-    Each optimizer trains a network of its own, all in one program, which compiles once.
+    Each optimizer trains another network, all in one program, which compiles once.
     """
     rng = np.random.default_rng(3)
     sizes = [16, 16, 13, 16, 16, 13, 16, 16, 1, 16]

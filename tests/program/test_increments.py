@@ -1,4 +1,4 @@
-"""What replicas add to a metric is summed; what is no addition is refused, never summed wrongly."""
+"""What replicas add to a metric is summed; what is not an addition is refused, never summed wrongly."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_old_value_in_other_places_is_refused(s4: dj.MirroredStrategy, name:
 
 
 def test_parts_of_a_variable_that_change_places_are_refused(s4: dj.MirroredStrategy):
-    """The old value of one part plus something is no addition to another part."""
+    """The old value of one part plus something is not an addition to another part."""
     with s4.scope():
         state = nnx.metrics.MetricState({"a": jnp.float32(1), "b": jnp.float32(2)})
 

@@ -33,7 +33,7 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
-        """Gives one row of logits for each row."""
+        """Returns one row of logits for each row."""
         x = nn.Dense(16)(x)
         x = nn.BatchNorm(use_running_average=not train, axis_name=self.axis_name, momentum=0.5)(x)
         x = nn.Dropout(self.dropout, deterministic=not train)(nn.tanh(x))
@@ -172,7 +172,7 @@ def loose_step(
 
 
 def test_unreduced_gradients_in_a_train_state_are_refused_by_name(s4: dj.MirroredStrategy):
-    """Weights and momentum are listed, with the cure; the state has not been given away."""
+    """Weights and momentum are listed, with the cure; the state was not donated."""
     state, (batch, *_) = made(s4), batches_of(s4)
     step = functools.partial(loose_step, stats="left out")
     with pytest.raises(dj.OutOfSyncError) as caught:

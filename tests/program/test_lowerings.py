@@ -37,7 +37,7 @@ def shifted(x: jax.Array) -> jax.Array:
 
 
 def cotangent(collective: Step) -> Step:
-    """Gives a step that returns the gradient of a replica's own weighted sum over a collective."""
+    """Returns a step that returns the gradient of a replica's own weighted sum over a collective."""
     return lambda x: jax.grad(lambda y: jnp.sum(collective(y) * (1.0 + replica_id())))(x)
 
 
@@ -125,7 +125,7 @@ SAME: dict[str, Step] = {
 
 
 def on_host(strategy: dj.Strategy, result: object) -> list[tuple[type, list[np.ndarray]]]:
-    """Gives for each leaf its kind, and its values on the replicas."""
+    """Returns for each leaf its kind, and its values on the replicas."""
     leaves = jax.tree.leaves(result, is_leaf=lambda leaf: isinstance(leaf, dj.PerReplica))
     return [
         (type(leaf), [np.asarray(v) for v in strategy.experimental_local_results(leaf)])
@@ -325,7 +325,7 @@ def sharded_over_data(tree: object, strategy: dj.Strategy) -> None:
 
 
 def bytes_per_device(*trees: object) -> int:
-    """Gives the bytes of state on the fullest device."""
+    """Returns the bytes of state on the fullest device."""
     used: dict[jax.Device, int] = {}
     for array in jax.tree.leaves([nnx.state(tree) for tree in trees]):
         for shard in array.addressable_shards:

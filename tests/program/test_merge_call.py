@@ -1,4 +1,4 @@
-"""What code inside merge_call may do: all of cross-replica context but start programs of its own."""
+"""What code inside merge_call may do: all of cross-replica context but start other programs."""
 
 from __future__ import annotations
 

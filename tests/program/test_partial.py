@@ -393,7 +393,7 @@ def masked_norm(norm: nnx.BatchNorm, x: jax.Array) -> jax.Array:
 def test_batch_norm_trained_on_uneven_shares_is_refused_by_name(
     s4: dj.MirroredStrategy, axis_name: str | None, masked: bool
 ):
-    """Flax weighs the replicas alike, and gives NaN where a share is empty."""
+    """Flax weighs the replicas equally, and gives NaN where a share is empty."""
     with s4.scope():
         model = nnx.Sequential(nnx.BatchNorm(3, axis_name=axis_name, rngs=nnx.Rngs(0)))
     norm = model.layers[0]

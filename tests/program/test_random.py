@@ -65,7 +65,7 @@ WAYS = [plain, recomputed, scanned]
 def training(
     strategy: dj.Strategy, *ways: Any, seed: int = 0
 ) -> dict[Any, tuple[Block, list[Any]]]:
-    """Three steps of training with dropout, each way with a model of its own, in one program.
+    """Three steps of training with dropout, each way with another model, in one program.
 
     Gives for each way the model and what its steps returned.
     """
@@ -330,7 +330,7 @@ def test_streams_that_differ_or_come_from_outside_are_no_seeds(
 
 
 def test_a_seeded_predicate_of_a_collective_is_no_deadlock(s4: dj.Strategy):
-    """All replicas draw alike, so all take the same branch."""
+    """All replicas draw the same, so all take the same branch."""
 
     def step() -> jax.Array:
         heads = jax.random.bernoulli(jax.random.key(1))
@@ -357,7 +357,7 @@ def test_the_key_of_a_stream_cannot_be_stored_anew_and_the_message_speaks_of_key
 
 
 class DroppingBlocks(nnx.Module):
-    """Layers with dropout, scanned; each with a stream of its own."""
+    """Layers with dropout, scanned; each with another stream."""
 
     def __init__(self, rngs: nnx.Rngs, *, remat: bool) -> None:
         @nnx.split_rngs(splits=3)

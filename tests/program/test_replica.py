@@ -104,7 +104,7 @@ def test_gradients_are_those_of_tensorflow(
 
 
 def test_wrong_arguments_are_named(s2: dj.MirroredStrategy):
-    """An axis that is no int and a merge function that is none end in our message, not in JAX's."""
+    """A wrong axis and a merge function that is not a function end in our message, not in JAX's."""
     for axis in ("a", None, True, 1.5):
         with pytest.raises(ValueError, match=r"all_gather\(axis=.*axis is an int"):
             s2.run(lambda axis=axis: context().all_gather(jnp.ones(2), axis))

@@ -778,7 +778,7 @@ def test_numpy_arguments_that_devices_cannot_hold_are_refused(
 
 @pytest.mark.parametrize("way", ["arguments", "state", "state and argument"])
 def test_nothing_is_given_away_twice(s2: dj.MirroredStrategy, way: str):
-    """JAX 0.10 crashes the process on the same memory given away twice."""
+    """JAX 0.10 crashes the process on the same memory donated twice."""
     same = jax.device_put(jnp.ones(3), NamedSharding(s2.mesh, PartitionSpec()))
     alias = jax.device_put(same, NamedSharding(s2.mesh, PartitionSpec(None)))
     if way == "arguments":

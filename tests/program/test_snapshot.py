@@ -232,7 +232,7 @@ def test_arrays_that_a_step_has_taken_are_refused_with_the_advice(
 
 
 def test_arrays_put_back_after_another_step_took_them_are_refused(s2: dj.MirroredStrategy):
-    """A step meets just the arrays of its own last call, which another step has taken in between."""
+    """A step meets just the arrays of its last call, which another step has taken in between."""
     agent, (first, second) = made(s2), batches_of(s2)
 
     def reads(x: jax.Array, action: jax.Array) -> jax.Array:

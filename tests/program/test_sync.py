@@ -48,7 +48,7 @@ def trace(program: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> 
 
 
 def alter(jaxpr: ClosedJaxpr, name: str, params: dict[str, Any]) -> None:
-    """Gives the equations of a primitive other parameters; JAX's own may be shared by programs."""
+    """Returns the equations of a primitive other parameters; JAX's own may be shared by programs."""
     jaxpr.eqns[:] = [
         eqn.replace(params={**eqn.params, **params}) if eqn.primitive.name == name else eqn
         for eqn in jaxpr.eqns
@@ -143,7 +143,7 @@ PLAIN = [
         "MPM",
     ),
     Case(
-        "a library function with loops and solves of its own is looked through",
+        "a library function with loops and solves is looked through",
         lambda w, x: (
             jnp.linalg.solve(jnp.outer(w, w) + 9 * jnp.eye(4), w),
             jnp.linalg.solve(jnp.outer(x, x) + 9 * jnp.eye(4), w),
@@ -204,7 +204,7 @@ COLLECTIVES = [
         "F",
     ),
     Case(
-        "one group of all replicas, in any order, is no group",
+        "one group of all replicas, in any order, is not a smaller group",
         lambda w, x: (
             lax.psum(x, "data", axis_index_groups=WHOLE),
             lax.all_gather(x, "data", axis_index_groups=WHOLE),
@@ -970,7 +970,7 @@ def test_the_message_says_where_why_and_what_to_type() -> None:
         f"axis_index at test_sync.py:{replica.__code__.co_firstlineno + 1}, x\n"
         "Every replica must run the same collectives equally often and in the same order; "
         "one that leaves one out keeps the others waiting for ever.\n"
-        "Reduce the predicate first, so that all replicas decide alike:\n"
+        "Reduce the predicate first, so that all replicas decide the same:\n"
         "    dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0\n"
         "or move the collective out of the branch or loop."
     )

@@ -234,7 +234,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "has a value of each replica": lambda x, y, ids: train(x + ids, y),
         "prints": prints,
         "takes shares of one size": refuse,
-        "divides by a number of its own": divides,
+        "divides by another number": divides,
         "does not train": lambda x, _: context().all_reduce("sum", model(x).mean()),
     }
     return steps[kind], [ids] if "each replica" in kind else []
@@ -248,7 +248,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "has a value of each replica",
         "prints",
         "takes shares of one size",
-        "divides by a number of its own",
+        "divides by another number",
         "does not train",
     ],
 )

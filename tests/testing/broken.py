@@ -22,7 +22,7 @@ class ForgetsReplica0(dj.CrossDeviceOps):
 
 
 class Averages(dj.CrossDeviceOps):
-    """Gives the mean, as pmean would."""
+    """Returns the mean, as pmean would."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         total = jax.lax.psum(value, axis_name)
@@ -68,7 +68,7 @@ class PassesOn(dj.CrossDeviceOps):
 
 
 class Reversed(dj.MirroredStrategy):
-    """Replica 0 lies on the last device."""
+    """Replica 0 is on the last device."""
 
     def __init__(self, devices: Any) -> None:
         super().__init__(devices[::-1])
@@ -105,7 +105,7 @@ class TrustsEveryStep(dj.MirroredStrategy):
 
 
 class ForgetsKeywords(dj.MirroredStrategy):
-    """Gives no keyword arguments to the step."""
+    """Returns no keyword arguments to the step."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         return super().run(fn, args, None, options)

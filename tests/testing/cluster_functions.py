@@ -64,7 +64,7 @@ def add_up(scale):
 
 
 def plain(value):
-    """Gives back what it got, and the number of devices without connecting."""
+    """Returns back what it got, and the number of devices without connecting."""
     return value, os.environ["DISTRIBUTE_JAX_PROCESS_ID"], os.environ.get("COLOUR")
 
 

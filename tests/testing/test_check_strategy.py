@@ -160,7 +160,7 @@ BROKEN: dict[Any, dict[int, list[str]]] = {
 
 
 def found_wrong(cls: Any, replicas: int, only: list[str]) -> str:
-    """Gives what the suite says about something broken."""
+    """Returns what the suite says about something broken."""
     factory = broken.using(cls) if issubclass(cls, dj.CrossDeviceOps) else cls
     with pytest.raises(dj.NotEqualError) as caught:
         dj.testing.check_strategy(factory, [replicas], only=only)
@@ -236,10 +236,10 @@ def test_the_suite_leaves_the_logger_as_it_was(caplog: pytest.LogCaptureFixture)
 
 
 WRONG = {
-    "made already": (lambda: dj.testing.check_strategy(dj.MirroredStrategy()), "is no factory"),
+    "made already": (lambda: dj.testing.check_strategy(dj.MirroredStrategy()), "is not a factory"),
     "no strategy": (
         lambda: dj.testing.check_strategy(lambda devices: devices, [1]),
-        "no dj.Strategy",
+        "not a dj.Strategy",
     ),
     "fixed size": (
         lambda: dj.testing.check_strategy(lambda devices: dj.MirroredStrategy([0, 1]), [1]),

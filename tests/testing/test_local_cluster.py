@@ -39,7 +39,7 @@ def test_two_processes_with_two_devices_each_compute_together():
 
 @pytest.mark.slow
 def test_what_one_process_is_given_comes_back_as_plain_data():
-    """Arrays of any dtype, nested containers, an environment of its own; the function by name."""
+    """Arrays of any dtype, nested containers, an environment for the processes; the function by name."""
     value = {
         "a": [1, None, (True, "x", float("inf"))],
         "b": np.arange(6, dtype=">i2").reshape(2, 3),

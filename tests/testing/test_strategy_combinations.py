@@ -137,7 +137,7 @@ WRONG = {
     "no argument": (lambda: dj.testing.strategy_combinations(lambda: None), "argument `strategy`"),
     "a class": (
         lambda: dj.testing.strategy_combinations(dict),
-        "decorates dict, which is no plain",
+        "decorates dict, which is not a plain",
     ),
     "options by place": (
         lambda: dj.testing.strategy_combinations([dj.MirroredStrategy]),
@@ -145,10 +145,10 @@ WRONG = {
     ),
     "async": (
         lambda: dj.testing.strategy_combinations(waits),
-        "decorates waits, which is no plain",
+        "decorates waits, which is not a plain",
     ),
-    "made already": (lambda: seen_by(strategies=[dj.MirroredStrategy([0])]), "is no factory"),
-    "made already, named": (lambda: seen_by(strategies={"a": 1}), "is no factory"),
+    "made already": (lambda: seen_by(strategies=[dj.MirroredStrategy([0])]), "is not a factory"),
+    "made already, named": (lambda: seen_by(strategies={"a": 1}), "is not a factory"),
     "one class": (lambda: seen_by(strategies=dj.MirroredStrategy), "a list of factories"),
     "lambda": (
         lambda: seen_by(strategies=[lambda d: doubled(d)]),

@@ -45,7 +45,7 @@ def all_reduce_sum(s: Subject) -> Iterator[Fact]:
     """Powers of two are added, so that a replica left out or counted twice changes the sum."""
 
     def nest(factor: Any) -> dict[str, Any]:
-        # Times 15, the sum of four replicas, it is no number of float32.
+        # Times 15, the sum of four replicas, it is not a number of float32.
         return {**_nest(factor), "large int32": jnp.int32(factor) * jnp.int32(2**22 + 1)}
 
     parts = s.seen(lambda: replica().all_reduce("sum", nest(power())))

@@ -32,7 +32,7 @@ class Fact:
     """How far floating numbers may be apart, relative to the largest; 0 for bitwise."""
 
     def holds(self) -> bool:
-        """Tells whether what was received is what was expected."""
+        """Returns whether what was received is what was expected."""
         if isinstance(self.expected, (np.ndarray, np.generic, jax.Array)):
             return _equal_arrays(self.received, np.asarray(self.expected), self.rtol)
         if isinstance(self.expected, float):
@@ -98,7 +98,7 @@ def succeeds(what: str, call: Callable[[], Any]) -> Fact:
 
 
 def outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> str:
-    """Says which error a call raises: the kind alone where it is the one that was asked for."""
+    """Returns which error a call raises: the kind alone where it is the one that was asked for."""
     try:
         call()
     except LoweringError:  # ends the check: it says nothing about what was called
@@ -111,7 +111,7 @@ def outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> str
 
 
 def error_line(error: Exception) -> str:
-    """Gives an error as one line."""
+    """Returns an error as one line."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
@@ -150,12 +150,12 @@ class Subject:
         return self.parts(self.run(with_results_apart, *args))
 
     def parts(self, value: Any) -> list[Any]:
-        """Gives each replica's part of a value, as NumPy arrays."""
+        """Returns each replica's part of a value, as NumPy arrays."""
         parts = self.strategy.experimental_local_results(value)
         return [jax.tree.map(np.asarray, part) for part in parts]
 
     def own(self, values: Sequence[Any]) -> Any:
-        """Gives each replica its own value."""
+        """Returns each replica its own value."""
         return self.strategy.experimental_distribute_values_from_function(
             lambda context: values[context.replica_id_in_sync_group]
         )
@@ -169,17 +169,17 @@ Check = Callable[[Subject], Iterator[Fact]]
 
 
 def replica() -> Any:
-    """Gives the context of this replica."""
+    """Returns the context of this replica."""
     return get_replica_context()
 
 
 def number() -> jax.Array:
-    """Gives 1.0 to replica 0, 2.0 to replica 1, and so on."""
+    """Returns 1.0 to replica 0, 2.0 to replica 1, and so on."""
     return jnp.asarray(replica().replica_id_in_sync_group, jnp.float32) + 1
 
 
 def power() -> jax.Array:
-    """Gives 1, 2, 4, … to the replicas: no two sets of replicas have the same sum."""
+    """Returns 1, 2, 4, … to the replicas: no two sets of replicas have the same sum."""
     return jnp.exp2(number() - 1)
 
 

@@ -200,7 +200,7 @@ def data(sizes: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def example_losses(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Gives the loss of each example."""
+    """Returns the loss of each example."""
     return jnp.square(model(x)[:, 0] - y)
 
 

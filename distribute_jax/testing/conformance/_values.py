@@ -31,7 +31,7 @@ from distribute_jax.testing.conformance._core import (
 
 
 def _current() -> tuple[Any, bool, bool]:
-    """Gives the strategy, in_cross_replica_context, and whether there is a replica context."""
+    """Returns the strategy, in_cross_replica_context, and whether there is a replica context."""
     return get_strategy(), in_cross_replica_context(), get_replica_context() is not None
 
 
