@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 RUNNABLE = {"python", "pycon"}
-SHOWN = {"bash", "dockerfile", "yaml"}
+SHOWN = {"bash", "dockerfile", "mermaid", "yaml"}
 
 
 class Block(NamedTuple):

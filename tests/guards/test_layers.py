@@ -7,6 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from layer_picture import BLOCK, PAGE, picture
 from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
@@ -169,3 +170,10 @@ def test_a_package_that_breaks_the_order_is_reported_with_its_line(
 def test_an_optional_package_may_be_imported_where_it_is_needed(tmp_path: Path) -> None:
     package = write_package(tmp_path, {"data/_a.py": "def f():\n    import grain.python as g"})
     assert [fault for check in CHECKS for fault in check(package)] == []
+
+
+def test_the_picture_of_the_layers_is_that_of_the_imports() -> None:
+    """Otherwise draw it again: ``python tests/guards/layer_picture.py``."""
+    (drawn,) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    assert drawn == picture(LIBRARY)
+    assert "    program --> collectives\n" in drawn
