@@ -28,7 +28,7 @@ from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._capture import Attributes, captures, codes
 from distribute_jax.program._graph import Graph, Walker
 from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, anchor
-from distribute_jax.variables import readable_elsewhere
+from distribute_jax.variables import readable_by_other_threads
 
 
 class Binding:
@@ -233,7 +233,7 @@ def swapped_state(
     """
     before = read_raw(variables)
     tables = [(node, vars(node), dict(vars(node))) for node in nodes]
-    with owned_by_current_trace(variables, nodes), readable_elsewhere(variables, before):
+    with owned_by_current_trace(variables, nodes), readable_by_other_threads(variables, before):
         try:
             write_raw(variables, raws)
             yield

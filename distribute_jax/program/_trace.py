@@ -43,7 +43,7 @@ from distribute_jax.program._replica_context import ReplicaContext
 from distribute_jax.program._replication_rules import ClosedJaxpr
 from distribute_jax.program._results import Results, sort_results
 from distribute_jax.program._trace_errors import explained
-from distribute_jax.variables import noting_created
+from distribute_jax.variables import record_created
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,7 @@ class _Recorder:
             stack.enter_context(swapped_state(binding.variables, nodes, raws, self.rebuilt))
             stack.enter_context(_context.frame(call.strategy, context))
             given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
-            noted = stack.enter_context(noting_created())
+            noted = stack.enter_context(record_created())
             attributes = [set(vars(node)) for node in nodes]
             result = call.fn(*self._positional(data), **self._keywords)
             if kept := kept_variables(call, noted):

@@ -41,7 +41,7 @@ from distribute_jax.collectives._dtypes import as_dtype, check_summable, mean_dt
 from distribute_jax.collectives._options import ReduceOp
 from distribute_jax.processes import doing, job, roll_call
 from distribute_jax.program import MergedValues, is_runtime_failure
-from distribute_jax.variables import Variable, on_replicas, readable_raw, where_components_lie
+from distribute_jax.variables import Variable, mesh_of_components, on_replicas, readable_raw
 
 _EQUAL = (
     "strategy.reduce('sum', ...) got a result of %s that is equal on every replica, and adds it up for each "
@@ -145,7 +145,7 @@ def _of_variable(value: Any, mesh: Mesh) -> Any:
     if _context.merging():
         return _of_traced_variable(value)
     if isinstance(value, Variable) and value.is_on_read:
-        lies = where_components_lie(value) or mesh
+        lies = mesh_of_components(value) or mesh
         return PerReplica(on_replicas(value, lies), lies)
     raw = readable_raw(value)
     if not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):

@@ -1,21 +1,21 @@
 """Variables whose writes and reads combine the replicas: TensorFlow's, on ``nnx.Variable``."""
 
 from distribute_jax.variables._access import (
-    readable_elsewhere as readable_elsewhere,
+    readable_by_other_threads as readable_by_other_threads,
     readable_raw as readable_raw,
 )
 from distribute_jax.variables._components import first_replica as first_replica
 from distribute_jax.variables._rules import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
-    noting_created as noting_created,
+    record_created as record_created,
 )
 from distribute_jax.variables._variable import (
     Variable as Variable,
     aggregated as aggregated,
     components_for as components_for,
+    mesh_of_components as mesh_of_components,
     on_replicas as on_replicas,
-    where_components_lie as where_components_lie,
 )
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "aggregated",
     "components_for",
     "first_replica",
-    "noting_created",
+    "mesh_of_components",
     "on_replicas",
-    "readable_elsewhere",
+    "readable_by_other_threads",
     "readable_raw",
-    "where_components_lie",
+    "record_created",
 ]

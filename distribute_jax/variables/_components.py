@@ -21,23 +21,26 @@ from distribute_jax._mesh import (
     put,
     split_sharding,
 )
+from distribute_jax._messages import is_key
 from distribute_jax._values import Mirrored, PerReplica
 from distribute_jax.variables._rules import VariableAggregation
 
 
-def initial(value: jax.Array, replicas: int, aggregation: VariableAggregation) -> jax.Array:
-    """Stacks the first components: under SUM replica 0 holds it all, so that it reads back."""
+def initial_components(
+    value: jax.Array, replicas: int, aggregation: VariableAggregation
+) -> jax.Array:
+    """Stacks the first components: under SUM replica 0 has the value and the others 0."""
     if aggregation is VariableAggregation.SUM:
         nothing = jnp.zeros((replicas - 1, *value.shape), value.dtype)
         return jnp.concatenate([value[None], nothing])
     return jnp.broadcast_to(value, (replicas, *value.shape))
 
 
-def divided(value: jax.Array, replicas: int, aggregation: VariableAggregation) -> jax.Array:
+def divide(value: jax.Array, replicas: int, aggregation: VariableAggregation) -> jax.Array:
     """Stacks the components of a value assigned from outside.
 
-    Under SUM each replica gets an equal share, and replica 0 what is left over, so that integers
-    and floats, infinity included, read back as they were given.
+    Under SUM each replica gets an equal share, and replica 0 the remainder, so that integers and
+    floats, infinity included, read back exactly.
     """
     if aggregation is not VariableAggregation.SUM:
         return jnp.broadcast_to(value, (replicas, *value.shape))
@@ -48,7 +51,7 @@ def divided(value: jax.Array, replicas: int, aggregation: VariableAggregation) -
 
 
 def _share(value: jax.Array, replicas: int) -> jax.Array:
-    """Gives about value / N, so that shares and remainder add up exactly, in whatever order.
+    """Returns about value / N, so that shares and remainder add up exactly, in any order.
 
     For floats it is a multiple of the value's last digit: then no partial sum is rounded. Where
     there is no such digit, as in infinity and the smallest numbers, the share is zero.
@@ -66,11 +69,11 @@ def _share(value: jax.Array, replicas: int) -> jax.Array:
     return jnp.where(has_digit, share, 0).astype(value.dtype)
 
 
-def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
-    """Makes one value of the components; one alone is the value."""
+def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
+    """Returns the value that the components of a variable read as."""
     if not isinstance(stacked, jax.core.Tracer) and not stacked.is_fully_addressable:
-        # All processes read it together, and each has then a number of its own.
-        return combined(uncommitted(local_copy_of_replicated(stacked)), aggregation, name)
+        # All processes read it together, and each gets a local copy of the result.
+        return combine(uncommitted(local_copy_of_replicated(stacked)), aggregation, name)
     if stacked.shape[0] == 1:
         return stacked[0]
     if aggregation is VariableAggregation.SUM:
@@ -87,35 +90,29 @@ def combined(stacked: jax.Array, aggregation: VariableAggregation, name: str) ->
     )
 
 
-def made_anew(value: jax.Array) -> jax.Array:
-    """Gives the same numbers, or random keys, in an array that no device was chosen for yet."""
-    if _is_key(value):
-        data = jnp.asarray(np.asarray(jax.random.key_data(value)))
-        return _key_like(value, data)
+def uncommitted_copy(value: jax.Array) -> jax.Array:
+    """Returns the same numbers, or random keys, in an array that is not committed to a device."""
+    if is_key(value):
+        return _key_like(value, jnp.asarray(np.asarray(jax.random.key_data(value))))
     return jnp.asarray(np.asarray(value))
 
 
-def returned(raw: Any) -> Any:
-    """Gives the components that a variable in the result of a step has: what each replica returned."""
+def from_result(raw: Any) -> Any:
+    """Returns the components of a variable in the result of a step: what each replica returned."""
     if isinstance(raw, PerReplica):
         return raw.global_array
     if isinstance(raw, Mirrored):
         mesh = cast("Any", raw).sharding.mesh
-        return placed(jnp.stack([cast("Any", raw)] * num_replicas(mesh)), mesh)
+        return place(jnp.stack([cast("Any", raw)] * num_replicas(mesh)), mesh)
     return raw
 
 
 def first_replica(value: jax.Array) -> jax.Array:
-    """Gives every replica the value of replica 0: numbers, bools or random keys."""
-    if _is_key(value):
-        data = first_replica(jax.random.key_data(value))
-        return _key_like(value, data)
-    own = jnp.where(jax.lax.axis_index(DATA) == 0, value, jnp.zeros_like(value))
-    return jnp.asarray(jax.lax.psum(own, DATA), value.dtype)
-
-
-def _is_key(value: jax.Array) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
+    """Returns the value of replica 0 on every replica: numbers, bools or random keys."""
+    if is_key(value):
+        return _key_like(value, first_replica(jax.random.key_data(value)))
+    first = jnp.where(jax.lax.axis_index(DATA) == 0, value, jnp.zeros_like(value))
+    return jnp.asarray(jax.lax.psum(first, DATA), value.dtype)
 
 
 def _key_like(key: jax.Array, data: jax.Array) -> jax.Array:
@@ -123,8 +120,8 @@ def _key_like(key: jax.Array, data: jax.Array) -> jax.Array:
     return new
 
 
-def copies(mirrored: jax.Array) -> list[jax.Array]:
-    """Gives the copies of a mirrored value: that of each replica of this process, on its first core."""
+def local_copies(mirrored: jax.Array) -> list[jax.Array]:
+    """Returns the copies of a mirrored value of this process's replicas, each on its first core."""
     return [shard.data for shard in mirrored.addressable_shards[:: _cores(mirrored)]]
 
 
@@ -139,17 +136,17 @@ def _cores(mirrored: jax.Array) -> int:
     return cores_per_replica(cast("Mesh", mesh)) if is_ours else 1
 
 
-def placed(stacked: Any, mesh: Mesh) -> Any:
-    """Lays one component on each replica."""
+def place(stacked: Any, mesh: Mesh) -> Any:
+    """Puts one component on each replica."""
     if isinstance(stacked, jax.core.Tracer):
         return stacked
     return put(stacked, split_sharding(mesh))
 
 
 def mesh_of(stacked: Any) -> Mesh | None:
-    """Gives the mesh on whose replicas the components lie; None where they lie elsewhere.
+    """Returns the mesh that the components are sharded over, one a replica; None otherwise.
 
-    A jit of the user's own leaves what it writes wherever XLA wants.
+    The user's jit leaves what it writes wherever XLA wants.
     """
     mesh = getattr(stacked.sharding, "mesh", None)
     if not isinstance(mesh, Mesh) or num_replicas(mesh) != stacked.shape[0]:
@@ -157,18 +154,17 @@ def mesh_of(stacked: Any) -> Mesh | None:
     return mesh if stacked.sharding.is_equivalent_to(split_sharding(mesh), stacked.ndim) else None
 
 
-def relaid(stacked: jax.Array, mesh: Mesh, aggregation: VariableAggregation) -> jax.Array:
-    """Lays the components on another number of replicas, so that the variable reads the same."""
+def reshard(stacked: jax.Array, mesh: Mesh, aggregation: VariableAggregation) -> jax.Array:
+    """Returns the components for the replicas of a mesh, so that the variable reads the same."""
     replicas, wanted = num_replicas(mesh), split_sharding(mesh)
     if stacked.shape[0] == replicas and stacked.sharding.is_equivalent_to(wanted, stacked.ndim):
         return stacked
     if stacked.shape[0] != replicas:
-        kept = VariableAggregation.ONLY_FIRST_REPLICA
         none = aggregation is VariableAggregation.NONE
-        value = combined(stacked, kept if none else aggregation, "")
-        stacked = initial(value, replicas, aggregation)
-    on_mesh: jax.Array = placed(stacked, mesh)
-    return on_mesh
+        value = stacked[0] if none else combine(stacked, aggregation, "")
+        stacked = initial_components(value, replicas, aggregation)
+    components: jax.Array = place(stacked, mesh)
+    return components
 
 
 Combine = Callable[[jax.Array], jax.Array]
@@ -177,66 +173,60 @@ SCATTERS: dict[str, str] = {
     "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "min": "min",
     "max": "max", "update": "set",
 }  # fmt: skip
-"""Each operation, and what JAX calls it."""
+"""The name of each operation in TensorFlow and in JAX."""
 
 
-def checked_rows(
-    indices: Any, updates: jax.Array, shape: tuple[int, ...], method: str
-) -> jax.Array:
-    """Gives the rows as an array of integers, those of the host seen to be rows of the variable."""
-    given = indices if isinstance(indices, jax.Array) else np.asarray(indices)
-    if not shape or not jnp.issubdtype(given.dtype, jnp.integer):
+def check_rows(indices: Any, updates: jax.Array, shape: tuple[int, ...], method: str) -> jax.Array:
+    """Returns the rows as an array of integers; those that are not traced must exist."""
+    rows = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+    if not shape or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ArgumentError(
-            f"{method} got indices of dtype {given.dtype} for a variable of shape {shape}. They are "
-            "integers, rows along its dim 0: jnp.array([0, 2])."
+            f"{method}: indices must be integers along dim 0 of the variable; got dtype {rows.dtype} for "
+            f"shape {shape}."
         )
-    wanted = (*given.shape, *shape[1:])
+    wanted = (*rows.shape, *shape[1:])
     try:
-        fits = jnp.broadcast_shapes(updates.shape, wanted) == wanted
+        broadcasts = jnp.broadcast_shapes(updates.shape, wanted) == wanted
     except ValueError:
-        fits = False
-    if not fits:
+        broadcasts = False
+    if not broadcasts:
         raise ArgumentError(
-            f"{method} got updates of shape {updates.shape} for {given.size} rows of shape {shape[1:]}. Give "
-            f"updates of shape {wanted}, or one that broadcasts to it."
+            f"{method}: updates for {rows.size} rows of shape {shape[1:]} must broadcast to {wanted}; got "
+            f"shape {updates.shape}."
         )
-    concrete = not isinstance(given, jax.core.Tracer) and given.size > 0
-    if concrete and not -shape[0] <= int(np.min(given)) <= int(np.max(given)) < shape[0]:
+    concrete = not isinstance(rows, jax.core.Tracer) and rows.size > 0
+    if concrete and not -shape[0] <= int(np.min(rows)) <= int(np.max(rows)) < shape[0]:
         raise ArgumentError(
-            f"{method} got indices from {int(np.min(given))} to {int(np.max(given))}, and the variable has "
+            f"{method} got indices from {int(np.min(rows))} to {int(np.max(rows))}, and the variable has "
             f"{shape[0]} rows, 0 to {shape[0] - 1}. JAX would leave such rows out silently."
         )
-    return jnp.asarray(given)
+    return jnp.asarray(rows)
 
 
-def scattered(
-    value: jax.Array, op: str, indices: jax.Array, updates: jax.Array, over: Combine | None
+def scatter(
+    value: jax.Array,
+    op: str,
+    indices: jax.Array,
+    updates: jax.Array,
+    combine_replicas: Combine | None,
 ) -> jax.Array:
-    """Gives the value after the rows were changed.
+    """Returns the value after the rows were changed; integers are divided toward zero.
 
-    Args:
-        value: the whole value.
-        op: a key of ``SCATTERS``.
-        indices: the rows.
-        updates: what to add, multiply by, or put there.
-        over: combines the replicas' changes, or None where there is one change only. Sums are taken
-            over the dense changes; factors over the rows that any replica touches, where the
-            factors that one replica gives for one row are multiplied first.
-
-    Integers are divided toward zero.
+    ``combine_replicas`` combines the changes of the replicas, if there are several: sums over the dense
+    changes; factors over the rows that any replica touches, after those of one replica for one row are
+    multiplied.
     """
-    if over is None:
+    if combine_replicas is None:
         if op == "div":
             return _divided(value, jnp.ones_like(value).at[indices].multiply(updates))
         changed: jax.Array = getattr(value.at[indices], SCATTERS[op])(updates)
         return changed
     if op in ("add", "sub"):
-        dense = over(jnp.zeros_like(value).at[indices].add(updates))
+        dense = combine_replicas(jnp.zeros_like(value).at[indices].add(updates))
         return value + dense if op == "add" else value - dense
-    own = jnp.zeros_like(value).at[indices].set(1)
-    factor = over(jnp.where(own > 0, jnp.ones_like(value).at[indices].multiply(updates), 0))
-    touched = over(own) > 0
-    factor = jnp.where(touched, factor, 1)
+    touched = jnp.zeros_like(value).at[indices].set(1)
+    factor = jnp.where(touched > 0, jnp.ones_like(value).at[indices].multiply(updates), 0)
+    factor = jnp.where(combine_replicas(touched) > 0, combine_replicas(factor), 1)
     return value * factor if op == "mul" else _divided(value, factor)
 
 

@@ -27,11 +27,11 @@ class VariableSynchronization(enum.Enum):
     AUTO = "AUTO"
     """``ON_WRITE``."""
     NONE = "NONE"
-    """Never: refused, since the replicas would drift apart."""
+    """Never: refused, since the replicas would diverge."""
     ON_WRITE = "ON_WRITE"
     """At every write: the variable is mirrored."""
     ON_READ = "ON_READ"
-    """When it is read outside of ``run``: each replica has its own value."""
+    """When it is read outside of ``run``: each replica has a local value."""
 
 
 class VariableAggregation(enum.Enum):
@@ -52,29 +52,28 @@ class VariableAggregation(enum.Enum):
     """The value of replica 0."""
 
 
-def checked_kinds(
+def check_kinds(
     synchronization: Any, aggregation: Any, dtype: Any
 ) -> tuple[VariableSynchronization, VariableAggregation]:
-    """Checks what a variable is asked to be, and turns AUTO into ON_WRITE."""
+    """Checks the kinds of a variable, and turns AUTO into ON_WRITE."""
     for name, value, kind in (
         ("synchronization", synchronization, VariableSynchronization),
         ("aggregation", aggregation, VariableAggregation),
     ):
         if not isinstance(value, kind):
             raise ArgumentError(
-                f"dj.Variable got {name}={value!r}, which is no {kind.__name__}. Use one of "
-                + ", ".join(f"dj.{kind.__name__}.{member.name}" for member in kind)
-                + "."
+                f"dj.Variable: {name} must be a dj.{kind.__name__}, one of "
+                f"{', '.join(kind.__members__)}; got {value!r}."
             )
     if synchronization is VariableSynchronization.NONE:
         raise ArgumentError(
-            "dj.Variable got synchronization=NONE, which is invalid: the replicas' values would drift "
-            "apart for good. Use ON_WRITE, or ON_READ where each replica keeps its own value."
+            "dj.Variable: synchronization=NONE is invalid, since the replicas would diverge. Use ON_WRITE, "
+            "or ON_READ where each replica keeps a local value."
         )
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         raise ArgumentError(
-            f"dj.Variable got aggregation=MEAN for {dtype}: the mean of integers is not an integer. "
-            "Use a floating dtype, SUM or ONLY_FIRST_REPLICA."
+            f"dj.Variable: aggregation=MEAN needs a floating dtype, since the mean of integers is not an "
+            f"integer; got {dtype}. Use SUM or ONLY_FIRST_REPLICA."
         )
     if synchronization is VariableSynchronization.AUTO:
         synchronization = VariableSynchronization.ON_WRITE
@@ -86,59 +85,52 @@ _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
 def cast(value: Any, dtype: Any, name: str) -> jax.Array:
-    """Turns a value into an array of a variable's dtype.
+    """Returns an array of a variable's dtype, or raises if it cannot hold it: 0.5 in an int, 300 in a uint8.
 
-    A shorter float is rounded, as everywhere in JAX; integers must fit.
-
-    Raises:
-        ValueError: the variable cannot hold such numbers: a float in an integer, 300 in a uint8.
+    A shorter float is rounded, as everywhere in JAX.
     """
     traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
     # NumPy holds a large Python integer, JAX would refuse it or wrap it.
-    given: Any = jnp.asarray(value) if traced else np.asarray(value)
-    if given.dtype != dtype and not _fits(given, dtype):
+    array: Any = jnp.asarray(value) if traced else np.asarray(value)
+    if array.dtype != dtype and not _can_hold(dtype, array):
         raise ArgumentError(
-            f"Variable {name!r} has dtype {dtype} and was given {given.dtype}"
-            f"{'' if isinstance(given, jax.core.Tracer) else f' {given!s:.60}'}, which would be changed "
+            f"Variable {name!r} has dtype {dtype} and was given {array.dtype}"
+            f"{'' if isinstance(array, jax.core.Tracer) else f' {array!s:.60}'}, which would be changed "
             "silently. Keep such numbers in a variable that can hold them, as dj.Variable(0.0) holds "
-            f"floats, or say what becomes of them: jnp.round(value).astype({str(dtype)!r})."
+            f"floats, or convert them: jnp.round(value).astype({str(dtype)!r})."
         )
-    return jnp.asarray(given, dtype)
+    return jnp.asarray(array, dtype)
 
 
-def first_value(value: Any, name: str) -> jax.Array:
-    """Gives the array that a variable starts with, or raises for what no array can be made of."""
+def initial_array(value: Any, name: str) -> jax.Array:
+    """Returns the array that a variable starts with, or raises if the value is not a number or an array."""
     array: Any = fitting(value, f"dj.Variable {name!r}")
     if isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
         return jnp.asarray(array)
     leaves = jax.tree.leaves(array, is_leaf=lambda leaf: leaf is None)
-    if (
-        isinstance(array, dict)
-        or not leaves
-        or any(leaf is None or isinstance(leaf, str) for leaf in leaves)
-    ):
+    wrong = any(leaf is None or isinstance(leaf, str) for leaf in leaves)
+    if isinstance(array, dict) or not leaves or wrong:
         raise ArgumentError(
-            f"dj.Variable {name!r} got {leaf_text(value)} as its value, which is neither a number nor an "
-            "array. Pass one, as dj.Variable(0.0) or dj.Variable(jnp.zeros(3))."
+            f"dj.Variable {name!r}: value must be a number or an array; got {leaf_text(value)}."
         )
     return jnp.asarray(array)
 
 
-def _fits(given: Any, dtype: Any) -> bool:
-    own, wanted = _kind(given.dtype), _kind(dtype)
-    if own is None or wanted is None or own != wanted:
-        return own is not None and wanted is not None and own < wanted
+def _can_hold(dtype: Any, array: Any) -> bool:
+    kind, wanted = _kind(array.dtype), _kind(dtype)
+    if kind is None or wanted is None or kind != wanted:
+        return kind is not None and wanted is not None and kind < wanted
     if not jnp.issubdtype(dtype, jnp.integer):
         return True
     info: Any = jnp.iinfo
     low, high = info(dtype).min, info(dtype).max
-    if low <= info(given.dtype).min and info(given.dtype).max <= high:
+    if low <= info(array.dtype).min and info(array.dtype).max <= high:
         return True
-    if isinstance(given, jax.core.Tracer):
+    if isinstance(array, jax.core.Tracer):
         return False
-    if isinstance(given, jax.Array) and not given.is_fully_addressable:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return False
-    numbers = np.asarray(given)
+    numbers = np.asarray(array)
     return numbers.size == 0 or (low <= int(numbers.min()) and int(numbers.max()) <= high)
 
 
@@ -146,33 +138,33 @@ def _kind(dtype: Any) -> int | None:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
-def different_values(name: str) -> PerReplicaError:
-    """Says why a per-replica value cannot be written from outside, and what to do."""
+def per_replica_error(name: str) -> PerReplicaError:
+    """Returns the error for a per-replica value that is written from outside."""
     return PerReplicaError(
         f"Variable {name!r} was given a per-replica value in cross-replica context; its replicas would "
-        "drift apart. Reduce it first: v.assign(strategy.reduce('mean', value)), or assign inside run."
+        "diverge. Reduce it first: v.assign(strategy.reduce('mean', value)), or assign inside run."
     )
 
 
-class _Notes(threading.local):
+class _Created(threading.local):
     def __init__(self) -> None:
         self.lists: list[list[tuple[Any, Any]]] = []
 
 
-_notes = _Notes()
+_created = _Created()
 
 
 @contextmanager
-def noting_created() -> Iterator[list[tuple[Any, Any]]]:
-    """Gives a list that every ``Variable`` made in the block joins, with its first raw value."""
-    _notes.lists.append([])
+def record_created() -> Iterator[list[tuple[Any, Any]]]:
+    """Yields a list of the variables made in a trace in the block, with their initial raw values."""
+    _created.lists.append([])
     try:
-        yield _notes.lists[-1]
+        yield _created.lists[-1]
     finally:
-        _notes.lists.pop()
+        _created.lists.pop()
 
 
 def note_created(variable: Any, raw: Any) -> None:
-    """Notes a variable that is being made."""
-    if _notes.lists:
-        _notes.lists[-1].append((variable, raw))
+    """Adds a variable that is being made in a trace to the innermost list."""
+    if _created.lists:
+        _created.lists[-1].append((variable, raw))

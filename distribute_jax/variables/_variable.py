@@ -19,22 +19,22 @@ from distribute_jax._messages import is_donated
 from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
 from distribute_jax.variables._access import (
+    check_current_strategy,
     inside_replica,
     inside_run,
     on_this_thread,
     readable_here,
     readable_raw,
-    require_own,
 )
-from distribute_jax.variables._components import SCATTERS, Scatters, checked_rows, scattered
+from distribute_jax.variables._components import SCATTERS, Scatters, check_rows, scatter
 from distribute_jax.variables._rules import (
     VariableAggregation,
     VariableSynchronization,
     cast,
-    checked_kinds,
-    different_values,
-    first_value,
+    check_kinds,
+    initial_array,
     note_created,
+    per_replica_error,
 )
 
 _NONE = VariableAggregation.NONE
@@ -52,9 +52,9 @@ class Variable(nnx.Variable[Any], Scatters):
     - ``ON_WRITE`` (the default): mirrored. Inside ``run`` a write combines what the replicas write,
       by the aggregation, at once: SUM, MEAN, or replica 0's. With aggregation NONE the replicas must
       write the same, which is proved. Outside of ``run`` a write sets the value everywhere.
-    - ``ON_READ``: each replica keeps its own value inside ``run``; nothing is communicated. Outside of
+    - ``ON_READ``: each replica keeps a local value inside ``run``; nothing is communicated. Outside of
       ``run`` it reads as the aggregate; ``assign(x)`` makes it read as x, and under SUM divides x
-      among the replicas. It starts as given: under SUM replica 0 holds the initial value.
+      among the replicas. Under SUM replica 0 starts with the initial value, the others with 0.
 
     Args:
         value: the initial value, a number or an array (global view); also as ``initial_value=``, as in
@@ -68,7 +68,7 @@ class Variable(nnx.Variable[Any], Scatters):
         **metadata: further metadata of the ``nnx.Variable``.
 
     Raises:
-        ValueError: a MEAN of integers, ``synchronization=NONE``, or no such kind.
+        ValueError: a MEAN of integers, ``synchronization=NONE``, or an unknown kind.
 
     Example:
         >>> import distribute_jax as dj
@@ -95,18 +95,17 @@ class Variable(nnx.Variable[Any], Scatters):
         initial_value: Any = _MISSING,
         **metadata: Any,
     ) -> None:
-        """Makes the variable for the strategy that is current; see the class for the arguments."""
         if (value is _MISSING) is (initial_value is _MISSING):
             raise ArgumentTypeError(
                 "dj.Variable takes one initial value: dj.Variable(0.0) or dj.Variable(initial_value=0.0)."
             )
         value = initial_value if value is _MISSING else value
         if isinstance(value, DistributedValues):
-            raise different_values(name)
-        array = first_value(value, name)
+            raise per_replica_error(name)
+        array = initial_array(value, name)
         if dtype is not None:
             array = cast(array, jnp.dtype(dtype), name)
-        synchronization, aggregation = checked_kinds(synchronization, aggregation, array.dtype)
+        synchronization, aggregation = check_kinds(synchronization, aggregation, array.dtype)
         if trainable is None:
             trainable = synchronization is not _ON_READ
         super().__init__(
@@ -119,21 +118,20 @@ class Variable(nnx.Variable[Any], Scatters):
         )
 
     def create_value(self, value: Any) -> Any:
-        """Gives the first raw value: for ON_READ one component for each replica."""
+        """Returns the initial raw value: for ON_READ one component for each replica."""
         if inside_run():
-            raw = self._first_in_step(value)
+            raw = self._initial_in_step(value)
             note_created(self, raw)
             return raw
         if not self.is_on_read:
-            made_elsewhere = _context.entered() is not None and at_top_level()
-            # A new array lies where the scope puts state; one made before would stay where it is.
-            return _components.made_anew(value) if made_elsewhere else value
+            in_scope = _context.entered() is not None and at_top_level()
+            # A new array is stored where the scope puts state; one made before would stay where it is.
+            return _components.uncommitted_copy(value) if in_scope else value
         mesh = _context.current().strategy.mesh
-        stacked = _components.initial(value, num_replicas(mesh), self.aggregation)
-        return _components.placed(stacked, mesh)
+        stacked = _components.initial_components(value, num_replicas(mesh), self.aggregation)
+        return _components.place(stacked, mesh)
 
-    def _first_in_step(self, value: Any) -> Any:
-        """Gives the first value of a variable made in a step: that of the first replica."""
+    def _initial_in_step(self, value: Any) -> Any:
         first = _components.first_replica(value)
         if not self.is_on_read or self.aggregation is not _SUM:
             return first
@@ -141,13 +139,13 @@ class Variable(nnx.Variable[Any], Scatters):
 
     @property
     def is_on_read(self) -> bool:
-        """Whether each replica keeps its own value."""
+        """Whether each replica keeps a local value."""
         return bool(self.get_metadata("synchronization") is _ON_READ)
 
     # Reading
 
     def get_value(self, *, index: Any = ...) -> Any:
-        """Gives the value: inside ``run`` this replica's, outside of it the aggregated one."""
+        """Returns the value: inside ``run`` this replica's, outside of it the aggregated one."""
         raw = readable_here(self._raw())
         if self.is_on_read and not inside_replica():
             raw = self._aggregated(raw)
@@ -159,7 +157,7 @@ class Variable(nnx.Variable[Any], Scatters):
 
     @property
     def value(self) -> Any:
-        """The value, as ``nnx.Variable`` has it: deprecated there, and no method as TensorFlow's."""
+        """The value, as in ``nnx.Variable``: deprecated there, and not a method as TensorFlow's."""
         warnings.warn(_VALUE, DeprecationWarning, stacklevel=2)
         return self.get_value()
 
@@ -169,13 +167,13 @@ class Variable(nnx.Variable[Any], Scatters):
         self.set_value(value)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Gives the value as a NumPy array; outside of ``run`` only."""
+        """Returns the value as a NumPy array; outside of ``run`` only."""
         value = self.get_value()
         with reading(value):
             return np.asarray(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Lets NumPy read what ``numpy()`` gives, never the components."""
+        """Lets NumPy read what ``numpy()`` returns, never the components."""
         value = self.numpy()
         return value.astype(value.dtype if dtype is None else dtype, copy=bool(copy))
 
@@ -184,7 +182,7 @@ class Variable(nnx.Variable[Any], Scatters):
         """This process's components in replica order; in ``merge_call`` those of all replicas.
 
         Raises:
-            RuntimeError: read inside ``run``, where a replica has its own component, ``v[...]``.
+            RuntimeError: read inside ``run``, where a replica has one component, ``v[...]``.
         """
         self._require_all_components("values")
         raw = self._raw()
@@ -194,32 +192,34 @@ class Variable(nnx.Variable[Any], Scatters):
         if self.is_on_read:
             mesh = _components.mesh_of(raw)
             return (
-                tuple(_components.made_anew(raw)) if mesh is None else PerReplica(raw, mesh).values
+                tuple(_components.uncommitted_copy(raw))
+                if mesh is None
+                else PerReplica(raw, mesh).values
             )
         if isinstance(raw, PerReplica):  # the variable is part of what a step returned
             return raw.values
         with outside_mesh():
-            return tuple(map(uncommitted, _components.copies(raw)))
+            return tuple(map(uncommitted, _components.local_copies(raw)))
 
     @property
     def component_names(self) -> tuple[str, ...]:
         """The names of all replicas' components: ``v``, ``v/replica_1``, …."""
         self._require_all_components("component_names")
-        own = self.is_on_read or inside_run()
-        replicas = self._components() if own else _components.count_copies(self._raw())
+        counted = self.is_on_read or inside_run()
+        replicas = self._components() if counted else _components.count_copies(self._raw())
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _require_all_components(self, what: str) -> None:
         if inside_replica():
             raise ContextError(
                 f"{what} of variable {self.name!r} was read inside run, on one replica, which has one "
-                "component: read it as v[...]. All components are there in merge_call and outside of run."
+                "component: read it as v[...]. merge_call and code outside of run have all components."
             )
 
     def _raw(self) -> Any:
-        """Gives what is stored; in a variable that a step returned, first makes it components."""
+        """Returns the raw value, as components also in a variable that a step returned."""
         stored = readable_raw(self)
-        raw = _components.returned(stored) if self.is_on_read else stored
+        raw = _components.from_result(stored) if self.is_on_read else stored
         if raw is not stored and at_top_level():
             self.set_raw_value(raw)
         return raw
@@ -228,13 +228,13 @@ class Variable(nnx.Variable[Any], Scatters):
         if not hasattr(raw, "shape"):  # not an array: what a tree function put here
             return raw
         raw = jax.lax.all_gather(raw, DATA) if inside_run() else on_this_thread(raw)
-        return _components.combined(raw, self.aggregation, self.name)
+        return _components.combine(raw, self.aggregation, self.name)
 
     # Writing
 
     def set_value(self, value: Any, *, index: Any = ...) -> None:
         """Assigns the value, or a part of it, by the rules of the class."""
-        require_own(self._raw(), self.name)
+        check_current_strategy(self._raw(), self.name)
         if index is not Ellipsis:
             value = cast(value, self._raw().dtype, self.name)
         if index is Ellipsis:
@@ -264,33 +264,33 @@ class Variable(nnx.Variable[Any], Scatters):
                 integer, or a per-replica value outside of ``run``.
             RuntimeError: a variable of another strategy than the one whose scope this is.
         """
-        value = self._as_own(value)
+        value = self._converted(value)
         if inside_replica():
             return self._store(value if self.is_on_read else self._over_replicas(value))
         if self.is_on_read:
             self._check_assignable("assign")
-            return self._store_components(_components.divided, value)
+            return self._store_components(_components.divide, value)
         return self._store(value)
 
     def assign_add(self, delta: Any) -> Any:
         """Adds to the value; see ``assign``."""
-        return self._assign_change("assign_add", self._as_own(delta))
+        return self._assign_change("assign_add", self._converted(delta))
 
     def assign_sub(self, delta: Any) -> Any:
         """Subtracts from the value; see ``assign``."""
-        return self._assign_change("assign_sub", -self._as_own(delta))
+        return self._assign_change("assign_sub", -self._converted(delta))
 
     def scatter(self, op: str, indices: Any, updates: Any) -> Any:
         """Changes rows of the value: ``v[indices] op= updates``, duplicates one after another.
 
         Inside ``run`` each replica's change is combined by the aggregation, as one dense change:
         under SUM a row is multiplied or divided by the sum of the replicas' factors, each of which
-        is the product of what the replica gives for that row. Integers are divided toward zero.
+        is the product of the replica's updates for that row. Integers are divided toward zero.
 
         Args:
             op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
             indices: int array of shape (k,), along dim 0 of the variable (this replica's). Inside ``run``
-                they are traced: rows that are not there change nothing, as everywhere in JAX.
+                they are traced: rows that do not exist change nothing, as everywhere in JAX.
             updates: array of shape (k, …) or one that broadcasts to it (this replica's).
 
         Returns:
@@ -298,11 +298,11 @@ class Variable(nnx.Variable[Any], Scatters):
 
         Raises:
             NotImplementedError: an ON_READ variable; min, max or update under SUM or MEAN.
-            ValueError: no such ``op``, updates that the dtype cannot hold, indices that are no integers or
-                no rows of the variable, or shapes that do not fit.
+            ValueError: an unknown ``op``, updates that the dtype cannot hold, indices that are not integers
+                or not rows of the variable, or shapes that do not fit.
         """
         if op not in SCATTERS:
-            raise ArgumentError(f"scatter got op={op!r}. Use one of {', '.join(SCATTERS)}.")
+            raise ArgumentError(f"scatter: op must be one of {', '.join(SCATTERS)}; got op={op!r}.")
         if self.is_on_read:
             raise NotImplementedError(
                 f"{self.name!r} is an ON_READ variable, and scatter_{op} is not defined for it. Use "
@@ -314,12 +314,11 @@ class Variable(nnx.Variable[Any], Scatters):
                 f"scatter_{op} inside run is not defined for aggregation {self.aggregation.name} "
                 f"({self.name!r}). Use ONLY_FIRST_REPLICA, or NONE with equal updates."
             )
-        over = self._over_replicas if combines else None
         raw = self._raw()
-        require_own(raw, self.name)
+        check_current_strategy(raw, self.name)
         updates = cast(updates, raw.dtype, self.name)
-        rows = checked_rows(indices, updates, raw.shape, f"scatter_{op} of {self.name!r}")
-        new = scattered(raw, op, rows, updates, over)
+        rows = check_rows(indices, updates, raw.shape, f"scatter_{op} of {self.name!r}")
+        new = scatter(raw, op, rows, updates, self._over_replicas if combines else None)
         return self._store(new if combines or not inside_replica() else self._over_replicas(new))
 
     def _assign_change(self, method: str, delta: jax.Array) -> Any:
@@ -336,14 +335,14 @@ class Variable(nnx.Variable[Any], Scatters):
             )
         return self._store(self._raw() + delta)
 
-    def _as_own(self, value: Any) -> jax.Array:
-        """Turns a value into an array of the variable's dtype, and checks its shape."""
+    def _converted(self, value: Any) -> jax.Array:
+        """Returns a value as an array of the variable's dtype and shape."""
         if isinstance(value, DistributedValues):
-            raise different_values(self.name)
+            raise per_replica_error(self.name)
         if isinstance(value, nnx.Variable):
             value = value.get_value()
         raw = self._raw()
-        require_own(raw, self.name)
+        check_current_strategy(raw, self.name)
         array = cast(value, raw.dtype, self.name)
         shape = raw.shape[1:] if self.is_on_read and not inside_run() else raw.shape
         if array.shape != shape:
@@ -366,8 +365,8 @@ class Variable(nnx.Variable[Any], Scatters):
     def _store(self, raw: Any) -> Any:
         old = self._raw()
         if at_top_level() and isinstance(old, jax.Array):
-            # A copy: what was assigned may be the memory of another variable, which a step takes. It
-            # stays where the old value was: on the mesh, with its components on their replicas.
+            # A copy: what was assigned may be the memory of another variable, which will be donated. It
+            # has the sharding of the old value, with components on their replicas.
             with outside_mesh():
                 raw = put(jnp.copy(raw), old.sharding)
         self.set_raw_value(raw)
@@ -380,7 +379,7 @@ class Variable(nnx.Variable[Any], Scatters):
         return self._store(make(value, self._components(), self.aggregation))
 
     def _components(self) -> int:
-        """Gives how many replicas have a component."""
+        """Returns how many replicas have a component."""
         return int(jax.lax.psum(1, DATA) if inside_run() else self._raw().shape[0])
 
     def _check_assignable(self, method: str) -> None:
@@ -391,7 +390,7 @@ class Variable(nnx.Variable[Any], Scatters):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Gives metadata, or an attribute of the value, as it reads here."""
+        """Returns metadata, or an attribute of the value, as it reads here."""
         if not name.startswith("_") and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
@@ -404,31 +403,31 @@ _VALUE = (
 
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
-    """Gives the raw value of an ON_READ variable with one component for each replica of a mesh."""
-    raw = _components.returned(readable_raw(variable))
-    return _components.relaid(raw, mesh, variable.aggregation)
+    """Returns the raw value of an ON_READ variable with one component for each replica of a mesh."""
+    raw = _components.from_result(readable_raw(variable))
+    return _components.reshard(raw, mesh, variable.aggregation)
 
 
-def where_components_lie(variable: Variable) -> Mesh | None:
-    """Gives the mesh that the components of an ON_READ variable lie on; None for no strategy's."""
-    return _components.mesh_of(_components.returned(variable.get_raw_value()))
+def mesh_of_components(variable: Variable) -> Mesh | None:
+    """Returns the mesh that the components of an ON_READ variable are sharded over; None if not one."""
+    return _components.mesh_of(_components.from_result(variable.get_raw_value()))
 
 
 def components_for(variable: Variable, value: Any) -> jax.Array:
-    """Gives the raw value with which an ON_READ variable reads as ``value``, where the present one lies.
+    """Returns the raw value with which an ON_READ variable reads as ``value``, sharded as the present one.
 
-    The present one is not read, so it may be gone.
+    The present one is not read, so it may have been donated.
     """
-    held = variable.get_raw_value()
-    old = held if is_donated(held) else _components.returned(held)
-    new = _components.divided(jnp.asarray(value, old.dtype), old.shape[0], variable.aggregation)
+    old = variable.get_raw_value()
+    old = old if is_donated(old) else _components.from_result(old)
+    new = _components.divide(jnp.asarray(value, old.dtype), old.shape[0], variable.aggregation)
     with outside_mesh():
         placed: jax.Array = put(new, old.sharding)
     return placed
 
 
 def aggregated(variable: Variable, components: jax.Array) -> jax.Array | None:
-    """Gives the value that components of a variable read as; None for aggregation NONE."""
+    """Returns the value that components of a variable read as; None for aggregation NONE."""
     if variable.aggregation is _NONE:
         return None
-    return _components.combined(components, variable.aggregation, variable.name)
+    return _components.combine(components, variable.aggregation, variable.name)
