@@ -1,4 +1,4 @@
-"""Several processes agree on an epoch: each is a thread here, with a feed of its own."""
+"""Several processes agree on an epoch: each is a thread here, with its feed."""
 
 import re
 import threading
@@ -15,7 +15,7 @@ from distribute_jax import data
 from distribute_jax._errors import ArgumentError
 from distribute_jax._padding import padded_rows
 from distribute_jax.data import InputContext, InputOptions, PartialPolicy
-from distribute_jax.data._agreement import Announcement, EpochEnd, GlobalEpochEnd, LocalEpochEnd
+from distribute_jax.data._agreement import Announcement, EpochEnd, GlobalEpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data._split import Worker
@@ -56,7 +56,7 @@ class Result:
 def drive(
     feeds: Feeds, workers: int, replicas: int, policy: str = "mask", *, common: bool = False
 ) -> tuple[list[Result], Rounds]:
-    """Runs an epoch of each process in a thread of its own."""
+    """Runs an epoch of each process in a thread."""
     rounds = Rounds(workers)
     results = [Result() for _ in range(workers)]
 
@@ -197,7 +197,7 @@ def test_all_keep_one_shape_though_one_has_only_a_partial_batch():
 
 
 def test_the_shape_stays_when_the_process_with_the_largest_batches_is_out():
-    """Its end compiles nothing anew; under shrink shares are never longer than needed."""
+    """Its end compiles nothing again; under shrink shares are never longer than needed."""
     sources = [[np.arange(8)], [np.arange(4)] * 3]
 
     def shares(policy: str) -> list[int]:
@@ -234,15 +234,6 @@ def test_the_contexts_of_several_processes():
         options = InputOptions(experimental_replication_mode=mode)
         sources_of(lambda context: seen.append(context) or [], options, 2, Worker(3, 1))
     assert seen == [InputContext(3, 1, 6), InputContext(6, 2, 6), InputContext(6, 3, 6)]
-
-
-def test_one_process_hears_itself():
-    """With nobody else the steps are those of ``LocalEpochEnd``."""
-    feeds = feeds_of(batches(23, 4), 2)
-    [alone] = agreed(feeds, 1, 2)
-    expected = LocalEpochEnd().steps(feeds(Worker()).open(0), None)
-    assert values(alone, 2) == values(expected, 2)
-    assert alone[-1].all_counts == (2, 1)
 
 
 def test_processes_do_not_talk_at_every_step():

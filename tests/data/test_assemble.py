@@ -220,15 +220,6 @@ def test_objects_that_are_no_arrays_are_named():
     assert "register_dataclass" in text
 
 
-@pytest.mark.parametrize("dtype", ["M8[D]", "m8[s]", "V4", "S3", "U3", "O", np.longdouble])
-def test_what_devices_do_not_hold_is_named(dtype: Any):
-    """Dates, times, bytes, text, objects and extended floats."""
-    text = message({"good": np.ones(2), "bad": np.zeros(2, dtype)})
-    assert "batch['bad']: " in text
-    assert "batch['good']" not in text
-    assert "Devices hold" in text
-
-
 def test_keys_that_cannot_be_sorted_are_refused():
     """JAX takes dicts apart in the order of their keys, so these have one type."""
     assert "Give the keys of every dict one type" in message({1: np.ones(2), "a": np.ones(2)})

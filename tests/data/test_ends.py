@@ -8,7 +8,7 @@ from input_helpers import batches, mesh_of, values
 
 import distribute_jax as dj
 from distribute_jax.data import DistributedDataset, InputOptions
-from distribute_jax.data._agreement import EpochEnd, LocalEpochEnd
+from distribute_jax.data._agreement import EpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed
 from distribute_jax.data.sources import Source, find_source
@@ -55,12 +55,6 @@ def feed(kind: str) -> Feed:
     if kind == "global":
         return GlobalBatches(find_source(batches(7, 4)), options, 2)
     return PerReplicaFeed([find_source(batches(7, 2))], options, 2)
-
-
-def test_one_process_agrees_with_itself():
-    """It waits for nobody: the elements pass as they are, whatever their number."""
-    elements = iter([])
-    assert LocalEpochEnd().steps(elements, None) is elements
 
 
 @pytest.mark.parametrize("kind", ["global", "from a function"])

@@ -87,11 +87,6 @@ def test_placing_a_dataset_on_the_devices_needs_one_for_each_replica():
     assert placed.experimental_place_dataset_on_device
 
 
-def test_a_buffer_of_nothing_is_allowed():
-    """Nothing is prepared ahead of the step then, as in TensorFlow."""
-    assert InputOptions(experimental_per_replica_buffer_size=0)
-
-
 def test_a_context_divides_the_global_batch_among_all_replicas():
     """Acceptance 103: 12 over 6 replicas is 2; 13 is a ValueError with TensorFlow's words."""
     context = InputContext(2, 1, 6)
@@ -101,20 +96,8 @@ def test_a_context_divides_the_global_batch_among_all_replicas():
         context.get_per_replica_batch_size(13)
 
 
-def test_a_context_alone_is_one_pipeline_of_one_replica():
-    """TensorFlow's defaults, for a function that is called by hand."""
-    assert InputContext() == InputContext(1, 0, 1)
-
-
 @pytest.mark.parametrize("numbers", [(0, 0, 1), (1, 0, 0), (1, -1, 1), (2, 2, 2), (1, 0, 2.0)])
 def test_a_context_that_cannot_be_is_refused(numbers: tuple[Any, ...]):
     """Counts are at least 1, and the id is below the number of pipelines."""
     with pytest.raises(ArgumentError, match="InputContext"):
         InputContext(*numbers)
-
-
-def test_the_choices_are_found_where_users_look():
-    """In the root; the policies also where tf.data has them, in data and experimental."""
-    assert dj.AutoShardPolicy is dj.data.AutoShardPolicy is dj.experimental.AutoShardPolicy
-    assert dj.InputReplicationMode is dj.data.InputReplicationMode
-    assert dj.InputContext is dj.data.InputContext

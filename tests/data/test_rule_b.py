@@ -1,10 +1,7 @@
 """Datasets of one process under OFF: TensorFlow's rule B, with every partial policy."""
 
-import numpy as np
 import pytest
 from input_helpers import all_values, batches, distribute
-
-from distribute_jax._errors import ArgumentError
 
 OFF = {"auto_shard_policy": "off"}
 
@@ -27,36 +24,3 @@ def test_a_full_batch_that_does_not_divide_has_shares_that_differ_by_one(partial
     assert element.counts == (2, 2, 1, 1)
     assert element.part_shape == (2,)
     assert [value.tolist() for value in element.values] == [[0, 1], [2, 3], [4], [5]]
-
-
-def shapes(dataset: object) -> list[tuple[int, tuple[int, ...] | None]]:
-    return [(element.global_array.shape[0], element.counts) for element in dataset]
-
-
-def test_mask_keeps_one_shape():
-    """Every element has the shape of the first; only full ones have no counts."""
-    source = [np.ones(n, np.float32) for n in (8, 7, 2, 8)]
-    assert shapes(distribute(source, 4, "mask", **OFF)) == [
-        (8, None),
-        (8, (2, 2, 2, 1)),
-        (8, (2, 0, 0, 0)),
-        (8, None),
-    ]
-
-
-def test_shrink_pads_to_the_longest_scheduled_share():
-    """A batch of one needs shares of one, a batch of two the scheduled two."""
-    source = [np.ones(n, np.float32) for n in (8, 1, 2)]
-    assert shapes(distribute(source, 4, "shrink", **OFF)) == [
-        (8, None),
-        (4, (1, 0, 0, 0)),
-        (8, (2, 0, 0, 0)),
-    ]
-
-
-def test_drop_and_error_ask_for_whole_batches_as_under_rule_a():
-    """A batch is whole where it is as large as the first one and divides; the rule is no matter."""
-    source = [np.ones(n, np.float32) for n in (8, 4, 8)]
-    assert shapes(distribute(source, 4, "drop", **OFF)) == [(8, None), (8, None)]
-    with pytest.raises(ArgumentError, match="Batch 1 of the dataset has 4 examples"):
-        list(distribute(source, 4, "error", **OFF))

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +9,7 @@ import pytest
 from distribute_jax._errors import ArgumentError
 from distribute_jax.data import AutoShardPolicy, InputOptions
 from distribute_jax.data._split import (
-    Rule,
     choose_policy,
-    rows_of_worker,
-    scheduled_rows,
     shard,
 )
 from distribute_jax.data.sources import Source
@@ -118,31 +114,3 @@ def test_a_sources_own_hint_is_refused_by_name(own: str):
     with pytest.raises(ArgumentError, match=r"a source of files has the option .*HINT"):
         choose_policy(None, Files([[0]], 1, own), 1)
     assert choose_policy(OFF, Files([[0]], 1, own), 1) is OFF
-
-
-def taken_by(options: InputOptions, worker: int) -> list[list[int]]:
-    """What the one replica of each of two workers takes of the three files, batch after batch."""
-    source, rule = shard(THREE, options, 2, worker)
-    taken: list[list[int]] = []
-    for batch in source.open():
-        if rule is Rule.A:
-            steps: Any = [rows_of_worker(len(batch), 2, worker, 1)]
-        else:
-            steps = scheduled_rows(len(batch), 4, 2, worker, 1)
-        taken += [batch[list(rows)].tolist() for step in steps for rows in step]
-    return taken
-
-
-@pytest.mark.parametrize("policy", ["auto", "file"])
-def test_two_workers_read_files_of_their_own(policy: str):
-    """Acceptance 99: FILE and AUTO give worker 0 the files 1 and 3, and worker 1 file 2."""
-    options = InputOptions(auto_shard_policy=policy)
-    assert taken_by(options, 0) == [[0, 1], [2, 3], [20, 21], [22, 23]]
-    assert taken_by(options, 1) == [[10, 11], [12, 13]]
-
-
-def test_two_workers_share_the_batches_of_all_files_under_data():
-    """Acceptance 99: DATA gives each worker half of every batch."""
-    options = InputOptions(auto_shard_policy="data")
-    assert taken_by(options, 0) == [[0, 1], [10, 11], [20, 21]]
-    assert taken_by(options, 1) == [[2, 3], [12, 13], [22, 23]]

@@ -4,7 +4,6 @@ import pytest
 
 from distribute_jax.data._split import (
     Division,
-    rows_of_worker,
     schedule,
     scheduled_rows,
     shares,
@@ -95,80 +94,6 @@ def test_a_partial_batch_fills_the_schedule_in_order(
     """Acceptance 87: where rule B differs from rule A."""
     [step] = scheduled_rows(n, full, 1, 0, replicas)
     assert tuple(map(len, step)) == expected
-
-
-def rows(n: int, size: int) -> list[list[int]]:
-    """R(n).batch(size) of the reference."""
-    return [list(range(n))[i : i + size] for i in range(0, n, size)]
-
-
-def by_rule_a(n: int, size: int, workers: int, worker: int, replicas: int) -> list[list[int]]:
-    """What one worker's replicas take in turn of R(n).batch(size) by rule A."""
-    return [
-        [batch[i] for i in taken]
-        for batch in rows(n, size)
-        for taken in rows_of_worker(len(batch), workers, worker, replicas)
-    ]
-
-
-def by_rule_b(n: int, size: int, workers: int, worker: int, replicas: int) -> list[list[int]]:
-    """What one worker's replicas take in turn of R(n).batch(size) by rule B, reading all of it."""
-    return [
-        [batch[i] for i in taken]
-        for batch in rows(n, size)
-        for step in scheduled_rows(len(batch), size, workers, worker, replicas)
-        for taken in step
-    ]
-
-
-@pytest.mark.parametrize(
-    ("n", "size", "expected"),
-    [
-        (
-            *(16, 4),
-            [[[0, 1], [4, 5], [8, 9], [12, 13]], [[2, 3], [6, 7], [10, 11], [14, 15]]],
-        ),
-        (5, 2, [[[0], [2], [4]], [[1], [3], []]]),
-        (6, 3, [[[0, 1], [3, 4]], [[2], [5]]]),
-    ],
-    ids=["93", "95", "96"],
-)
-def test_two_workers_share_each_batch_by_rule_a(n: int, size: int, expected: list):
-    """Acceptance 93, 95 and 96 under AUTO and DATA: every worker takes its part of every batch."""
-    assert [by_rule_a(n, size, 2, worker, 1) for worker in range(2)] == expected
-
-
-@pytest.mark.parametrize(
-    ("n", "size", "expected"),
-    [
-        (16, 4, [rows(16, 2)] * 2),
-        (6, 3, [[[0, 1], [2], [3, 4], [5]], [[0], [1, 2], [3], [4, 5]]]),
-    ],
-    ids=["93", "96"],
-)
-def test_two_workers_read_everything_by_rule_b(n: int, size: int, expected: list):
-    """Acceptance 93 and 96 under OFF: every worker reads all, in batches of the scheduled sizes."""
-    assert [by_rule_b(n, size, 2, worker, 1) for worker in range(2)] == expected
-
-
-@pytest.mark.parametrize(("workers", "replicas"), CLUSTERS)
-def test_no_rule_loses_repeats_or_reorders_an_example(workers: int, replicas: int):
-    """Rule A over all workers, and rule B in each, take every example once and in order."""
-    for n in range(14):
-        for size in range(1, 8):
-            whole = list(range(n))
-            parts = [by_rule_a(n, size, workers, w, replicas) for w in range(workers)]
-            together = [
-                x
-                for start in range(0, len(parts[0]), replicas)
-                for worker in parts
-                for share in worker[start : start + replicas]
-                for x in share
-            ]
-            assert together == whole
-            for worker in range(workers):
-                taken = by_rule_b(n, size, workers, worker, replicas)
-                assert [x for share in taken for x in share] == whole
 
 
 def test_a_full_batch_takes_as_many_steps_on_every_worker():

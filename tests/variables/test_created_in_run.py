@@ -98,7 +98,7 @@ def test_a_variable_that_is_made_and_dropped_is_a_plain_value(s2: dj.MirroredStr
 
 
 def test_making_it_each_time_is_refused(s2: dj.MirroredStrategy):
-    """A step that makes its variable anew at each trace would lose it; the error says how to keep it."""
+    """A step that makes its variable again at each trace would lose it; the error says how to keep it."""
     owner = Plain()
 
     def step() -> Any:

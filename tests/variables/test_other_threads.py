@@ -41,7 +41,7 @@ def other() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def elsewhere(read: Callable[[], Any]) -> Any:
+def in_another_thread(read: Callable[[], Any]) -> Any:
     """Reads in another thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(read).result(30)
@@ -102,7 +102,7 @@ def test_a_read_while_a_step_is_traced_gives_the_value_before(s4: dj.Strategy) -
     def step() -> None:
         written.assign(1.0)
         own.assign(2.0)
-        found.extend(elsewhere(lambda: [float(written.numpy()), float(own.numpy())]))
+        found.extend(in_another_thread(lambda: [float(written.numpy()), float(own.numpy())]))
 
     found: list[float] = []
     s4.run(step)
@@ -131,13 +131,13 @@ def test_a_value_that_never_comes_back_is_a_donated_error(
     s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread of the steps hears it at once, another one after a while; both hear what to do."""
-    monkeypatch.setattr(_access, "_PATIENCE", 0.05)
+    monkeypatch.setattr(_access, "_TIMEOUT", 0.05)
     with s4.scope():
         v = dj.Variable(5.0, name="total")
     s4.run(lambda: v.assign_add(1.0))
     v.get_raw_value().delete()
     for read in (
-        lambda: elsewhere(v.numpy),
+        lambda: in_another_thread(v.numpy),
         v.numpy,
         v.read_value,
         lambda: v.values,

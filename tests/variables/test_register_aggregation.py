@@ -114,7 +114,7 @@ def test_a_mean_of_narrow_numbers_is_exact_and_keeps_the_dtype(s4: dj.MirroredSt
 @pytest.mark.parametrize("kind", [Averaged, nnx.BatchStat])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
 def test_a_mean_of_integers_is_refused_by_name(s4: dj.MirroredStrategy, kind: Any, dtype: Any):
-    """It would change the dtype; what every replica writes alike stays as it is."""
+    """It would change the dtype; what every replica writes equally stays as it is."""
     with s4.scope():
         state = kind(jnp.zeros((), dtype))
 

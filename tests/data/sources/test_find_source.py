@@ -50,7 +50,7 @@ def test_a_package_that_is_half_imported_is_no_obstacle(monkeypatch):
 
 
 def test_a_source_of_memory_reads_no_files():
-    """A list has no files, no seed, no policy of its own, and an end."""
+    """A list has no files, no seed, no policy, and an end."""
     source = find_source([X])
     assert source.shard_files(2, 0) is None
     assert (source.num_files, source.seed, source.auto_shard_policy) == (None, None, None)
@@ -91,7 +91,7 @@ def test_a_preview_is_the_beginning_of_the_next_epoch():
 
 
 def test_a_preview_that_fails_is_forgotten():
-    """An error while looking passes through, and the next epoch starts anew."""
+    """An error while looking passes through, and the next epoch starts again."""
     stream = _Counted()
     stream.fails = True
     with pytest.raises(OSError, match="disk"):
@@ -101,7 +101,7 @@ def test_a_preview_that_fails_is_forgotten():
 
 
 def test_a_one_shot_generator_that_fails_says_that_it_is_used_up(s2):
-    """The error passes through; the next epoch is no silent empty one."""
+    """The error passes through; the next epoch is not a silent empty one."""
 
     def generate():
         yield X[:2]

@@ -44,7 +44,7 @@ def test_batches_of_a_stream_keep_columns_order_and_values(strategy, form):
 
 
 def test_iter_gives_batches_through_a_function(strategy):
-    """``iter`` is a generator, so a function makes it anew for each epoch."""
+    """``iter`` is a generator, so a function makes it again for each epoch."""
     formatted = table().with_format("numpy")
     assert_two_epochs(strategy, lambda: formatted.iter(4), cut(TABLE, 4))
 
@@ -86,7 +86,7 @@ def test_what_no_device_takes_is_refused_by_column(s2, make, message, streamed):
 
 
 def test_rows_of_different_length_are_named(s2):
-    """A batch of ragged lists is no array."""
+    """A batch of ragged lists is not an array."""
     ragged = datasets.Dataset.from_dict({"r": [[1], [1, 2]]}).batch(2)
     with pytest.raises(ValueError, match=r"batch\['r'\]: object\[2\]"):
         next(iter(s2.distribute_dataset(ragged)))
