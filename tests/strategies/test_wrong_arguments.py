@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[Call, str]] = {
         lambda s, v: s.extended.variable_created_in_scope(3),
         "got int, which is no variable",
     ),
-    "float rows": (lambda s, v: v.scatter_add([0.5], [1.0]), "indices of dtype float64.*integers"),
+    "float rows": (lambda s, v: v.scatter_add([0.5], [1.0]), "indices must be integers.*float64"),
     "no row": (lambda s, v: v.scatter_add([7], [1.0]), r"from 7 to 7, and the variable has 3 rows"),
     "updates": (lambda s, v: v.scatter_add([0], [1.0, 2.0]), r"updates of shape \(2,\) for 1 rows"),
     "pairs": (
