@@ -33,13 +33,9 @@ def worker_of(mesh: Mesh) -> Worker:
 def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[], EpochEnd]:
     """Returns what makes the agreement for each pass over a new dataset.
 
-    All processes distribute the same datasets and pass over them in the same order. Each pass has its
-    own topic, so that one which is left early does not disturb the next.
-
-    Args:
-        mesh: the strategy's mesh.
-        options: what becomes of partial batches.
-        common: whether all processes read the same batches.
+    All processes distribute the same datasets and pass over them in the same order. Each pass has a
+    topic, so that one which is left early does not disturb the next. ``common``: all processes read
+    the same batches.
     """
     current = job()
     if is_local(mesh) or current is None:

@@ -58,7 +58,20 @@ class HostElement:
 
     def placed(self, mesh: Mesh) -> PyTree:
         """Returns the same structure with a ``PerReplica`` of N × share rows for each leaf."""
-        return assemble(self.batch, self.division, mesh, self.real_counts)
+        division, local = self.division, is_local(mesh)
+        length = num_replicas(mesh) * division.share
+        rows = None if division.counts is None else padded_rows(division.counts, division.share)
+
+        def place(leaf: Any) -> PerReplica:
+            if not local:
+                array = _from_this_process(leaf, (length, *leaf.shape[1:]), rows, mesh)
+            elif isinstance(leaf, jax.Array):
+                array = _from_device(leaf, rows, mesh)
+            else:
+                array = _from_host(leaf, (length, *leaf.shape[1:]), rows, mesh)
+            return PerReplica(array, mesh, layout=Layout.JOINED, counts=self.real_counts)
+
+        return jax.tree.map(place, self.batch)
 
     @property
     def real_counts(self) -> tuple[int, ...] | None:
@@ -98,26 +111,6 @@ class HostElement:
         """Returns the element with the share, and the real examples, that all processes agreed on."""
         everywhere = Division.of(all_counts, share).counts
         return replace(self, division=Division.of(counts, share), all_counts=everywhere)
-
-
-def assemble(
-    batch: PyTree, division: Division, mesh: Mesh, counts: tuple[int, ...] | None
-) -> PyTree:
-    """Puts the rows of this process on its devices; ``counts`` are those of all replicas."""
-    length = num_replicas(mesh) * division.share
-    rows = None if division.counts is None else padded_rows(division.counts, division.share)
-    local = is_local(mesh)
-
-    def place(leaf: Any) -> PerReplica:
-        if not local:
-            array = _from_this_process(leaf, (length, *leaf.shape[1:]), rows, mesh)
-        elif isinstance(leaf, jax.Array):
-            array = _from_device(leaf, rows, mesh)
-        else:
-            array = _from_host(leaf, (length, *leaf.shape[1:]), rows, mesh)
-        return PerReplica(array, mesh, layout=Layout.JOINED, counts=counts)
-
-    return jax.tree.map(place, batch)
 
 
 def _from_host(leaf: Any, shape: tuple[int, ...], rows: Any, mesh: Mesh) -> jax.Array:

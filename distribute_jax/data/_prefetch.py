@@ -45,11 +45,8 @@ class Prefetcher(Iterator[T], Generic[T]):
     The thread ends, and closes the generator, at the end of the elements, after an exception, on
     ``close``, when nobody refers to the prefetcher any more, and when Python exits.
 
-    Args:
-        elements: what to read ahead; only the thread touches it from now on.
-        depth: the bound, at least 1.
-        context: called by the first ``next``, returns what makes the context that the thread works in.
-        waited: is called with the seconds that each ``next`` waited.
+    The first ``next`` calls ``context``, which returns what makes the context of the thread; ``waited``
+    is called with the seconds that each ``next`` waited.
     """
 
     def __init__(
