@@ -23,9 +23,6 @@ T = TypeVar("T")
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 """Called in the thread; what it returns is entered there."""
 
-_SILENT_AFTER = 60
-"""Seconds without an element after which the log says what the loop waits for."""
-
 _AT_EXIT = 2.0
 """Seconds that the exit of Python waits for a source that is just being read."""
 
@@ -124,7 +121,7 @@ class _Buffer:
     def take(self) -> Any:
         """Blocks the loop until there is an element, an error or the end."""
         with self._changed:
-            self._wait_for_element()
+            self._changed.wait_for(lambda: self._elements or self._ended)
             if self._elements:
                 element = self._elements.popleft()
                 self._changed.notify_all()
@@ -134,19 +131,6 @@ class _Buffer:
             raise StopIteration
         error.add_note(_IN_THREAD)
         raise error
-
-    def _wait_for_element(self) -> None:
-        seconds = 0
-        while not (self._elements or self._ended):
-            if self._changed.wait(timeout=1.0):
-                continue
-            seconds += 1
-            if seconds == _SILENT_AFTER:
-                _log.warning(
-                    "The input pipeline has produced no batch for %d s, and the loop waits for it. It is "
-                    "still being asked: look at what the source reads from.",
-                    seconds,
-                )
 
 
 _running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKeyDictionary()

@@ -7,7 +7,6 @@ from contextlib import closing, nullcontext
 from itertools import islice
 from typing import Any
 
-from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree
 from distribute_jax.data.sources._base import Seekable, on_host
 
@@ -23,14 +22,8 @@ class GrainMap(Seekable):
     text = "a grain.MapDataset"
 
     def __init__(self, dataset: Any, called: str) -> None:
-        try:
-            self.is_infinite = len(dataset) >= _INFINITE
-        except OverflowError:
-            raise ArgumentError(
-                f"{called} got {self.text} that Grain cannot read: repeat() without end and then "
-                "batch(1) make more batches than Python counts. Call batch first, then repeat()."
-            ) from None
         self._dataset = dataset
+        self.is_infinite = len(dataset) >= _INFINITE
 
     def read(self, epoch: int, position: int) -> Iterator[PyTree]:
         import grain

@@ -139,12 +139,6 @@ def test_an_unbatched_dataset_says_to_batch(s2):
             next(iter(s2.distribute_dataset(source)))
 
 
-def test_more_batches_than_python_counts_are_refused(s2):
-    """Grain itself fails on them at the first batch, without a word on the cause."""
-    with pytest.raises(dj.ArgumentError, match=r"Call batch first, then repeat\(\)"):
-        s2.distribute_dataset(grain.MapDataset.range(4).repeat().batch(1))
-
-
 @pytest.mark.parametrize("kind", ["MapDataset", "IterDataset"])
 def test_an_error_midway_passes_through_and_the_next_epoch_works(s2, kind):
     """The user's own exception; then everything."""
