@@ -203,6 +203,7 @@ class DistributedIterator(Iterator[Any]):
 
     @property
     def element_spec(self) -> PyTree:
+        """One replica's share of each leaf, as ``DistributedDataset.element_spec``."""
         return self._dataset.element_spec
 
     def state(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "no value": (
         lambda s, v: dj.Variable(None),
-        "got NoneType None as its value, which is neither",
+        "must be a number or an array; got NoneType None",
     ),
     "created": (
         lambda s, v: s.extended.variable_created_in_scope(3),
@@ -66,7 +66,10 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "float rows": (lambda s, v: v.scatter_add([0.5], [1.0]), "indices must be integers.*float64"),
     "no row": (lambda s, v: v.scatter_add([7], [1.0]), r"from 7 to 7, and the variable has 3 rows"),
-    "updates": (lambda s, v: v.scatter_add([0], [1.0, 2.0]), r"updates of shape \(2,\) for 1 rows"),
+    "updates": (
+        lambda s, v: v.scatter_add([0], [1.0, 2.0]),
+        r"updates for 1 rows .* got shape \(2,\)",
+    ),
     "pairs": (
         lambda s, v: s.extended.batch_reduce_to("sum", [v]),
         "among the pairs. Each is a value",
