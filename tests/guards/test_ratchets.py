@@ -93,11 +93,11 @@ def private_imports(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 44_286,
+    lines: 43_847,
     files: 202,
     pieces: 1,
-    private_words: 714,
-    private_imports: 35,
+    private_words: 572,
+    private_imports: 34,
 }
 
 
