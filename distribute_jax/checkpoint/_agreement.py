@@ -29,7 +29,7 @@ from distribute_jax._errors import (
 from distribute_jax._jax_private import before_exit
 from distribute_jax._messages import error_text
 from distribute_jax.checkpoint._storage import Directory
-from distribute_jax.processes import Job, is_chief, job
+from distribute_jax.processes import Job, current_job, is_chief
 
 T = TypeVar("T")
 
@@ -53,11 +53,9 @@ class _Said:
 
 def all_values(method: str, value: Any) -> list[Any]:
     """Gives what every process passes, plain data, in their order."""
-    found = job()
+    job = current_job()
     return (
-        [value]
-        if found is None
-        else [said.value for said in _told(found, _Said(method, value=value))]
+        [value] if job.is_alone else [said.value for said in _told(job, _Said(method, value=value))]
     )
 
 
@@ -67,15 +65,15 @@ def on_all(method: str, do: Callable[[], T]) -> T:
     Raises:
         DistributeError: it failed on one of them: the error of the first, on all.
     """
-    found = job()
-    if found is None:
+    job = current_job()
+    if job.is_alone:
         return do()
     failure: Exception | None = None
     try:
         result = do()
     except Exception as error:  # whatever it is, the others have to hear of it
         failure = error
-    _raise_first(found, _told(found, _said(method, failure)), failure)
+    _raise_first(job, _told(job, _said(method, failure)), failure)
     return result
 
 
@@ -85,16 +83,16 @@ def by_chief(method: str, do: Callable[[], T]) -> T:
     Raises:
         DistributeError: it failed; on all.
     """
-    found = job()
-    if found is None:
+    job = current_job()
+    if job.is_alone:
         return do()
     failure, result = None, None
     try:
         result = do() if is_chief() else None
     except Exception as error:  # as above
         failure = error
-    told = _told(found, _said(method, failure, result))
-    _raise_first(found, told, failure)
+    told = _told(job, _said(method, failure, result))
+    _raise_first(job, told, failure)
     value: T = told[0].value
     return value
 
@@ -105,16 +103,16 @@ def await_written(method: str, background: Background) -> None:
     Raises:
         DeadlineExceededError: one writes for ever; on all.
     """
-    found = job()
-    if found is None:
+    job = current_job()
+    if job.is_alone:
         background.join()
         return
-    step_seconds = found.options.step_seconds
+    step_seconds = job.options.step_seconds
     for _ in range(_LOOKS * PATIENCE):
         are_done = all_values(method, background.has_ended_within(step_seconds / _LOOKS))
         if all(are_done):
             return
-    late = ", ".join(found.name_of(i) for i, is_done in enumerate(are_done) if not is_done)
+    late = ", ".join(job.name_of(i) for i, is_done in enumerate(are_done) if not is_done)
     raise _errors.DeadlineExceededError(
         f"{method}: the save before this one has been written for {step_seconds * PATIENCE:g} s, still by "
         f"{late}. Look whether the file system still answers there; where writing takes so long, give it "
@@ -124,16 +122,16 @@ def await_written(method: str, background: Background) -> None:
 
 def taken_error(method: str, background: Background) -> CheckpointError | None:
     """Waits for the save at work, and gives every process the error of the first that failed, once."""
-    found = job()
-    if found is None:
+    job = current_job()
+    if job.is_alone:
         return background.taken_error()
     await_written(method, background)
     own = background.taken_error()
-    told = _told(found, _said(method, own))
+    told = _told(job, _said(method, own))
     first = next((i for i, said in enumerate(told) if said.kind), None)
     if first is None:
         return None
-    failed = own if own is not None and first == found.index else _copied(found, first, told[first])
+    failed = own if own is not None and first == job.index else _copied(job, first, told[first])
     return failed if isinstance(failed, CheckpointError) else CheckpointError(str(failed))
 
 
@@ -143,7 +141,7 @@ def write(method: str, do: Callable[[], None]) -> None:
     Raises:
         CheckpointError: it could not be written; on all.
     """
-    if job() is None:
+    if current_job().is_alone:
         do()
         return
     background = Background()
@@ -159,8 +157,8 @@ def check_shared(method: str, directory: Directory) -> None:
     Raises:
         CheckpointFileError: naming who does not see what the chief wrote; or it could not write.
     """
-    found = job()
-    if found is None:
+    job = current_job()
+    if job.is_alone:
         return
     name, text = by_chief(method, lambda: _written_probe(directory))
     try:
@@ -171,11 +169,9 @@ def check_shared(method: str, directory: Directory) -> None:
             directory.remove_probe(name)
     blind = [i for i, (sees, _) in enumerate(said) if not sees]
     if blind:
-        lines = "\n".join(
-            f"  {found.name_of(i)} does not see it in {said[i][1]}" for i in blind[:8]
-        )
+        lines = "\n".join(f"  {job.name_of(i)} does not see it in {said[i][1]}" for i in blind[:8])
         raise CheckpointFileError(
-            f"{method}: {found.name_of(0)} wrote a file into {said[0][1]}, and not every process finds it:\n"
+            f"{method}: {job.name_of(0)} wrote a file into {said[0][1]}, and not every process finds it:\n"
             f"{lines}\nThe processes of a job save into one directory that all of them see. Give all the "
             "same path, on a network file system or in a bucket."
         )
@@ -207,8 +203,8 @@ def _said(method: str, failure: Exception | None, value: Any = None) -> _Said:
     return _Said(method, type(failure).__name__, error_text(failure))
 
 
-def _told(found: Job, own: _Said) -> list[_Said]:
-    said = found.exchange(_TOPIC, json.dumps(vars(own)), place=f"a checkpoint's {own.method!r}")
+def _told(job: Job, own: _Said) -> list[_Said]:
+    said = job.exchange(_TOPIC, json.dumps(vars(own)), place=f"a checkpoint's {own.method!r}")
     told = [_Said(**json.loads(text)) for text in said]
     if len({said.method for said in told}) > 1:
         calls = ", ".join(f"{said.method} on process {i}" for i, said in enumerate(told[:8]))
@@ -219,20 +215,20 @@ def _told(found: Job, own: _Said) -> list[_Said]:
     return told
 
 
-def _raise_first(found: Job, told: list[_Said], own: Exception | None) -> None:
+def _raise_first(job: Job, told: list[_Said], own: Exception | None) -> None:
     """Raises what the first process raises that failed, so that it is of one class on all."""
     first = next((i for i, said in enumerate(told) if said.kind), None)
     if first is None:
         return
     if own is not None and type(own).__name__ == told[first].kind:
         raise own
-    raise _copied(found, first, told[first]) from own
+    raise _copied(job, first, told[first]) from own
 
 
-def _copied(found: Job, process: int, said: _Said) -> Exception:
+def _copied(job: Job, process: int, said: _Said) -> Exception:
     """Gives an error of another process as one of this library's."""
     kind = getattr(_errors, said.kind, None)
-    text = f"{said.method} failed on {found.name_of(process)}: {said.text}"
+    text = f"{said.method} failed on {job.name_of(process)}: {said.text}"
     if isinstance(kind, type) and issubclass(kind, DistributeError):
         return kind(text)
     return CheckpointError(f"{text} ({said.kind})")
@@ -256,18 +252,18 @@ class Relay:
         Args:
             token: a text that no other checkpoint has, the same on all processes.
         """
-        self._job = job()
+        self._job = current_job()
         self._folder = f"saving/{token}/"
         self._limit = time.monotonic() + self._seconds(self._job)
 
     @staticmethod
-    def _seconds(found: Job | None) -> float:
-        return 0.0 if found is None else found.options.step_seconds * PATIENCE
+    def _seconds(job: Job) -> float:
+        return job.options.step_seconds * PATIENCE
 
     @property
     def process(self) -> int:
         """Which process this is."""
-        return 0 if self._job is None else self._job.index
+        return self._job.index
 
     @contextmanager
     def led(self) -> Iterator[None]:
@@ -277,7 +273,7 @@ class Relay:
         except BaseException:
             self._say(_OPEN, _CALLED_OFF)
             raise
-        if self._job is not None:
+        if not self._job.is_alone:
             self._job.store.remove(self._folder)  # all have said that they are through
 
     def open(self) -> None:
@@ -287,7 +283,7 @@ class Relay:
     def is_open(self) -> bool:
         """Waits until this process may write; False where the chief has given up."""
         told = self._heard(_OPEN)
-        if told is None and self._job is not None:
+        if told is None and not self._job.is_alone:
             raise CheckpointFileError(f"{self._job.name_of(0)} has not begun to write in time.")
         return told == _OPEN
 
@@ -301,7 +297,7 @@ class Relay:
 
     def await_others(self) -> dict[int, str | None]:
         """Returns when no other process writes any more, with what each has said; None where it is late."""
-        count = 1 if self._job is None else self._job.count
+        count = self._job.count
         return {i: self._heard(str(i)) for i in range(count) if i != self.process}
 
     def collected(self, where: str) -> dict[int, str]:
@@ -333,18 +329,18 @@ class Relay:
 
     def name_of(self, process: int) -> str:
         """Names a process, its host and pid."""
-        return f"process {process}" if self._job is None else self._job.name_of(process)
+        return self._job.name_of(process)
 
     def _named(self, process: int) -> str:
-        where = "" if self._job is None else self._job.whereabouts(process)
+        where = self._job.last_seen(process)
         return f"{self.name_of(process)}{where}"
 
     def _say(self, key: str, text: str) -> None:
-        if self._job is not None:
+        if not self._job.is_alone:
             self._job.store.put(self._folder + key, text)
 
     def _heard(self, key: str) -> str | None:
-        if self._job is None:
+        if self._job.is_alone:
             return None
         left = max(self._limit - time.monotonic(), 0.001)
         return self._job.store.get(self._folder + key, left)

@@ -29,8 +29,8 @@ from distribute_jax.checkpoint._steps import Preemptible, Schedule, preemptible
 from distribute_jax.checkpoint._storage import directory_of
 from distribute_jax.checkpoint._write import Content, write_checkpoint
 from distribute_jax.data import DistributedIterator
-from distribute_jax.processes import is_chief, job
-from distribute_jax.processes._status import own_status
+from distribute_jax.processes import current_job, is_chief
+from distribute_jax.processes._status import status_writer
 
 _SAVE, _RESTORE = "CheckpointManager.save", "CheckpointManager.restore"
 _LATEST, _LIST = "CheckpointManager.restore_latest", "CheckpointManager.all_steps"
@@ -136,7 +136,9 @@ class CheckpointManager:
         """
         number = _steps.checked_step(step)
         check_place(_SAVE)
-        if job() is None and not self._background.is_running:  # else where all are about to save
+        if (
+            current_job().is_alone and not self._background.is_running
+        ):  # else where all are about to save
             self._tell(self._background.taken_error())
         if not force and not self._is_due(number):
             return False
@@ -362,7 +364,7 @@ class CheckpointManager:
 
     def _note_restored(self, step: int) -> None:
         self._schedule.note(step)
-        own_status().restored(
+        status_writer().restored(
             step
         )  # a supervisor sees by it whether restarts bring the training further
 

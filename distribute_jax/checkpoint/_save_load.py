@@ -32,7 +32,7 @@ from distribute_jax.checkpoint._read import (
 )
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
 from distribute_jax.checkpoint._write import Content, check_same_tree, copied, write_checkpoint
-from distribute_jax.processes import RESTORING, doing, job
+from distribute_jax.processes import RESTORING, current_job, doing
 from distribute_jax.program import one_at_a_time
 
 
@@ -122,7 +122,7 @@ def check_place(method: str) -> None:
     _context.require_loop(method)
     _context.require_cross_replica(method)
     _context.require_untraced(method)
-    if jax.process_count() > 1 and job() is None:
+    if jax.process_count() > 1 and current_job().is_alone:
         raise UnsupportedError(
             f"{method} was called in a job of {jax.process_count()} processes that no strategy has "
             "connected. Make dj.MultiWorkerMirroredStrategy() first: they save and load together."

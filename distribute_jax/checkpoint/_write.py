@@ -34,7 +34,7 @@ from distribute_jax.checkpoint._manifest import (
     text_of,
 )
 from distribute_jax.checkpoint._storage import Directory, Draft
-from distribute_jax.processes import job
+from distribute_jax.processes import current_job
 
 
 def write_checkpoint(
@@ -194,7 +194,7 @@ def check_same_tree(slots: Sequence[Slot], method: str) -> None:
     Raises:
         CheckpointError: leaves differ, or values that each process holds for itself.
     """
-    if job() is None:
+    if current_job().is_alone:
         return
     own = {slot.spec.path: _identity(slot) for slot in slots}
     total = hashlib.sha256(json.dumps(own).encode()).hexdigest()
@@ -227,7 +227,7 @@ def copied(slots: Sequence[Slot]) -> tuple[dict[int, Any], list[Piece]]:
         The texts of the leaves that are no arrays, by their places, and the numbers.
     """
     writers = _writers([slot.spec for slot in slots])
-    mine = 0 if (found := job()) is None else found.index
+    mine = current_job().index
     _begin_copies(slots, [writer == mine for writer in writers])
     texts: dict[int, Any] = {}
     pieces: list[Piece] = []
@@ -282,8 +282,7 @@ def starts_of(index: Sequence[slice], ndim: int) -> tuple[int, ...]:
 def _writers(specs: Sequence[Spec]) -> list[int]:
     """Says which process writes each leaf that all of them hold whole."""
     sizes = [_size(spec) for spec in specs]
-    found = job()
-    count = 1 if found is None else min(found.count, 1 + sum(sizes) // _SHARE)
+    count = min(current_job().count, 1 + sum(sizes) // _SHARE)
     loads = [0] * count
     writers = []
     for size in sizes:

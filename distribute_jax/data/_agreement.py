@@ -15,19 +15,18 @@ import jax
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import is_local, local_replicas
+from distribute_jax._mesh import local_replicas
 from distribute_jax._messages import error_text
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._options import InputOptions, PartialPolicy
-from distribute_jax.data._partial import ALONE
 from distribute_jax.data._split import Worker
-from distribute_jax.processes import job
+from distribute_jax.processes import job_of
 
 
 def worker_of(mesh: Mesh) -> Worker:
     """Returns how many processes share a mesh, and which of them this is."""
-    current = job()
-    return ALONE if is_local(mesh) or current is None else Worker(current.count, current.index)
+    job = job_of(mesh)
+    return Worker(job.count, job.index)
 
 
 def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[], EpochEnd]:
@@ -37,8 +36,8 @@ def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[
     topic, so that one which is left early does not disturb the next. ``common``: all processes read
     the same batches.
     """
-    current = job()
-    if is_local(mesh) or current is None:
+    job = job_of(mesh)
+    if job.is_alone:
         return LocalEpochEnd
     _distributed["datasets"] += 1
     dataset, passes = _distributed["datasets"], count(1)
@@ -48,9 +47,9 @@ def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[
         topic = f"the batches of dataset {dataset}, pass {next(passes)}"
 
         def exchange(local: Announcement) -> Sequence[Announcement]:
-            return [Announcement.from_text(text) for text in current.exchange(topic, local.text())]
+            return [Announcement.from_text(text) for text in job.exchange(topic, local.text())]
 
-        worker = Worker(current.count, current.index)
+        worker = Worker(job.count, job.index)
         return GlobalEpochEnd(exchange, worker, replicas, policy=policy, common=common)
 
     return next_pass

@@ -2,8 +2,7 @@
 
 ``_connect`` connects them after a rendezvous (``_rendezvous``); ``_job`` is which process this is and how
 they exchange text, on the key-value store of the coordination service, never on the devices;
-``_status`` is what this process is doing, ``_watchdog`` sees to it that nothing waits for ever, and ends
-the process in order.
+``_status`` is what this process is doing; ``_watchdog`` bounds every wait, and ends the process in order.
 """
 
 from typing import TYPE_CHECKING
@@ -12,18 +11,18 @@ from distribute_jax._lazy import lazy_exports
 from distribute_jax.processes._job import (
     ClusterOptions as ClusterOptions,
     Job as Job,
-    checked_barrier as checked_barrier,
-    checked_cluster_options as checked_cluster_options,
-    found_resolver as found_resolver,
+    check_barrier as check_barrier,
+    check_cluster_options as check_cluster_options,
+    current_job as current_job,
     is_chief as is_chief,
-    job as job,
+    job_of as job_of,
+    resolve_cluster as resolve_cluster,
 )
-from distribute_jax.processes._liveness import roll_call as roll_call
+from distribute_jax.processes._liveness import describe_processes as describe_processes
 from distribute_jax.processes._status import (
     COMPILING as COMPILING,
     RESTORING as RESTORING,
     doing as doing,
-    pulse as pulse,
     report_step as report_step,
     stepped as stepped,
 )
@@ -33,10 +32,4 @@ if TYPE_CHECKING:
     from distribute_jax.processes._connect import start as start
     from distribute_jax.processes._preemption import Preemption as Preemption
 else:
-    __getattr__ = lazy_exports(
-        globals(),
-        {
-            "_preemption": ("Preemption",),
-            "_connect": ("start",),
-        },
-    )
+    __getattr__ = lazy_exports(globals(), {"_preemption": ("Preemption",), "_connect": ("start",)})

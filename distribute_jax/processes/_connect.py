@@ -14,14 +14,26 @@ from distribute_jax._errors import BackendStartedError, ClusterError, DeadlineEx
 from distribute_jax._jax_private import backend_is_started, coordination_client
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.cluster_resolver._launched import JOB
-from distribute_jax.processes._divergence import Store
-from distribute_jax.processes._job import ClusterOptions, Job, Member, job, set_job, xla_flags
-from distribute_jax.processes._liveness import whereabouts
-from distribute_jax.processes._preemption import end_told
-from distribute_jax.processes._rendezvous import Presence, answer_roll, bound, call_roll
-from distribute_jax.processes._signals import listen
-from distribute_jax.processes._status import pulse
-from distribute_jax.processes._watchdog import End, Watchdog
+from distribute_jax.processes._divergence import KeyValueStore
+from distribute_jax.processes._job import (
+    ClusterOptions,
+    Job,
+    ProcessInfo,
+    current_job,
+    set_job,
+    xla_flags,
+)
+from distribute_jax.processes._liveness import last_seen
+from distribute_jax.processes._preemption import exit_unsaved
+from distribute_jax.processes._rendezvous import (
+    Handshake,
+    join_rendezvous,
+    listen,
+    serve_rendezvous,
+)
+from distribute_jax.processes._signals import on_sigterm
+from distribute_jax.processes._status import activity
+from distribute_jax.processes._watchdog import ExitHandler, Watchdog
 
 _LOG = logging.getLogger("distribute_jax")
 _SAME_VERSIONS = ("jax", "jaxlib", "flax")
@@ -29,21 +41,23 @@ _COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_timeout_seconds",
     "--xla_gpu_nccl_termination_timeout_seconds",
 )
+_TOO_LATE = (
+    "{caller}: this is one of {count} processes, but JAX has already started its devices in this process "
+    "alone. Make the strategy before anything else that computes: before any array, nnx.Rngs, jax.devices() "
+    "or jax.local_devices()."
+)
 
 
 def start(
     resolver: ClusterResolver, options: ClusterOptions, collective_seconds: float, caller: str
-) -> Job | None:
+) -> Job:
     """Connects this process with the others of its job, once.
 
     Args:
-        resolver: who the processes are.
+        resolver: which processes there are.
         options: how long they wait for each other.
         collective_seconds: after how long a collective between processes fails.
         caller: what the user called.
-
-    Returns:
-        The job; None where there is no other process.
 
     Raises:
         BackendStartedError: JAX has begun to use this process's devices alone.
@@ -55,32 +69,27 @@ def start(
         return _already_started(count, index, options, caller)
     if count == 1:
         _LOG.info("%s: one process, its local devices only.", caller)
-        return None
+        return current_job()
     if backend_is_started():
         raise BackendStartedError(_TOO_LATE.format(caller=caller, count=count))
     _limit_collectives(collective_seconds)
     address = resolver.coordinator_address
-    members: list[Member] = []
+    processes: list[ProcessInfo] = []
     bind = None
     if address is not None:
-        members, bind = _meet(address, index, count, options)
-    local = resolver.local_process_id if _shares_devices(members, index) else None
+        handshake = Handshake(index, _facts(count), os.environ.get(JOB, ""))
+        if index:
+            processes = join_rendezvous(address, handshake, count, options.start_seconds)
+        else:
+            listener, bind = listen(address)
+            processes = serve_rendezvous(listener, handshake, count, options.start_seconds)
+    local = resolver.local_process_id if _shares_devices(processes, index) else None
     _connect(resolver, address, bind, local, options, caller)
-    return _watched(Job(index, count, options, Store(coordination_client()), members))
-
-
-def _meet(
-    address: str, index: int, count: int, options: ClusterOptions
-) -> tuple[list[Member], str | None]:
-    mine = Presence(index, _facts(count), os.environ.get(JOB, ""))
-    if index:
-        return answer_roll(address, mine, count, options.start_seconds), None
-    listener, bind = bound(address)
-    return call_roll(listener, mine, count, options.start_seconds), bind
+    return _watched(Job(index, count, options, KeyValueStore(coordination_client()), processes))
 
 
 def _facts(count: int) -> dict[str, str]:
-    """Gives what has to be the same on all processes and is known before JAX starts."""
+    """Returns what must be the same on all processes and is known before JAX starts."""
     return {
         "number of processes": str(count),
         **{f"version of {name}": version(name) for name in _SAME_VERSIONS},
@@ -96,8 +105,7 @@ def _connect(
     options: ClusterOptions,
     caller: str,
 ) -> None:
-    method = resolver.detection_method if address is None else "deactivate"
-    # Whoever is told to end is to end, or to save first: this library sees to it.
+    # This library handles SIGTERM itself: the process ends, or saves first.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -105,7 +113,7 @@ def _connect(
             num_processes=resolver.num_processes,
             process_id=resolver.process_id,
             local_device_ids=local,
-            cluster_detection_method=method,
+            cluster_detection_method=resolver.detection_method if address is None else "deactivate",
             coordinator_bind_address=bind,
             initialization_timeout=max(int(options.start_seconds), 1),
             heartbeat_timeout_seconds=options.heartbeat_seconds,
@@ -121,46 +129,39 @@ def _connect(
         ) from error
 
 
-def _shares_devices(members: Sequence[Member], index: int) -> bool:
-    """Tells whether the processes of a machine have to divide its accelerators, one for each."""
+def _shares_devices(processes: Sequence[ProcessInfo], index: int) -> bool:
+    """True if the processes of a machine have to divide its accelerators, one for each."""
     if os.environ.get("JAX_PLATFORMS", "") == "cpu":
         return False  # each process simulates as many devices as it wants
-    # Where nobody knows the others, JAX's own detection does the same.
-    return not members or [m.host for m in members].count(members[index].host) > 1
+    # If the others are unknown, JAX's own detection does the same.
+    return not processes or [p.host for p in processes].count(processes[index].host) > 1
 
 
 def _watched(new: Job) -> Job:
-    new.whereabouts = partial(whereabouts, new)
+    new.last_seen = partial(last_seen, new)
     set_job(new)
-    pulse().watched = True
-    watchdog = Watchdog(new, pulse())
-    End(new, watchdog)
-    listen(lambda: end_told(new, "SIGTERM: this process was told to end."))
+    activity().watched = True
+    watchdog = Watchdog(new, activity())
+    ExitHandler(new, watchdog)
+    on_sigterm(partial(exit_unsaved, new, "SIGTERM: this process was asked to stop."))
     watchdog.start()
     return new
 
 
-def _already_started(count: int, index: int, options: ClusterOptions, caller: str) -> Job | None:
+def _already_started(count: int, index: int, options: ClusterOptions, caller: str) -> Job:
     if (count, index) != (jax.process_count(), jax.process_index()):
         raise ClusterError(
-            f"{caller}: this is to be process {index} of {count}, but jax.distributed is started already, "
-            f"and this is process {jax.process_index()} of {jax.process_count()}. Make the first strategy "
-            "with the same cluster, or leave the start to this library."
+            f"{caller}: this is process {index} of {count}, but jax.distributed is started already, and this "
+            f"is process {jax.process_index()} of {jax.process_count()}. Make the first strategy with the "
+            "same cluster, or leave the start to this library."
         )
-    if count == 1 or job() is not None:
-        return job()
-    return _watched(Job(index, count, options, Store(coordination_client())))
+    if count == 1 or not current_job().is_alone:
+        return current_job()
+    return _watched(Job(index, count, options, KeyValueStore(coordination_client())))
 
 
 def _limit_collectives(seconds: float) -> None:
-    """Lets a collective between processes fail with an exception, where it would wait for ever."""
-    given = os.environ.get("XLA_FLAGS", "")
-    new = [f"{flag}={max(round(seconds), 1)}" for flag in _COLLECTIVE_FLAGS if flag not in given]
-    os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()
-
-
-_TOO_LATE = (
-    "{caller}: this is one of {count} processes, but JAX has already started its devices in this process "
-    "alone. Make the strategy before anything else that computes: before any array, nnx.Rngs, jax.devices() "
-    "or jax.local_devices()."
-)
+    """Makes a collective between processes fail with an exception instead of waiting for ever."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    new = [f"{flag}={max(round(seconds), 1)}" for flag in _COLLECTIVE_FLAGS if flag not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()

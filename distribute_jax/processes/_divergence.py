@@ -1,9 +1,9 @@
 """Detects processes of a job that diverged, by digests of what each has done.
 
-Each process logs what has to be the same on all: the steps that it runs, the host values that it passes,
+Each process logs what must be the same on all: the steps that it runs, the host values that it passes,
 what it writes into variables between steps. The log is a chain of digests, of which the watchdogs compare
 one from time to time. So no process waits for another, and processes that diverge are detected within
-moments, with the place in the message.
+moments, with the first difference in the message.
 """
 
 from __future__ import annotations
@@ -22,208 +22,40 @@ import jax
 
 from distribute_jax._errors import ProcessesDifferError
 
-_FOLDER = "course/"
+_FOLDER = "actions/"
 _KEPT = 2048
-"""Notes that are kept to say where two processes parted."""
-
-_HEARD = 16
-"""Notes of process 0 that are kept until this process has come as far."""
-
-_LOOK_SECONDS = 0.05
-_SETTLE_SECONDS = 5.0
-_UNHEARD_SECONDS = 3.0
+"""Actions that are kept to name the first one that differs."""
+_PENDING = 16
+"""Actions of process 0 that are kept until this process has come as far."""
+_POLL_SECONDS = 0.05
+_FINISH_SECONDS = 5.0
+_RAISE_SECONDS = 3.0
 """How long the main thread has to raise the error itself."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """One thing that this process has done."""
-
-    number: int
-    """How many it has done with this one."""
-    chain: str
-    """A digest of all of them."""
-    text: str
-    """What it was."""
-
-
-class Course:
-    """The notes of this process, and what their comparison has shown.
-
-    Process 0 publishes its latest note. Each of the others looks whether its own note of the same number
-    has the same chain; where it has not, both tell their last notes and process 0 says where they parted.
-
-    Args:
-        index: which process this is.
-        count: how many there are.
-        store: where they talk.
-    """
-
-    def __init__(self, index: int, count: int, store: Store) -> None:
-        self._index, self._count, self._store = index, count, store
-        self._chain = b""
-        self._number = 0
-        self._notes: deque[Note] = deque(maxlen=_KEPT)
-        self._lock = threading.Lock()
-        """Held while the notes change, or are copied by the watchdog's thread."""
-        self._words: str | None = None
-        self._found = 0.0
-        self._has_told = False
-        self._heard: deque[tuple[int, str]] = deque(maxlen=_HEARD)
-
-    def note(self, text: str, value: bytes = b"") -> None:
-        """Notes what this process does now.
-
-        Args:
-            text: what it is, as an error would say it.
-            value: what else has to be the same.
-
-        Raises:
-            ProcessesDifferError: the processes diverged before.
-        """
-        if self._words is not None:
-            raise ProcessesDifferError(self._words)
-        said = text.encode() + b"\0" + value
-        with self._lock:
-            self._chain = hashlib.blake2b(self._chain + said, digest_size=8).digest()
-            self._number += 1
-            self._notes.append(Note(self._number, self._chain.hex(), text))
-
-    def look(self) -> str | None:
-        """Compares with the others; called by the watchdog, now and then.
-
-        Returns:
-            Where the processes parted, once that has been known for so long that the main thread would
-            have raised it if it could.
-        """
-        said = self._store.under(_FOLDER)
-        if self._index == 0:
-            self._publish()
-            self._judge(said)
-        else:
-            self._compare(said)
-        if "verdict" in said and self._words is None:
-            self._words, self._found = said["verdict"], time.monotonic()
-        if self._words is not None and time.monotonic() - self._found > _UNHEARD_SECONDS:
-            return self._words
-        return None
-
-    def settle(self) -> str | None:
-        """Compares for the last time, when every process has come to its end.
-
-        Returns:
-            Where the processes parted; None where they did not.
-        """
-        limit = time.monotonic() + _SETTLE_SECONDS
-        if self._index:
-            self.settle_own()
-            while self._has_told and self._words is None and time.monotonic() < limit:
-                time.sleep(_LOOK_SECONDS)
-                self._words = self._store.under(_FOLDER).get("verdict")
-            return self._words
-        said = self._store.under(_FOLDER)
-        while not self._all_settled(said) and time.monotonic() < limit:
-            time.sleep(_LOOK_SECONDS)
-            said = self._store.under(_FOLDER)
-        self._judge(said)
-        return self._words
-
-    def settle_own(self) -> None:
-        """Compares the end of this process with that of process 0, which has published it."""
-        self._compare(self._store.under(_FOLDER), is_last=True)
-        self._store.put(f"{_FOLDER}settled/{self._index}", "")
-
-    def _all_settled(self, said: dict[str, str]) -> bool:
-        return sum(key.startswith("settled/") for key in said) == self._count - 1
-
-    def publish(self) -> None:
-        """Tells the others the last note of process 0."""
-        if self._index == 0:
-            self._publish()
-
-    def _own(self) -> list[Note]:
-        with self._lock:
-            return list(self._notes)
-
-    def _publish(self) -> None:
-        if notes := self._own():
-            last = notes[-1]
-            self._store.put(f"{_FOLDER}latest", json.dumps([last.number, last.chain]))
-
-    def _compare(self, said: dict[str, str], *, is_last: bool = False) -> None:
-        if "latest" in said:
-            number, chain = json.loads(said["latest"])
-            self._heard.append((number, chain))
-        notes = self._own()
-        mine = {note.number: note.chain for note in notes}
-        is_other = any(mine.get(number, chain) != chain for number, chain in self._heard)
-        # At the end, one of them may have done more than the other.
-        last = self._heard[-1][0] if self._heard else 0
-        is_longer = is_last and last != (notes[-1].number if notes else 0)
-        if (is_other or is_longer) and not self._has_told:
-            self._has_told = True
-            self._store.put(f"{_FOLDER}notes/{self._index}", _as_text(notes))
-
-    def _judge(self, said: dict[str, str]) -> None:
-        """Says, as process 0, where a process has parted from it."""
-        told = [key for key in said if key.startswith("notes/")]
-        if not told or self._words is not None:
-            return
-        other = int(min(told, key=_process_of).removeprefix("notes/"))
-        theirs = [Note(*note) for note in json.loads(said[f"notes/{other}"])]
-        words = _DIFFER.format(lines="\n".join(_parting(self._own(), theirs, other)))
-        self._store.put(f"{_FOLDER}verdict", words)
-        self._words, self._found = words, time.monotonic()
-
-
-def _process_of(key: str) -> int:
-    return int(key.removeprefix("notes/"))
-
-
-def _as_text(notes: Sequence[Note]) -> str:
-    return json.dumps([[note.number, note.chain, note.text] for note in notes])
-
-
-def _parting(mine: Sequence[Note], theirs: Sequence[Note], other: int) -> list[str]:
-    """Describes the first notes that differ."""
-    by_number: dict[int, list[Any]] = {}
-    for side, notes in enumerate((mine, theirs)):
-        for note in notes:
-            by_number.setdefault(note.number, [None, None])[side] = note
-    first = min(max(notes[0].number for notes in (mine, theirs) if notes), max(by_number))
-    for number in itertools.count(first):
-        here, there = by_number.get(number, (None, None))
-        if here is None or there is None or here.chain != there.chain:
-            break
-    return [
-        f"  process 0: {'nothing more' if here is None else here.text}",
-        f"  process {other}: {'nothing more' if there is None else there.text}",
-    ]
-
-
-_DIFFER = """\
-The processes diverged: they are no longer executing the same steps.
-{lines}
-Every process runs the same steps in the same order, passes the same host values, and writes the same into \
-variables between steps. Look for what depends on the process: its number, a seed, the time, data of its \
-own, a branch on dj.is_chief(). Values that may differ go into a PerReplica: \
-strategy.experimental_distribute_values_from_function."""
-
 
 _PREFIX = "distribute_jax/"
 _DEADLINE, _EXISTS = "DEADLINE_EXCEEDED", "ALREADY_EXISTS"
 _AT_ONCE = 1000
-"""Milliseconds for a text that is there."""
+"""Milliseconds to get a text that exists."""
+
+_DIVERGED = """\
+The processes diverged: they are no longer executing the same steps.
+{lines}
+Every process runs the same steps in the same order, passes the same host values, and writes the same into \
+variables between steps. Look for what depends on the process: its number, a seed, the time, local data, a \
+branch on dj.is_chief(). Values that may differ go into a PerReplica: \
+strategy.experimental_distribute_values_from_function."""
 
 
-class Store:
+class KeyValueStore:
     """The key-value store that ``jax.distributed`` keeps on process 0.
 
-    No device takes part in it, so it works while a step hangs, and before the first one.
+    It uses no device, so it works while a step hangs, and before the first one.
+
+    Args:
+        client: of the coordination service.
     """
 
     def __init__(self, client: Any) -> None:
-        """Wraps the client of a process."""
         self._client = client
 
     def put(self, key: str, text: str) -> None:
@@ -231,7 +63,7 @@ class Store:
         self._client.key_value_set(_PREFIX + key, text, allow_overwrite=True)
 
     def put_first(self, key: str, text: str) -> str:
-        """Stores a text where there is none yet; gives the one that stands."""
+        """Stores a text if there is none yet; returns the one that is stored."""
         try:
             self._client.key_value_set(_PREFIX + key, text)
         except jax.errors.JaxRuntimeError as error:
@@ -241,22 +73,166 @@ class Store:
         return text
 
     def get(self, key: str, seconds: float) -> str | None:
-        """Waits for a text; None where it has not come in time."""
+        """Waits for a text; None if it has not come in time."""
         try:
             milliseconds = max(int(seconds * 1000), 1)
-            found: str = self._client.blocking_key_value_get(_PREFIX + key, milliseconds)
+            return str(self._client.blocking_key_value_get(_PREFIX + key, milliseconds))
         except jax.errors.JaxRuntimeError as error:
             if _DEADLINE not in str(error):
                 raise
             return None
-        return found
 
     def under(self, folder: str) -> dict[str, str]:
-        """Gives all that is stored under a key that ends with a slash, by the rest of the key."""
+        """Returns all that is stored below a key that ends with a slash, by the rest of the key."""
         start = len(_PREFIX + folder)
-        found = self._client.key_value_dir_get(_PREFIX + folder)
-        return {key[start:]: text for key, text in found}
+        entries = self._client.key_value_dir_get(_PREFIX + folder)
+        return {key[start:]: text for key, text in entries}
 
     def remove(self, folder: str) -> None:
-        """Forgets all that is stored under a key that ends with a slash."""
+        """Removes all that is stored below a key that ends with a slash."""
         self._client.key_value_delete(_PREFIX + folder)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of this process."""
+
+    number: int
+    """How many actions there are with this one."""
+    chain: str
+    """A digest of all of them."""
+    text: str
+
+
+class ActionLog:
+    """What this process has done, and the result of comparing it.
+
+    Process 0 publishes its latest action. Each of the others compares the chain of its own action of the
+    same number; if that differs, it publishes its log, and process 0 names the first difference.
+
+    Args:
+        index: which process this is.
+        count: how many there are.
+        store: where logs are published.
+    """
+
+    def __init__(self, index: int, count: int, store: KeyValueStore) -> None:
+        self._index, self._count, self._store = index, count, store
+        self._chain = b""
+        self._number = 0
+        self._actions: deque[Action] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
+        """Held while actions are added, or copied by the watchdog's thread."""
+        self._message: str | None = None
+        self._detected = 0.0
+        self._is_published = False
+        self._pending: deque[tuple[int, str]] = deque(maxlen=_PENDING)
+
+    def record(self, text: str, value: bytes = b"") -> None:
+        """Adds what this process does now.
+
+        Args:
+            text: the action, as an error shows it.
+            value: what else must be the same.
+
+        Raises:
+            ProcessesDifferError: the processes diverged before.
+        """
+        if self._message is not None:
+            raise ProcessesDifferError(self._message)
+        content = text.encode() + b"\0" + value
+        with self._lock:
+            self._chain = hashlib.blake2b(self._chain + content, digest_size=8).digest()
+            self._number += 1
+            self._actions.append(Action(self._number, self._chain.hex(), text))
+
+    def compare(self) -> str | None:
+        """Compares with the others; the watchdog calls it now and then.
+
+        Returns:
+            The difference, once the main thread has had the time to raise it itself.
+        """
+        entries = self._store.under(_FOLDER)
+        if self._index == 0:
+            self.publish()
+            self._judge(entries)
+        else:
+            self._compare(entries)
+        if "verdict" in entries and self._message is None:
+            self._message, self._detected = entries["verdict"], time.monotonic()
+        if self._message is not None and time.monotonic() - self._detected > _RAISE_SECONDS:
+            return self._message
+        return None
+
+    def finish(self) -> str | None:
+        """Compares for the last time, when every process has ended; returns the difference."""
+        limit = time.monotonic() + _FINISH_SECONDS
+        if self._index:
+            self.compare_last()
+            while self._is_published and self._message is None and time.monotonic() < limit:
+                time.sleep(_POLL_SECONDS)
+                self._message = self._store.under(_FOLDER).get("verdict")
+            return self._message
+        entries = self._store.under(_FOLDER)
+        while not self._all_finished(entries) and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+            entries = self._store.under(_FOLDER)
+        self._judge(entries)
+        return self._message
+
+    def compare_last(self) -> None:
+        """Compares the last action of this process with that of process 0, which has published it."""
+        self._compare(self._store.under(_FOLDER), is_last=True)
+        self._store.put(f"{_FOLDER}finished/{self._index}", "")
+
+    def _all_finished(self, entries: dict[str, str]) -> bool:
+        return sum(key.startswith("finished/") for key in entries) == self._count - 1
+
+    def publish(self) -> None:
+        """Publishes the last action of process 0."""
+        if self._index == 0 and (actions := self._copy()):
+            last = actions[-1]
+            self._store.put(f"{_FOLDER}latest", json.dumps([last.number, last.chain]))
+
+    def _copy(self) -> list[Action]:
+        with self._lock:
+            return list(self._actions)
+
+    def _compare(self, entries: dict[str, str], *, is_last: bool = False) -> None:
+        if "latest" in entries:
+            number, chain = json.loads(entries["latest"])
+            self._pending.append((number, chain))
+        actions = self._copy()
+        chains = {action.number: action.chain for action in actions}
+        differs = any(chains.get(number, chain) != chain for number, chain in self._pending)
+        # At the end, one of them may have done more than the other.
+        last = self._pending[-1][0] if self._pending else 0
+        is_longer = is_last and last != (actions[-1].number if actions else 0)
+        if (differs or is_longer) and not self._is_published:
+            self._is_published = True
+            log = [[action.number, action.chain, action.text] for action in actions]
+            self._store.put(f"{_FOLDER}logs/{self._index}", json.dumps(log))
+
+    def _judge(self, entries: dict[str, str]) -> None:
+        """Names, as process 0, the first difference from a process that has published its log."""
+        others = [int(key.removeprefix("logs/")) for key in entries if key.startswith("logs/")]
+        if not others or self._message is not None:
+            return
+        other = min(others)
+        log = [Action(*action) for action in json.loads(entries[f"logs/{other}"])]
+        message = _DIVERGED.format(lines="\n".join(_first_difference(self._copy(), log, other)))
+        self._store.put(f"{_FOLDER}verdict", message)
+        self._message, self._detected = message, time.monotonic()
+
+
+def _first_difference(first: Sequence[Action], second: Sequence[Action], other: int) -> list[str]:
+    logs = [{action.number: action for action in log} for log in (first, second)]
+    start = max(min(log) for log in logs if log)
+    for number in itertools.count(min(start, max(max(log, default=0) for log in logs))):
+        a, b = (log.get(number) for log in logs)
+        if a is None or b is None or a.chain != b.chain:
+            break
+    return [
+        f"  process 0: {'nothing more' if a is None else a.text}",
+        f"  process {other}: {'nothing more' if b is None else b.text}",
+    ]

@@ -1,6 +1,6 @@
 """The rendezvous of the processes of a job before JAX connects them.
 
-JAX ends a process from C++ where another is missing, takes processes that disagree about their number,
+JAX ends a process from C++ when another is missing, accepts processes that disagree about their number,
 and lets a second job on the same port end the first. So the processes meet here before, in plain
 sockets, where each of these is an error in Python that every process raises with the same text.
 """
@@ -18,14 +18,59 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distribute_jax._errors import ClusterError, DeadlineExceededError, ProcessesDifferError
-from distribute_jax.processes._job import Member
+from distribute_jax.processes._job import ProcessInfo
 
+GREETING = b'{"distribute_jax": "rendezvous"}\n'
+"""By which a process knows that it has reached process 0 of some job."""
+
+_GREETING_SECONDS = 2.0
+"""How long one message may take."""
+_LONGEST = 1 << 16
+"""Bytes of one message."""
 _LINGER_SECONDS = 1.0
-"""How long process 0 stays to tell an error to those that come late."""
+"""How long process 0 stays to send an error to those that come late."""
+_RETRY_SECONDS = 0.1
+
+_KINDS: Mapping[Any, type[Exception]] = {
+    kind.__name__: kind for kind in (DeadlineExceededError, ProcessesDifferError)
+}
+_STRANGER = (
+    "This process belongs to another launch than the one it came to: an earlier attempt is still alive, or "
+    "two jobs use one port. End what is left of the earlier job."
+)
 
 
-def bound(address: str) -> tuple[socket.socket, str]:
-    """Listens at an address of this machine, alone.
+@dataclass(frozen=True)
+class Handshake:
+    """What a process sends to process 0."""
+
+    process: int
+    facts: Mapping[str, str]
+    """What must be the same on all processes, by name."""
+    job: str = ""
+    """Differs between the processes of one launch and those of another."""
+    info: ProcessInfo = field(
+        default_factory=lambda: ProcessInfo(socket.gethostname(), os.getpid())
+    )
+
+    def line(self) -> bytes:
+        """Returns it as one line of text."""
+        fields = [self.process, dict(self.facts), self.job, self.info.host, self.info.pid]
+        return json.dumps(fields).encode() + b"\n"
+
+    @classmethod
+    def read(cls, line: bytes) -> Handshake:
+        """Reads such a line; raises a ValueError for anything else."""
+        try:
+            process, facts, job, host, pid = json.loads(line)
+            texts = {str(key): str(value) for key, value in facts.items()}
+            return cls(int(process), texts, str(job), ProcessInfo(str(host), int(pid)))
+        except (TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """Listens at an address of this machine, which no other program may listen at.
 
     Args:
         address: ``host:port``.
@@ -36,112 +81,149 @@ def bound(address: str) -> tuple[socket.socket, str]:
     Raises:
         ClusterError: another program listens there, or the host is not this machine.
     """
-    host, port = split(address)
-    family, _, _, _, where = resolved(host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    # Ports of connections that have ended may be taken again; one that is listened at may not.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    host, port = _split(address)
     try:
-        listener.bind(where)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
+        family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
         raise ClusterError(
-            f"Process 0 of the job is to be met at {address}, and it cannot listen there: "
+            f"Process 0 of the job is expected at {address}, and the name {host!r} cannot be resolved here: "
+            f"{error.strerror}. Give an address that every process can resolve."
+        ) from error
+    try:
+        # Ports of connections that have ended may be used again; one that is listened at may not.
+        listener = socket.create_server(target, family=family, backlog=1024, reuse_port=False)
+    except OSError as error:
+        raise ClusterError(
+            f"Process 0 of the job is expected at {address}, and it cannot listen there: "
             f"{error.strerror}. Another program, or another job, may be using port {port}, or {host} is "
             "not this machine. Choose a port that is free on the machine of process 0, and give it to "
             "every process."
         ) from error
-    shown = f"[{where[0]}]" if ":" in str(where[0]) else str(where[0])
+    shown = f"[{target[0]}]" if ":" in str(target[0]) else str(target[0])
     return listener, f"{shown}:{port}"
 
 
-def call_roll(listener: socket.socket, mine: Presence, count: int, seconds: float) -> list[Member]:
+def serve_rendezvous(
+    listener: socket.socket, local: Handshake, count: int, seconds: float
+) -> list[ProcessInfo]:
     """Waits, as process 0, until all others have come, and lets them go on together.
 
     Returns:
-        Who they are, in the order of the processes.
+        Where they run, in the order of the processes.
 
     Raises:
-        DeadlineExceededError: somebody has not come; all that have are told.
-        ProcessesDifferError: they disagree about what has to be the same.
+        DeadlineExceededError: a process has not come; all that have are told.
+        ProcessesDifferError: they disagree about what must be the same.
     """
-    present = {0: mine}
-    open_: dict[int, socket.socket] = {}
-    error: Exception | None = None
     with listener, selectors.DefaultSelector() as selector:
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
+        return _Server(listener, selector, local, count).run(seconds)
+
+
+class _Server:
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        local: Handshake,
+        count: int,
+    ) -> None:
+        self._listener, self._selector, self._count = listener, selector, count
+        self._handshakes = {0: local}
+        self._connections: dict[int, socket.socket] = {}
+
+    def run(self, seconds: float) -> list[ProcessInfo]:
+        """Returns where the processes run once all have come."""
+        error: Exception | None = None
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
         deadline = time.monotonic() + seconds
-        while error is None and len(present) < count:
+        while error is None and len(self._handshakes) < self._count:
             left = deadline - time.monotonic()
             if left <= 0:
-                error = _missing(present, count, seconds)
-            for key, _ in selector.select(max(left, 0)):
-                if key.fileobj is listener:
-                    _greet(listener, selector)
+                error = self._missing(seconds)
+            for key, _ in self._selector.select(max(left, 0)):
+                if key.fileobj is self._listener:
+                    self._accept()
                 else:
-                    error = error or _heard(key, selector, present, open_, mine, count)
-        _answer(open_, error, present, count)
+                    error = error or self._receive(key)
+        infos = [self._handshakes[i].info for i in sorted(self._handshakes)]
+        members = {"processes": [[info.host, info.pid] for info in infos]}
+        for connection in self._connections.values():
+            _send(connection, members if error is None else _as_answer(error))
         if error is not None:
-            _tell_latecomers(listener, selector, error)
-        for key in list(selector.get_map().values()):
+            self._answer_latecomers(_as_answer(error))
+        for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
-    if error is not None:
-        raise error
-    return [present[i].member for i in range(count)]
+        if error is not None:
+            raise error
+        return infos
 
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(_GREETING_SECONDS)
+        try:
+            connection.sendall(GREETING)
+        except OSError:
+            connection.close()
+            return
+        self._selector.register(connection, selectors.EVENT_READ, bytearray())
 
-def _greet(listener: socket.socket, selector: selectors.BaseSelector) -> None:
-    connection, _ = listener.accept()
-    connection.settimeout(GREETING_SECONDS)
-    try:
-        connection.sendall(GREETING)
-    except OSError:
-        connection.close()
-        return
-    selector.register(connection, selectors.EVENT_READ, bytearray())
+    def _receive(self, key: selectors.SelectorKey) -> Exception | None:
+        """Handles what has arrived on a connection; returns the error that ends the rendezvous."""
+        connection: Any = key.fileobj
+        try:
+            part = connection.recv(_LONGEST)
+        except OSError:
+            part = b""
+        key.data.extend(part)
+        if part and b"\n" not in key.data and len(key.data) < _LONGEST:
+            return None
+        self._selector.unregister(connection)
+        try:
+            handshake = Handshake.read(bytes(key.data))
+        except ValueError:
+            connection.close()
+            return None
+        process, first = handshake.process, self._handshakes[0]
+        if handshake.job != first.job:
+            _send(connection, {"error": _STRANGER})
+            return None
+        before = self._connections.get(process)
+        if process in self._handshakes and (before is None or _is_open(before)):
+            _send(connection, {"error": _twice(self._handshakes[process], handshake)})
+            return None
+        if before is not None:
+            before.close()
+        self._connections[process] = connection
+        self._handshakes[process] = handshake
+        return _difference(first, handshake, self._count)
 
+    def _answer_latecomers(self, answer: Mapping[str, Any]) -> None:
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                connection: Any = key.fileobj
+                if connection is self._listener:
+                    connection, _ = self._listener.accept()
+                    connection.settimeout(_GREETING_SECONDS)
+                    connection.sendall(GREETING)
+                else:
+                    self._selector.unregister(connection)
+                _send(connection, answer)
 
-def _heard(
-    key: selectors.SelectorKey,
-    selector: selectors.BaseSelector,
-    present: dict[int, Presence],
-    open_: dict[int, socket.socket],
-    mine: Presence,
-    count: int,
-) -> Exception | None:
-    """Takes what has arrived on a connection; gives the error that ends the roll call, if it is one."""
-    connection: Any = key.fileobj
-    try:
-        part = connection.recv(LONGEST)
-    except OSError:
-        part = b""
-    key.data.extend(part)
-    if part and b"\n" not in key.data and len(key.data) < LONGEST:
-        return None
-    selector.unregister(connection)
-    try:
-        said = Presence.read(bytes(key.data))
-    except ValueError:
-        connection.close()
-        return None
-    if said.job != mine.job:
-        _send(connection, {"error": _STRANGER})
-        return None
-    before = open_.get(said.process)
-    if said.process in present and (before is None or _is_open(before)):
-        _send(connection, {"error": _twice(said, present)})
-        return None
-    if before is not None:
-        before.close()
-    open_[said.process] = connection
-    present[said.process] = said
-    return _difference(present[0], said, count)
+    def _missing(self, seconds: float) -> DeadlineExceededError:
+        missing = [i for i in range(self._count) if i not in self._handshakes]
+        names = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
+        came = ", ".join(f"{i} ({h.info})" for i, h in sorted(self._handshakes.items())[:16])
+        return DeadlineExceededError(
+            f"{len(missing)} of {self._count} processes have not come within {seconds:g} s: process {names}. "
+            f"Here: {came}. Start the missing ones and look at their output, or give the start more time: "
+            "dj.ClusterOptions(start_seconds=...)."
+        )
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Tells whether the process at the other end is still waiting."""
+    """True if the process at the other end is still waiting."""
     connection.setblocking(False)
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
@@ -151,64 +233,22 @@ def _is_open(connection: socket.socket) -> bool:
         return False
 
 
-def _answer(
-    open_: Mapping[int, socket.socket],
-    error: Exception | None,
-    present: Mapping[int, Presence],
-    count: int,
-) -> None:
-    members = [
-        [present[i].member.host, present[i].member.pid] for i in range(count) if i in present
-    ]
-    answer = {"members": members} if error is None else _as_answer(error)
-    for connection in open_.values():
-        _send(connection, answer)
-
-
 def _as_answer(error: Exception) -> dict[str, Any]:
     return {"error": str(error), "kind": type(error).__name__}
 
 
 def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
-    connection.settimeout(GREETING_SECONDS)
+    connection.settimeout(_GREETING_SECONDS)
     with contextlib.suppress(OSError):  # it has gone
         connection.sendall(json.dumps(answer).encode() + b"\n")
     connection.close()
 
 
-def _tell_latecomers(
-    listener: socket.socket, selector: selectors.BaseSelector, error: Exception
-) -> None:
-    deadline = time.monotonic() + _LINGER_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
-        for key, _ in selector.select(left):
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                connection.settimeout(GREETING_SECONDS)
-                connection.sendall(GREETING)
-                _send(connection, _as_answer(error))
-            else:
-                selector.unregister(key.fileobj)
-                _send(key.fileobj, _as_answer(error))  # type: ignore[arg-type]
-
-
-def _missing(present: Mapping[int, Presence], count: int, seconds: float) -> DeadlineExceededError:
-    missing = [i for i in range(count) if i not in present]
-    names = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
-    came = ", ".join(f"{i} ({p.member})" for i, p in sorted(present.items())[:16])
-    return DeadlineExceededError(
-        f"{len(missing)} of {count} processes have not come within {seconds:g} s: process {names}. "
-        f"Here: {came}. Start the missing ones and look at their output, or give the start more time: "
-        "dj.ClusterOptions(start_seconds=...)."
-    )
-
-
-def _difference(first: Presence, other: Presence, count: int) -> ProcessesDifferError | None:
-    keys = [*first.facts, *(key for key in other.facts if key not in first.facts)]
+def _difference(first: Handshake, other: Handshake, count: int) -> ProcessesDifferError | None:
     lines = [
         f"  {key}: {first.facts.get(key, 'nothing')} on process 0, "
         f"{other.facts.get(key, 'nothing')} on process {other.process}"
-        for key in keys
+        for key in {**first.facts, **other.facts}
         if first.facts.get(key) != other.facts.get(key)
     ]
     if not lines and not 0 < other.process < count:
@@ -222,145 +262,75 @@ def _difference(first: Presence, other: Presence, count: int) -> ProcessesDiffer
     )
 
 
-def _twice(said: Presence, present: Mapping[int, Presence]) -> str:
+def _twice(first: Handshake, second: Handshake) -> str:
     return (
-        f"Two processes say that they are process {said.process}: {present[said.process].member} and "
-        f"{said.member}. Give each its own number, and end what is left of an earlier job."
+        f"Two processes say that they are process {first.process}: {first.info} and {second.info}. Give each "
+        "its own number, and end what is left of an earlier job."
     )
 
 
-_STRANGER = (
-    "This process belongs to another launch than the one it came to: an earlier attempt is still alive, or "
-    "two jobs use one port. End what is left of the earlier job."
-)
-
-
-_RETRY_SECONDS = 0.1
-
-_KINDS: Mapping[Any, type[Exception]] = {
-    kind.__name__: kind for kind in (DeadlineExceededError, ProcessesDifferError)
-}
-
-
-def answer_roll(address: str, mine: Presence, count: int, seconds: float) -> list[Member]:
-    """Comes, as another process, to process 0 and waits until it may go on.
+def join_rendezvous(
+    address: str, local: Handshake, count: int, seconds: float
+) -> list[ProcessInfo]:
+    """Connects, as another process, to process 0 and waits until all may go on.
 
     Returns:
-        Who the processes are, in their order.
+        Where the processes run, in their order.
 
     Raises:
         DeadlineExceededError: process 0, or another process, has not come.
-        ProcessesDifferError: the processes disagree about what has to be the same.
-        ClusterError: somebody else listens at the address.
+        ProcessesDifferError: the processes disagree about what must be the same.
+        ClusterError: another program listens at the address.
     """
     deadline = time.monotonic() + seconds
-    connection = _reached(address, mine, count, deadline, seconds)
+    connection = _connect(address, local, count, deadline, seconds)
     with connection, connection.makefile("rb") as lines:
-        connection.settimeout(GREETING_SECONDS)
-        if _line(lines) != GREETING:
-            raise ClusterError(_somebody_else(address))
-        connection.sendall(mine.line())
-        # Process 0 began its own wait at another moment.
-        connection.settimeout(max(deadline - time.monotonic(), 0) + seconds + GREETING_SECONDS)
-        answer = _line(lines)
-    if not answer:
-        raise ClusterError(
-            f"Process 0 at {address} ended while process {mine.process} of {count} waited for the others. "
-            "Its own output says why."
-        )
-    told = json.loads(answer)
-    if "error" in told:
-        raise _KINDS.get(told.get("kind"), ClusterError)(told["error"])
-    return [Member(str(host), int(pid)) for host, pid in told["members"]]
-
-
-def _reached(
-    address: str, mine: Presence, count: int, deadline: float, seconds: float
-) -> socket.socket:
-    host, port = split(address)
-    reason = "nothing listens there"
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceededError(
-                f"Process {mine.process} of {count} has waited {seconds:g} s for process 0, which is to be "
-                f"met at {address}: {reason}. Start process 0 on {host}, let port {port} through the "
-                "firewall, or give the start more time: dj.ClusterOptions(start_seconds=...)."
+        connection.settimeout(_GREETING_SECONDS)
+        if _read_line(lines) != GREETING:
+            raise ClusterError(
+                f"Process 0 of this job is expected at {address}, and what listens there is something else: "
+                "another program, or another job that is running. Choose a port that is free on the machine "
+                "of process 0, and give it to every process."
             )
+        connection.sendall(local.line())
+        # Process 0 began its wait at another moment.
+        connection.settimeout(max(deadline - time.monotonic(), 0) + seconds + _GREETING_SECONDS)
+        line = _read_line(lines)
+    if not line:
+        raise ClusterError(
+            f"Process 0 at {address} ended while process {local.process} of {count} waited for the others. "
+            "Its output has the reason."
+        )
+    answer = json.loads(line)
+    if "error" in answer:
+        raise _KINDS.get(answer.get("kind"), ClusterError)(answer["error"])
+    return [ProcessInfo(str(host), int(pid)) for host, pid in answer["processes"]]
+
+
+def _connect(
+    address: str, local: Handshake, count: int, deadline: float, seconds: float
+) -> socket.socket:
+    host, port = _split(address)
+    reason = "nothing listens there"
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            return socket.create_connection((host, port), timeout=min(left, GREETING_SECONDS))
+            return socket.create_connection((host, port), timeout=min(left, _GREETING_SECONDS))
         except OSError as error:
             reason = str(error.strerror or error)
             time.sleep(min(_RETRY_SECONDS, max(left, 0)))
-
-
-def _line(lines: Any) -> bytes:
-    try:
-        line: bytes = lines.readline(LONGEST)
-    except OSError:
-        return b""
-    return line
-
-
-def _somebody_else(address: str) -> str:
-    return (
-        f"Process 0 of this job is to be met at {address}, and what listens there is something else: "
-        f"another program, or another job that is running. Choose a port that is free on the machine of "
-        "process 0, and give it to every process."
+    raise DeadlineExceededError(
+        f"Process {local.process} of {count} has waited {seconds:g} s for process 0, which is expected at "
+        f"{address}: {reason}. Start process 0 on {host}, let port {port} through the firewall, or give the "
+        "start more time: dj.ClusterOptions(start_seconds=...)."
     )
 
 
-Facts = Mapping[str, str]
-"""What has to be the same on all processes, by name."""
-
-GREETING = b'{"distribute_jax": "roll call"}\n'
-"""By which a process knows that it has come to process 0 of some job."""
-
-GREETING_SECONDS = 2.0
-"""How long one message may take."""
-
-LONGEST = 1 << 16
-"""Bytes of one message."""
+def _read_line(lines: Any) -> bytes:
+    with contextlib.suppress(OSError):
+        return bytes(lines.readline(_LONGEST))
+    return b""
 
 
-@dataclass(frozen=True)
-class Presence:
-    """What one process says of itself."""
-
-    process: int
-    facts: Facts
-    job: str = ""
-    """Tells the processes of one launch from those of another."""
-    member: Member = field(default_factory=lambda: Member(socket.gethostname(), os.getpid()))
-
-    def line(self) -> bytes:
-        """Writes it down as one line."""
-        said = [self.process, dict(self.facts), self.job, self.member.host, self.member.pid]
-        return json.dumps(said).encode() + b"\n"
-
-    @classmethod
-    def read(cls, line: bytes) -> Presence:
-        """Reads such a line; a ValueError for anything else."""
-        try:
-            process, facts, job, host, pid = json.loads(line)
-            named = {str(key): str(value) for key, value in facts.items()}
-            return cls(int(process), named, str(job), Member(str(host), int(pid)))
-        except (TypeError, AttributeError) as error:
-            raise ValueError(str(error)) from None
-
-
-def split(address: str) -> tuple[str, int]:
-    """Divides ``host:port``."""
+def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def resolved(host: str, port: int) -> tuple[Any, ...]:
-    """Looks a host up, as ``socket.getaddrinfo`` gives it."""
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ClusterError(
-            f"Process 0 of the job is to be met at {host}:{port}, and the name {host!r} cannot be resolved "
-            f"here: {error.strerror}. Give an address that every process can resolve."
-        ) from error

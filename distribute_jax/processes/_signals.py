@@ -1,11 +1,11 @@
-"""How a process ends: SIGTERM handling, the exit code that was asked for, and ending at once.
+"""How a process ends: SIGTERM handling, the requested exit code, and exit without clean-up.
 
 Python runs signal handlers between two lines of the main thread, which may wait in C for another process
 for ever. So a separate thread is notified of SIGTERM, through the descriptor that Python's handler in C
 writes to.
 
 Python's ``SystemExit`` is freed when nothing catches it, after the last frame and before the functions of
-``atexit``. So ``sys.exit`` raises a subclass that records then with which code it ended the program; one
+``atexit``. So ``sys.exit`` raises a subclass that then records the code with which it ended the program; one
 that was caught is freed inside a frame, and records nothing. ``raise SystemExit(5)`` is not seen.
 """
 
@@ -24,41 +24,41 @@ from typing import NoReturn
 import jax
 
 from distribute_jax.processes._job import Job
-from distribute_jax.processes._status import own_status
+from distribute_jax.processes._status import status_writer
 
 Action = Callable[[], None]
-"""What is to happen, in a thread of its own."""
+"""Called in a separate thread when the process gets SIGTERM."""
+
+_EXITED = "exited/"
+_LINGER_SECONDS = 2.5
+_POLL_SECONDS = 0.05
 
 _actions: list[Action] = []
-_listening: list[bool] = []
+_is_listening = False
+_exit_codes: list[object] = []
 
 
-def listen(action: Action) -> bool:
-    """Has an action done when the process is told to end, as long as no other is put over it.
+def on_sigterm(action: Action) -> None:
+    """Sets the action for SIGTERM, while no block of ``replace_sigterm`` is active.
 
-    Returns:
-        Whether it will be: a handler of the user's own stays, and other threads than the main one cannot
-        install any.
+    Nothing happens where the user has a handler, or in a thread other than the main one.
     """
     _actions.insert(0, action)
-    if not _listening and _can_listen():
+    if not _is_listening and _can_listen():
         _start()
-    return bool(_listening)
 
 
 @contextlib.contextmanager
-def instead(action: Action) -> Iterator[bool]:
-    """For a ``with`` block, has another action done; gives whether it will be."""
+def replace_sigterm(action: Action) -> Iterator[bool]:
+    """Replaces the action for SIGTERM in a ``with`` block; yields whether it will be called."""
     _actions.append(action)
-    before = None
-    if not _listening and _can_listen():
-        before = _start()
+    stop = _start() if not _is_listening and _can_listen() else None
     try:
-        yield bool(_listening)
+        yield _is_listening
     finally:
         _actions.remove(action)
-        if before is not None and not _actions:
-            before()
+        if stop is not None and not _actions:
+            stop()
 
 
 def _can_listen() -> bool:
@@ -67,34 +67,36 @@ def _can_listen() -> bool:
 
 
 def _start() -> Action:
-    """Begins to listen, and gives what ends it."""
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
+    """Starts to listen, and returns a function that stops it."""
+    global _is_listening
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    old = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if old != -1:  # an event loop has it; it wakes the main thread itself
         signal.set_wakeup_fd(old)
         signal.signal(signal.SIGTERM, lambda *_: _act())
     thread = threading.Thread(
-        target=_hear, args=(heard,), name="distribute_jax SIGTERM", daemon=True
+        target=_listen, args=(reader,), name="distribute_jax SIGTERM", daemon=True
     )
     thread.start()
-    _listening.append(True)
+    _is_listening = True
 
     def stop() -> None:
+        global _is_listening
         signal.signal(signal.SIGTERM, before)
         if old == -1:
             signal.set_wakeup_fd(-1)
-        os.close(told)
+        os.close(writer)
         thread.join()
-        _listening.clear()
+        _is_listening = False
 
     return stop
 
 
-def _hear(heard: int) -> None:
-    with open(heard, "rb", buffering=0) as pipe:
+def _listen(reader: int) -> None:
+    with open(reader, "rb", buffering=0) as pipe:
         while numbers := pipe.read(1):
             if numbers[0] == signal.SIGTERM:
                 _act()
@@ -105,9 +107,6 @@ def _act() -> None:
         _actions[-1]()
 
 
-_asked: list[object] = []
-
-
 class _Exit(SystemExit):
     """What ``sys.exit`` raises in a process of a job."""
 
@@ -115,7 +114,7 @@ class _Exit(SystemExit):
         frame = inspect.currentframe()
         is_outermost = frame is not None and frame.f_back is None
         if is_outermost and threading.current_thread() is threading.main_thread():
-            _asked[:] = [self.code]
+            _exit_codes[:] = [self.code]
 
 
 _Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__
@@ -125,46 +124,36 @@ def _exit(status: object = None, /) -> NoReturn:
     raise _Exit(status)
 
 
-def listen_for_exit_code() -> None:
-    """From now on ``sys.exit`` is seen."""
+def record_exit_code() -> None:
+    """Records from now on with which code ``sys.exit`` ends the program."""
     sys.exit = _exit
 
 
-def asked() -> tuple[int, str]:
-    """Gives the exit code that the program has asked for, 0 where it has not, and how it said it."""
-    if not _asked or _asked[0] is None:
+def requested_exit() -> tuple[int, str]:
+    """Returns the exit code that the program has requested, 0 without one, and the call that did."""
+    if not _exit_codes or _exit_codes[0] is None:
         return 0, ""
-    code = _asked[0]
+    code = _exit_codes[0]
     if isinstance(code, int):
         return code & 0xFF, f"sys.exit({int(code)})"
     return 1, f"sys.exit({str(code)!r:.300})"
 
 
-_GONE = "gone/"
-_LINGER_SECONDS = 2.5
-_LOOK_SECONDS = 0.05
+def exit_process(job: Job, code: int, message: str = "") -> NoReturn:
+    """Ends the process at once, with a message on its standard error.
 
-
-def leave(job: Job, code: int, words: str = "") -> NoReturn:
-    """Ends the process, with last words on its standard error.
-
-    Nothing is cleaned up: what hangs would hang the cleaning up too. Process 0 keeps the coordination
-    service, without which JAX ends the others from C++; so it gives them a moment to leave by themselves.
+    Nothing is cleaned up: what hangs would hang the clean-up too. Process 0 keeps the coordination
+    service, without which JAX ends the others from C++; so it gives them a moment to exit by themselves.
     """
-    if words:
-        own_status().error(words)
-        sys.stderr.write(f"distribute_jax: {words}\n")
+    if message:
+        status_writer().error(message)
+        sys.stderr.write(f"distribute_jax: {message}\n")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        job.store.put(f"{_GONE}{job.index}", str(code))
-        if job.index == 0:
-            _let_others_leave(job)
+        job.store.put(f"{_EXITED}{job.index}", str(code))
+        deadline = time.monotonic() + (0 if job.index else _LINGER_SECONDS)
+        while time.monotonic() < deadline and len(job.store.under(_EXITED)) < job.count:
+            time.sleep(_POLL_SECONDS)
     os._exit(code)
-
-
-def _let_others_leave(job: Job) -> None:
-    deadline = time.monotonic() + _LINGER_SECONDS
-    while time.monotonic() < deadline and len(job.store.under(_GONE)) < job.count:
-        time.sleep(_LOOK_SECONDS)

@@ -17,49 +17,46 @@ import jax
 
 from distribute_jax._errors import StepFailedError
 from distribute_jax._messages import error_text
-from distribute_jax.processes import _liveness as notes
+from distribute_jax.processes import _liveness as liveness
 from distribute_jax.processes._job import Job
-from distribute_jax.processes._liveness import (
-    Silence,
-    all_left,
-    failure_of_another,
-    note_failed,
-    note_left,
-    roll_call,
-)
-from distribute_jax.processes._signals import asked, leave, listen_for_exit_code
+from distribute_jax.processes._liveness import Heartbeat, HeartbeatMonitor
+from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit
 from distribute_jax.processes._status import (
     COMPILING,
+    DIVERGED,
     HUNG,
     OTHER_FAILED,
-    PARTED,
     RESTORING,
     SAVED,
-    Pulse,
-    own_status,
-    pulse,
+    Activity,
+    activity,
+    status_writer,
 )
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 1.0
+_COMPILING_FACTOR = 10
+_WAITED = 1.0
+"""Seconds after which a process that waits looks for heartbeats that stopped."""
+_WAITED_FOR_ANOTHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
+"""Errors of a process that waited for another."""
 
 
-class End:
+class ExitHandler:
     """Ends the process in order.
 
-    Where the program has come to its end, the process waits until all have, so that none loses the
-    coordination service that it still needs; the watchdog sees to it that the wait ends. Where the
-    program ends with an exception, the others are told and the process leaves at once: it would
-    otherwise wait for the others, which wait for it.
+    When the program has ended, the process waits until all have, so that none loses the coordination
+    service that it still needs; the watchdog bounds the wait. When the program ends with an exception,
+    the others are told and the process exits at once: it would otherwise wait for the others, which wait
+    for it.
     """
 
     def __init__(self, job: Job, watchdog: Watchdog) -> None:
-        """Takes over the end of this process."""
         self._job, self._watchdog = job, watchdog
         self._code = 0
-        self._before: Callable[..., Any] = sys.excepthook
+        self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._on_error
-        listen_for_exit_code()
+        record_exit_code()
         atexit.register(self._on_exit)
 
     def _on_error(
@@ -67,168 +64,149 @@ class End:
     ) -> None:
         self._code = 1
         text = f"{kind.__name__}: {error_text(error)}"
-        own_status().error(text)
-        # A step fails on all processes where one is gone, so that one may have the true reason.
-        together = issubclass(kind, (jax.errors.JaxRuntimeError, StepFailedError, TimeoutError))
-        cause = self._cause() if together else None
+        status_writer().error(text)
+        # A step fails on all processes when one is gone, so that one may have the true reason.
+        may_follow = issubclass(kind, (jax.errors.JaxRuntimeError, StepFailedError, TimeoutError))
+        cause = self._cause() if may_follow else None
         if cause is None:
-            # Where process 0 is gone, the others are gone with it.
+            # If process 0 is gone, the others are gone with it.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                first = note_failed(self._job, text)
-                cause = first if together else None
-        self._before(kind, error, trace)
+                first = liveness.announce_failure(self._job, text)
+                cause = first if may_follow else None
+        self._excepthook(kind, error, trace)
         if issubclass(kind, jax.errors.JaxRuntimeError):
-            # JAX says which socket failed, and not which process.
-            sys.stderr.write(f"distribute_jax: the job cannot go on.{roll_call()}\n")
+            # JAX names the socket that failed, and not the process.
+            processes = liveness.describe_processes()
+            sys.stderr.write(f"distribute_jax: the job cannot go on.{processes}\n")
         if cause is not None:
             self._code = OTHER_FAILED
-            own_status().error(cause)
-            sys.stderr.write(
-                f"distribute_jax: {cause}\nThis process ends with it, at step {pulse().step}.\n"
-            )
+            status_writer().error(cause)
+            sys.stderr.write(f"distribute_jax: {_ends_with(cause, activity().step)}\n")
 
     def _cause(self) -> str | None:
-        """Waits a moment for the word of a process that has failed."""
+        """Waits a moment for the failure of another process."""
         deadline = time.monotonic() + _CAUSE_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                if cause := failure_of_another(self._job):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while time.monotonic() < deadline:
+                if cause := liveness.failure_of_another(self._job):
                     return cause
-            except jax.errors.JaxRuntimeError:
-                return None
-            time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         return None
 
     def _on_exit(self) -> None:
-        code, said = asked()
+        code, call = requested_exit()
         if code not in (0, SAVED) and not self._code:
             self._code = code
-            own_status().error(said)
+            status_writer().error(call)
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                note_failed(self._job, said)
+                liveness.announce_failure(self._job, call)
         if self._code:
-            leave(self._job, self._code)
-        self._job.course.publish()
-        note_left(self._job, pulse().step)
-        while not all_left(self._job):
-            time.sleep(_LOOK_SECONDS)
-        if parted := self._job.course.settle():
-            leave(self._job, PARTED, parted)
+            exit_process(self._job, self._code)
+        self._job.actions.publish()
+        liveness.announce_left(self._job, activity().step)
+        while not liveness.all_left(self._job):
+            time.sleep(_POLL_SECONDS)
+        if difference := self._job.actions.finish():
+            exit_process(self._job, DIVERGED, difference)
         self._watchdog.stop()
         jax.distributed.shutdown()
 
 
-_COMPILING_FACTOR = 10
-_WAITED = 1.0
-"""Seconds after which a process that waits looks who gives no sign of life."""
-
-_TOGETHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
-"""Errors of a process that waited for another."""
-
-
 class Watchdog:
-    """A thread that tells the others where this process is, and looks at where they are.
+    """A thread that writes heartbeats, and ends the process when it waits too long for the others.
 
-    It ends the process where it has waited too long for the others (exit code 43, after a roll call and
-    the stacks of all threads), where another one has been ended so, and where another one has failed (exit
-    code 44). A timer in C, which the thread winds up again and again, ends the process where even this
-    thread cannot run, because code in C holds Python's lock.
+    It ends the process after ``step_seconds`` without progress (exit code 43, with what each process is
+    doing and the stacks of all threads), when another one was ended so, and when another one has failed
+    (exit code 44). A timer in C, which the thread restarts again and again, ends the process where even
+    this thread cannot run, because code in C holds Python's lock.
     """
 
-    def __init__(self, job: Job, pulse: Pulse) -> None:
-        """Watches a process.
-
-        Args:
-            job: the processes.
-            pulse: what this one does.
-        """
-        self._job, self._pulse = job, pulse
-        self._silence = Silence(job)
-        self._turns = count(1)
+    def __init__(self, job: Job, activity: Activity) -> None:
+        self._job, self._activity = job, activity
+        self._monitor = HeartbeatMonitor(job)
+        self._numbers = count(1)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name="distribute_jax watchdog", daemon=True
         )
 
     def start(self) -> None:
-        """Begins to watch."""
-        self._tell()
+        """Starts the thread, after a first heartbeat."""
+        self._send_heartbeat()
         self._thread.start()
 
     def stop(self) -> None:
-        """Watches no longer."""
+        """Stops the thread and the timer."""
         self._stop.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._stop.wait(notes.TICK):
-            self._wind_up()
+        while not self._stop.wait(liveness.TICK):
+            # Twice as long, so that the message of this thread comes first where it can run.
+            limit = 2 * self._job.options.step_seconds + liveness.TICK
+            faulthandler.dump_traceback_later(limit, exit=True)
             try:
-                self._tell()
-                self._look()
+                self._send_heartbeat()
+                self._check()
             except jax.errors.JaxRuntimeError as error:
                 if self._stop.is_set():
                     return
                 first = str(error).split("\n", 1)[0]
-                leave(
-                    self._job,
-                    OTHER_FAILED,
-                    f"{self._job.name_of(0)} cannot be reached any more: {first}",
-                )
+                message = f"{self._job.name_of(0)} cannot be reached any more: {first}"
+                exit_process(self._job, OTHER_FAILED, message)
 
-    def _wind_up(self) -> None:
-        # Twice as long, so that the words of this thread come first where it can speak.
-        limit = 2 * self._job.options.step_seconds + notes.TICK
-        faulthandler.dump_traceback_later(limit, exit=True)
-
-    def _tell(self) -> None:
-        phase, since = self._pulse.waits() or (None, time.monotonic())
+    def _send_heartbeat(self) -> None:
+        phase, since = self._activity.waiting() or (None, time.monotonic())
         seconds = round(time.monotonic() - since, 1)
-        place = notes.Place(next(self._turns), self._pulse.step, phase, seconds)
-        notes.note_place(self._job, place)
+        heartbeat = Heartbeat(next(self._numbers), self._activity.step, phase, seconds)
+        liveness.send_heartbeat(self._job, heartbeat)
 
-    def _look(self) -> None:
-        if failure := notes.failure_of_another(self._job):
-            if any(name in failure for name in _TOGETHER):
+    def _check(self) -> None:
+        if failure := liveness.failure_of_another(self._job):
+            if any(name in failure for name in _WAITED_FOR_ANOTHER):
                 _dump_stacks()  # perhaps it waited for this process
-            words = f"{failure}\nThis process ends with it, at step {self._pulse.step}."
-            leave(self._job, OTHER_FAILED, words)
-        if verdict := notes.verdict(self._job):
-            self._end_stuck(verdict)
-        if parted := self._job.course.look():
-            leave(self._job, PARTED, parted)
-        waits = self._pulse.waits()
-        if waits is not None and time.monotonic() - waits[1] > _WAITED:
-            # Not before: a thousand processes would read a thousand notes each.
-            self._silence.look(notes.places(self._job))
-        if waits is not None and time.monotonic() - waits[1] > self._limit(waits[0]):
-            self._end_stuck(self._verdict(*waits))
+            exit_process(self._job, OTHER_FAILED, _ends_with(failure, self._activity.step))
+        if message := liveness.hang_of_another(self._job):
+            self._exit_hung(message)
+        if difference := self._job.actions.compare():
+            exit_process(self._job, DIVERGED, difference)
+        if (waiting := self._activity.waiting()) is None:
+            return
+        phase, since = waiting
+        seconds = time.monotonic() - since
+        if seconds > _WAITED:
+            # Not before: a thousand processes would read a thousand heartbeats each.
+            self._monitor.check(liveness.heartbeats(self._job))
+        name, limit = self._limit(phase)
+        if seconds > limit:
+            longer = 2 * getattr(self._job.options, name)
+            self._exit_hung(
+                f"process {self._job.index} has been {phase} for {seconds:.0f} s without progress."
+                f"{liveness.describe_processes()}\nEvery process has to run the same steps in the same "
+                f"order. If that may take longer, give it more time: dj.ClusterOptions({name}={longer:g})."
+            )
 
-    def _limit(self, phase: str) -> float:
+    def _limit(self, phase: str) -> tuple[str, float]:
+        """Returns the option that limits a phase, and the seconds."""
         options = self._job.options
         if phase.startswith((COMPILING, RESTORING)):
-            return options.step_seconds * _COMPILING_FACTOR
-        if notes.some_left(self._job):
-            # Whoever has left does not come any more.
-            return min(options.step_seconds, options.shutdown_seconds)
-        return options.step_seconds
+            return "step_seconds", options.step_seconds * _COMPILING_FACTOR
+        if options.shutdown_seconds < options.step_seconds and liveness.some_left(self._job):
+            return (
+                "shutdown_seconds",
+                options.shutdown_seconds,
+            )  # a process that has left never comes
+        return "step_seconds", options.step_seconds
 
-    def _verdict(self, phase: str, since: float) -> str:
-        seconds, options = time.monotonic() - since, self._job.options
-        limit = "step_seconds"
-        if self._limit(phase) < options.step_seconds:  # somebody has left
-            limit = "shutdown_seconds"
-        return (
-            f"process {self._job.index} is {phase} for {seconds:.0f} s, and nothing moves."
-            f"{notes.roll_call()}\nEvery process has to run the same steps in the same order. Where that "
-            f"may take longer, say so: dj.ClusterOptions({limit}={2 * getattr(options, limit):g})."
-        )
-
-    def _end_stuck(self, verdict: str) -> None:
-        notes.note_stuck(self._job, verdict)
+    def _exit_hung(self, message: str) -> None:
+        liveness.announce_hang(self._job, message)
         _dump_stacks()
-        leave(self._job, HUNG, verdict)
+        exit_process(self._job, HUNG, message)
+
+
+def _ends_with(failure: str, step: int) -> str:
+    return f"{failure}\nThis process ends with it, at step {step}."
 
 
 def _dump_stacks() -> None:

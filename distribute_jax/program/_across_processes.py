@@ -27,11 +27,11 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import ProcessesDifferError
 from distribute_jax._jax_private import read_raw, write_raw
-from distribute_jax._mesh import is_local, mirrored_sharding, put
+from distribute_jax._mesh import mirrored_sharding, put
 from distribute_jax._messages import is_key
 from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
-from distribute_jax.processes import Job, is_chief, job
+from distribute_jax.processes import Job, is_chief, job_of
 from distribute_jax.processes._job import xla_flags
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
@@ -59,17 +59,17 @@ def check_same_program(step: str, program: Program, arguments: Arguments, mesh: 
         ProcessesDifferError: naming who differs and in what.
         DeadlineExceededError: a process has not come to any step.
     """
-    found = job()
-    if found is None or is_local(mesh):
+    job = job_of(mesh)
+    if job.is_alone:
         return ""
     text = _text_of(program)
-    said = found.exchange("the next step to compile", json.dumps(_facts(step, text, arguments)))
+    said = job.exchange("the next step to compile", json.dumps(_facts(step, text, arguments)))
     facts: list[dict[str, str]] = [json.loads(one) for one in said]
     lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]
     if not lines:
         return facts[0]["program"]
     if any("program" in line for line in lines):
-        lines += _first_difference(found, text)
+        lines += _first_difference(job, text)
     raise ProcessesDifferError(
         "The processes are about to run different steps together:\n" + "\n".join(lines[:12]) + "\n"
         "Every process runs the same program on batches of the same shapes. Look for what depends on the "
@@ -120,10 +120,10 @@ def _differences(key: str, values: Sequence[str]) -> list[str]:
     return [f"  {key}: {values[0]} on process 0, {values[i]} on process {i}" for i in others[:3]]
 
 
-def _first_difference(found: Job, text: str) -> list[str]:
+def _first_difference(job: Job, text: str) -> list[str]:
     """Returns the first line of the program that is not the same on all processes."""
     short = text if len(text) < _MOST_BYTES else text[:_MOST_BYTES]
-    lines = [one.split("\n") for one in found.exchange("the text of a step", short)]
+    lines = [one.split("\n") for one in job.exchange("the text of a step", short)]
     for number in range(max(map(len, lines))):
         here = [one[number].strip() if number < len(one) else "(ended)" for one in lines]
         if len(set(here)) > 1:
@@ -195,7 +195,7 @@ class Calls:
         self._written_large = 0
 
     def note(
-        self, found: Job, left: Sequence[Any], flat: Sequence[Any], data: Sequence[Any], steps: int
+        self, job: Job, left: Sequence[Any], flat: Sequence[Any], data: Sequence[Any], steps: int
     ) -> None:
         """Notes a call before it runs; see ``note_call``."""
         said = [
@@ -208,7 +208,7 @@ class Calls:
         times = f" {steps} times" if steps > 1 else ""
         shown = f" with {', '.join(said[:_MOST_NAMED])}" if said else ""
         rest = "\n".join(said[_MOST_NAMED:])
-        found.course.note(f"{self._what}{times}{shown}", f"{self._fingerprint}{rest}".encode())
+        job.actions.record(f"{self._what}{times}{shown}", f"{self._fingerprint}{rest}".encode())
 
     def _written(self, flat: Sequence[Any]) -> list[str]:
         """Returns the state that no step has left: the user has written it."""
@@ -236,14 +236,14 @@ def note_call(
     Raises:
         ProcessesDifferError: the processes diverged before.
     """
-    found = job()
-    if found is not None and entry.calls is not None and not is_local(mesh):
-        entry.calls.note(found, entry.left, flat, data, steps)
+    job = job_of(mesh)
+    if entry.calls is not None and not job.is_alone:
+        entry.calls.note(job, entry.left, flat, data, steps)
 
 
 def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> None:
     """Remembers what a step has left: its state and its results."""
-    if job() is not None and not is_local(mesh):
+    if not job_of(mesh).is_alone:
         _made.add([*entry.left, *results])
 
 
@@ -273,8 +273,8 @@ def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
     was divided, or has no other copy. It is done each time that objects are bound to a step, since
     every process has to know, without talking, that the others do it too.
     """
-    found = job()
-    if found is None or is_local(mesh):
+    job = job_of(mesh)
+    if job.is_alone:
         return
     new = [
         (variable, name)
@@ -286,7 +286,7 @@ def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
         f"{name} {_kind(of_variable)} {_digest_of_leaves(of_variable)}"
         for (_, name), of_variable in zip(new, leaves, strict=True)
     ]
-    differing = _differing(found, digests, f"the first run of step {step}")
+    differing = _differing(job, digests, f"the first run of step {step}")
     if differing:
         _take_over([new[i][0] for i in differing], mesh)
         if is_chief():
@@ -298,11 +298,11 @@ def _is_divided(variable: nnx.Variable[Any]) -> bool:
     return any(isinstance(x, jax.Array) and not x.sharding.is_fully_replicated for x in leaves)
 
 
-def _differing(found: Job, digests: list[str], place: str) -> list[int]:
+def _differing(job: Job, digests: list[str], place: str) -> list[int]:
     total = hashlib.sha256("".join(digests).encode()).hexdigest()
-    if len(set(found.exchange("initial values", total, place=place))) == 1:
+    if len(set(job.exchange("initial values", total, place=place))) == 1:
         return []
-    said = [json.loads(one) for one in found.exchange("each initial value", json.dumps(digests))]
+    said = [json.loads(one) for one in job.exchange("each initial value", json.dumps(digests))]
     _check_same_variables(said)
     return [i for i, of_variable in enumerate(zip(*said, strict=True)) if len(set(of_variable)) > 1]
 

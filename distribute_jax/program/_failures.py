@@ -13,7 +13,7 @@ from flax import nnx
 
 from distribute_jax._errors import DeadlineExceededError, StepFailedError
 from distribute_jax._messages import error_text
-from distribute_jax.processes import roll_call
+from distribute_jax.processes import describe_processes
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._program import Program
@@ -45,11 +45,11 @@ def failed(step: str, program: Program, error: Exception, *, lost: bool) -> Exce
     kind = not_finite(error)
     text = str(error)
     if "Timed out" in text or "DEADLINE_EXCEEDED" in text:
-        return DeadlineExceededError(f"{step}: {what}{roll_call()}")
+        return DeadlineExceededError(f"{step}: {what}{describe_processes()}")
     if kind:
         state = what.split("\nThe reason:")[0] if lost else "The state is as before the call."
         return FloatingPointError(_NOT_FINITE.format(step=step, kind=kind, state=state))
-    return StepFailedError(f"{step}: {what}{roll_call()}")
+    return StepFailedError(f"{step}: {what}{describe_processes()}")
 
 
 def is_runtime_failure(error: Exception) -> bool:

@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from distribute_jax import _context
 from distribute_jax._errors import ContextError
 from distribute_jax._lazy import answering
-from distribute_jax._mesh import DATA, is_local, num_replicas
+from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
 from distribute_jax._user_frames import frames_hidden, hide_frames
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
-from distribute_jax.processes import checked_barrier, job
+from distribute_jax.processes import check_barrier, job_of
 from distribute_jax.program import ParameterDevice, Replicas, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
@@ -374,10 +374,8 @@ class Strategy(InputMethods, OlderNames):
             >>> dj.get_strategy().barrier("the data is downloaded", timeout=60)
         """
         self._enter_program("strategy.barrier")
-        checked_barrier(name, timeout)
-        found = job()
-        if found is not None and not is_local(self._mesh):
-            found.barrier(name, timeout)
+        check_barrier(name, timeout)
+        job_of(self._mesh).barrier(name, timeout)
 
     def __copy__(self) -> NoReturn:
         """Refuses: two strategies with one identity would not know each other's variables."""

@@ -39,7 +39,7 @@ from distribute_jax._values import (
 from distribute_jax.collectives._all_reduce import checked_dim, stacked_over_replicas
 from distribute_jax.collectives._dtypes import as_dtype, check_summable, mean_dtype, sum_dtype, wide
 from distribute_jax.collectives._options import ReduceOp
-from distribute_jax.processes import doing, job, roll_call
+from distribute_jax.processes import describe_processes, doing, job_of
 from distribute_jax.program import MergedValues, is_runtime_failure
 from distribute_jax.variables import Variable, mesh_of_components, on_replicas, readable_raw
 
@@ -315,10 +315,10 @@ def _reduce_dims(op: ReduceOp, array: jax.Array, dims: tuple[int, ...]) -> jax.A
 
 def note_combined(what: str, value: PerReplica) -> None:
     """Notes what the processes of a job combine together, so that they notice where they do not."""
-    found = job()
-    if found is not None and not is_local(value.mesh):
+    job = job_of(value.mesh)
+    if not job.is_alone:
         rows = "" if value.counts is None else f", of which {list(value.counts)} rows are examples"
-        found.course.note(f"{what} of {jax.typeof(value.global_array)}{rows}")
+        job.actions.record(f"{what} of {jax.typeof(value.global_array)}{rows}")
 
 
 def _gather_global(value: PerReplica, axis: int) -> jax.Array:
@@ -407,5 +407,5 @@ def with_all_processes(caller: str, mesh: Mesh) -> Iterator[None]:
         kind = DeadlineExceededError if is_late else StepFailedError
         raise kind(
             f"{caller} failed, which all processes have to call together, in the same order: "
-            f"{reason}{roll_call()}"
+            f"{reason}{describe_processes()}"
         ) from error

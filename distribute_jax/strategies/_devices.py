@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
 from distribute_jax._user_frames import log_once
-from distribute_jax.processes import job
+from distribute_jax.processes import current_job
 
 _LOG = logging.getLogger("distribute_jax")
 _NAME = re.compile(
@@ -203,7 +203,7 @@ def note_flags_too_late() -> None:
 
 def note_other_processes(caller: str) -> None:
     """Logs that a strategy of one process was made in one of several that were started together."""
-    if job() is None and (processes := _launched_processes()) > 1:
+    if current_job().is_alone and (processes := _launched_processes()) > 1:
         log_once(_ALONE, caller, processes)
 
 

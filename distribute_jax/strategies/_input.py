@@ -27,7 +27,7 @@ from distribute_jax.data import DistributedDataset, InputContext, InputOptions, 
 from distribute_jax.data._agreement import epoch_ends, worker_of
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data.sources import find_source
-from distribute_jax.processes import job
+from distribute_jax.processes import job_of
 
 
 class _Owner(Protocol):
@@ -239,10 +239,10 @@ def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
 def _are_alike(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
     """Tells whether the values of all replicas have one shape and dtype."""
     own = [leaf_text(array) for array in arrays]
-    found = job()
-    if found is None or is_local(mesh):
+    job = job_of(mesh)
+    if job.is_alone:
         return len(set(own)) == 1
-    told = found.exchange("the shapes of values", json.dumps(own))
+    told = job.exchange("the shapes of values", json.dumps(own))
     shapes = [shape for some in told for shape in json.loads(some)]
     if len(set(shapes)) > 1:
         raise UnsupportedError(

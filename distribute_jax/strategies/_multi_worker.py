@@ -14,7 +14,7 @@ from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.collectives._options import checked_options
-from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver
+from distribute_jax.processes import ClusterOptions, check_cluster_options, resolve_cluster
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import checked_sharding
 
@@ -77,8 +77,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._communication_options = checked_options(communication_options, name)
         self._cross_device_ops = _checked_ops(cross_device_ops, name)
         shares = checked_sharding(shard_optimizer_state, name)
-        self._resolver = found_resolver(cluster_resolver, name)
-        timeouts = checked_cluster_options(cluster_options, name)
+        self._resolver = resolve_cluster(cluster_resolver, name)
+        timeouts = check_cluster_options(cluster_options, name)
         seconds = self._communication_options.timeout_seconds or timeouts.step_seconds
         processes.start(self._resolver, timeouts, seconds, name)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -21,8 +21,8 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax.cluster_resolver._launched import MEETING, PROCESS_ID
-from distribute_jax.processes import job
-from distribute_jax.processes._status import own_status
+from distribute_jax.processes import current_job
+from distribute_jax.processes._status import status_writer
 from distribute_jax.testing._fault import START, Fault, Injector
 
 CALL = "call.npz"
@@ -46,10 +46,10 @@ def main() -> None:
     try:
         _call(Path(os.environ[MEETING]), int(os.environ[PROCESS_ID]))
     except Exception as error:
-        if job() is not None:
+        if not current_job().is_alone:
             raise  # the job tells the others, and leaves
         traceback.print_exc()
-        own_status().error("".join(traceback.format_exception_only(error)).strip())
+        status_writer().error("".join(traceback.format_exception_only(error)).strip())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -58,10 +58,10 @@ def main() -> None:
 def _call(meeting: Path, process: int) -> None:
     call = read(meeting / CALL)
     faults = [Fault(**fields) for fields in call["faults"]]
-    own_status().listen(Injector(fault for fault in faults if fault.process == process))
-    own_status().phase(START)
+    status_writer().listen(Injector(fault for fault in faults if fault.process == process))
+    status_writer().phase(START)
     function = found_by(*call["function"])
-    own_status().phase("")
+    status_writer().phase("")
     value = function(*call["arguments"])
     root = f"what {call['function'][-1]} returned in process {process}"
     write(result_file(meeting, process), value, root)

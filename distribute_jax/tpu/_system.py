@@ -8,7 +8,7 @@ import jax
 
 from distribute_jax import processes
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.processes import ClusterOptions, checked_cluster_options, found_resolver
+from distribute_jax.processes import ClusterOptions, check_cluster_options, resolve_cluster
 from distribute_jax.tpu._topology import Topology
 
 
@@ -79,7 +79,7 @@ def initialize_tpu_system(
 
 def connected(resolver: Any, options: Any, caller: str) -> ClusterResolver:
     """Connects the processes that a resolver tells of, and gives the resolver."""
-    found = found_resolver(resolver, caller)
-    timeouts = checked_cluster_options(options, caller)
+    found = resolve_cluster(resolver, caller)
+    timeouts = check_cluster_options(options, caller)
     processes.start(found, timeouts, timeouts.step_seconds, caller)
     return found

@@ -20,7 +20,7 @@ from distribute_jax._mesh import is_local
 from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
 from distribute_jax.losses._shapes import check_probabilities
-from distribute_jax.processes import job
+from distribute_jax.processes import current_job
 from distribute_jax.program import RunOptions, library_options
 from distribute_jax.strategies import Strategy
 from distribute_jax.training import _steps
@@ -390,8 +390,7 @@ def own_seconds(seconds: float) -> float:
 
 def seconds_of_chief(seconds: float) -> float:
     """Gives every process of a job the seconds of process 0."""
-    found = job()
-    return seconds if found is None else float(found.exchange(_TOPIC, repr(seconds))[0])
+    return float(current_job().exchange(_TOPIC, repr(seconds))[0])
 
 
 class Together:

@@ -15,7 +15,7 @@ import hashlib, os, sys
 import jax, numpy as np, optax
 from flax import nnx
 import distribute_jax as dj
-from distribute_jax.processes._status import own_status
+from distribute_jax.processes._status import status_writer
 from distribute_jax.testing._fault import Fault, Injector
 
 directory, *kills = sys.argv[1:]  # for each attempt: process, and the phase or the step; or nothing
@@ -23,7 +23,7 @@ attempt = int(os.environ["DISTRIBUTE_JAX_ATTEMPT"])
 process, _, when = (kills[attempt] if attempt < len(kills) else "").partition(":")
 if process == os.environ["DISTRIBUTE_JAX_PROCESS_ID"]:
     moment = {"at_step": int(when)} if when.isdigit() else {"at_phase": when}
-    own_status().listen(Injector([Fault("kill", process=int(process), **moment)]))
+    status_writer().listen(Injector([Fault("kill", process=int(process), **moment)]))
 
 strategy = dj.MultiWorkerMirroredStrategy()
 with strategy.scope():

@@ -1,4 +1,4 @@
-"""Loops that are told to end, for the tests of preemption over processes."""
+"""Loops that get SIGTERM, for the tests of preemption over processes."""
 
 from __future__ import annotations
 

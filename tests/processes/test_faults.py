@@ -14,8 +14,8 @@ import pytest
 from distribute_jax.testing import Fault, LocalCluster
 from distribute_jax.testing._local_cluster import ProcessResult
 
-HANGS = r"process 1 .*: (silent; last seen )?at step \d.* <- the others wait for it"
-"""How the roll call shows a process that does not come."""
+HANGS = r"process 1 .*: (no heartbeat; last seen )?at step \d.* <- the others wait for it"
+"""How a process that does not come is described."""
 
 SLACK = 6.0
 """Seconds for a slow machine, beyond what the job was told to wait."""
@@ -54,7 +54,7 @@ def test_an_exception_ends_all_at_once_with_its_own_text():
 
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named_and_shows_its_stack():
-    """Test 9: nothing moves for step_seconds; all end, with a roll call and the line that hangs."""
+    """Test 9: no progress for step_seconds; all end, with what each does and the line that hangs."""
     results = run(fault_functions.loop, 50, faults=[Fault("stall", process=1, at_step=5)])
     ended_within(results, fault_functions.STEP_SECONDS)
     assert all(r.exit_code in (1, 43, 44) for r in results)

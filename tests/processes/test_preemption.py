@@ -1,4 +1,4 @@
-"""One process of a job is told to end: all save at one common step, leave, and go on from there."""
+"""One process of a job gets SIGTERM: all save at one common step, exit, and go on from there."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def test_a_job_that_never_asks_ends_at_once(tmp_path: Path):
     )
     assert [r.exit_code for r in results] == [44, 143]
     assert not any(r.ended_by_cluster for r in results)
-    assert "SIGTERM: this process was told to end." in results[0].stderr
+    assert "SIGTERM: this process was asked to stop." in results[0].stderr

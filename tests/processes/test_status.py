@@ -9,7 +9,7 @@ import time
 import distribute_jax as dj
 from distribute_jax.cluster_resolver._launched import STATUS
 from distribute_jax.processes import _status
-from distribute_jax.processes._status import StatusWriter, own_status, read_status
+from distribute_jax.processes._status import StatusWriter, read_status, status_writer
 
 
 def test_what_was_written_last_is_read(tmp_path):
@@ -33,7 +33,7 @@ def test_what_was_written_last_is_read(tmp_path):
 
 
 def test_a_text_is_never_read_while_half_of_it_is_written(tmp_path, monkeypatch):
-    """The reader sees the writer's turn, and reads again; a writer that died then does not stop it."""
+    """The reader sees the counter, and reads again; a writer that died then does not stop it."""
     path = tmp_path / "status"
     writer = StatusWriter(path)
     pages = []
@@ -42,9 +42,9 @@ def test_a_text_is_never_read_while_half_of_it_is_written(tmp_path, monkeypatch)
         pages.append(path.read_bytes())
     half = struct.pack("=q", 3) + pages[0][8:]
     reads = iter([half, half, pages[0], pages[1], pages[1], pages[1]])
-    monkeypatch.setattr(_status, "_bytes", lambda path: next(reads))
+    monkeypatch.setattr(_status, "_read", lambda path: next(reads))
     assert read_status(path).error == "new", "neither while it is written nor as it changes"
-    monkeypatch.setattr(_status, "_bytes", lambda path: half)
+    monkeypatch.setattr(_status, "_read", lambda path: half)
     assert read_status(path).error == "old"
 
 
@@ -70,6 +70,6 @@ def test_the_process_finds_its_file_in_the_environment(tmp_path, monkeypatch):
     dj.report_step(3)
     monkeypatch.setenv(STATUS, str(tmp_path / "status"))
     dj.report_step(4)
-    assert own_status() is own_status()
+    assert status_writer() is status_writer()
     assert read_status(tmp_path / "status").step == 4
     assert os.stat(tmp_path / "status").st_mode & 0o777 == 0o600

@@ -75,8 +75,8 @@ def test_several_workers_after_the_backend_has_started_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"cluster_resolver": "worker"}, "no ClusterResolver"),
-        ({"cluster_options": 30}, "pass dj.ClusterOptions"),
+        ({"cluster_resolver": "worker"}, "is not a ClusterResolver"),
+        ({"cluster_options": 30}, "must be dj.ClusterOptions"),
         ({"communication_options": "ring"}, "CommunicationOptions"),
     ],
 )

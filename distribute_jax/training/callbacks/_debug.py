@@ -14,7 +14,7 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import is_array
-from distribute_jax.processes import is_chief, job
+from distribute_jax.processes import current_job, is_chief
 from distribute_jax.training.callbacks._callback import Callback
 
 
@@ -141,12 +141,12 @@ class TerminateOnNaN(Callback):
             if not np.asarray(finite).all():
                 self._end(f"batch {before}")
                 return
-        if job() is not None or not self._waiting:
+        if not current_job().is_alone or not self._waiting:
             total = self.model.trainer.setup.tracker.loss.total.get_raw_value()
             self._waiting.append((batch, _finite(total)))
 
     def _is_time(self) -> bool:
-        if job() is not None:
+        if not current_job().is_alone:
             return len(self._waiting) == BEHIND
         return bool(self._waiting[0][1].is_ready())
 

@@ -1,4 +1,4 @@
-"""Before JAX connects: who is missing, who is a stranger and who differs is said on every process."""
+"""Before JAX connects, every process learns which one is missing, belongs to another job or differs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.processes._rendezvous import Presence, answer_roll, bound, call_roll
+from distribute_jax.processes._rendezvous import (
+    Handshake,
+    join_rendezvous,
+    listen,
+    serve_rendezvous,
+)
 
 SAME = {"number of processes": "3", "version of jax": "0.10.2"}
 
@@ -24,28 +29,28 @@ def free_port() -> int:
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Makes the calls in threads, and gives what each returned or raised."""
-    found: list[Any] = [None] * len(calls)
+    """Makes the calls in threads, and returns what each returned or raised."""
+    results: list[Any] = [None] * len(calls)
 
     def make(number: int) -> None:
         try:
-            found[number] = calls[number]()
+            results[number] = calls[number]()
         except Exception as error:  # the tests look at it
-            found[number] = error
+            results[number] = error
 
     threads = [threading.Thread(target=make, args=(i,)) for i in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
-        assert not thread.is_alive(), "a process hangs in the roll call"
-    return found
+        assert not thread.is_alive(), "a process hangs in the rendezvous"
+    return results
 
 
 def chief(address: str, count: int = 3, seconds: float = 5.0, facts: Any = SAME, job: str = "a"):
     def call() -> Any:
-        listener, _ = bound(address)
-        return call_roll(listener, Presence(0, facts, job), count, seconds)
+        listener, _ = listen(address)
+        return serve_rendezvous(listener, Handshake(0, facts, job), count, seconds)
 
     return call
 
@@ -58,7 +63,7 @@ def other(
     facts: Any = SAME,
     job: str = "a",
 ):
-    return lambda: answer_roll(address, Presence(process, facts, job), count, seconds)
+    return lambda: join_rendezvous(address, Handshake(process, facts, job), count, seconds)
 
 
 def test_all_go_on_together_and_know_each_other():
@@ -135,11 +140,11 @@ def test_strangers_and_doubles_are_sent_away_and_the_job_goes_on():
         time.sleep(0.5)
         return other(address, 1)()
 
-    found = together(chief(address), other(address, 1), other(address, 2, job="b"), double, last)
-    assert "belongs to another launch" in str(found[2])
-    assert "Two processes say that they are process 1" in str(found[3])
-    assert isinstance(found[0], list)
-    assert found[0] == found[1] == found[4]
+    results = together(chief(address), other(address, 1), other(address, 2, job="b"), double, last)
+    assert "belongs to another launch" in str(results[2])
+    assert "Two processes say that they are process 1" in str(results[3])
+    assert isinstance(results[0], list)
+    assert results[0] == results[1] == results[4]
 
 
 def test_a_process_that_died_while_it_waited_may_come_again():
@@ -151,7 +156,7 @@ def test_a_process_that_died_while_it_waited_may_come_again():
         host, port = address.split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.recv(100)
-            connection.sendall(Presence(1, SAME, "a").line())
+            connection.sendall(Handshake(1, SAME, "a").line())
             time.sleep(0.2)
         return other(address, 1)()
 
@@ -159,8 +164,8 @@ def test_a_process_that_died_while_it_waited_may_come_again():
         time.sleep(1.0)
         return other(address, 2)()
 
-    found = together(chief(address), dies_and_comes_again, last)
-    assert found[0] == found[1] == found[2]
+    results = together(chief(address), dies_and_comes_again, last)
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_port_that_somebody_holds_is_named_at_once_on_all():
@@ -181,7 +186,7 @@ def test_a_port_that_somebody_holds_is_named_at_once_on_all():
     assert address in str(silent)
 
 
-def test_noise_on_the_port_does_not_disturb_the_roll_call():
+def test_noise_on_the_port_does_not_disturb_the_rendezvous():
     """Whoever sends garbage, too much, or nothing is ignored."""
     address = f"127.0.0.1:{free_port()}"
     host, port = address.split(":")
@@ -201,12 +206,12 @@ def test_noise_on_the_port_does_not_disturb_the_roll_call():
 
         return call
 
-    found = together(chief(address), noise, late(1), late(2))
-    assert found[0] == found[2] == found[3]
+    results = together(chief(address), noise, late(1), late(2))
+    assert results[0] == results[2] == results[3]
 
 
 def test_a_name_that_nobody_knows_is_an_error_that_names_it():
     """Process 0 cannot listen at a host that does not exist, or that is another machine."""
     for address in ("no-such-host.invalid:4000", "192.0.2.1:4000"):
         with pytest.raises(dj.ClusterError, match=address.split(":")[0]):
-            bound(address)
+            listen(address)

@@ -1,10 +1,10 @@
-"""How a process ends is seen: its exit code, who left, who gave up, and who failed first."""
+"""How a process ends: its exit code, and which process left, gave up or failed first."""
 
 from __future__ import annotations
 
 import re
 
-import end_functions
+import exit_functions
 import pytest
 from test_faults import ended_within, run
 
@@ -15,7 +15,7 @@ from distribute_jax.testing import LocalCluster
 @pytest.mark.parametrize(("status", "code"), [(5, 5), ("no data", 1)])
 def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
     """The code is the process's own, and the other one ends with 44 and names it; nobody waits."""
-    results = run(end_functions.left_by_sys_exit, status)
+    results = run(exit_functions.left_by_sys_exit, status)
     ended_within(results, 2.0)
     assert [r.exit_code for r in results] == [44, code]
     assert re.search(rf"process 1 .* failed: sys.exit\({status!r}\)", results[0].stderr)
@@ -24,7 +24,7 @@ def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
 @pytest.mark.exhaustive
 def test_who_leaves_without_an_error_is_named_as_gone():
     """``sys.exit(0)`` while the other process goes on is no hang of both, and the hint names the limit."""
-    results = run(end_functions.left_by_sys_exit, 0)
+    results = run(exit_functions.left_by_sys_exit, 0)
     ended_within(results, 3.0)
     first = results[0].stderr
     assert re.search(r"process 1 .*left at step 1, while the others go on +<- the others", first)
@@ -35,14 +35,14 @@ def test_who_leaves_without_an_error_is_named_as_gone():
 @pytest.mark.exhaustive
 def test_an_exit_that_is_caught_is_none():
     """A program that catches its ``SystemExit`` ends with 0."""
-    results = run(end_functions.caught_exits_are_none)
+    results = run(exit_functions.caught_exits_are_none)
     assert [(r.exit_code, r.value) for r in results] == [(0, "through")] * 2
 
 
 @pytest.mark.exhaustive
 def test_who_comes_after_the_others_gave_up_hears_so():
     """A round that failed has failed for all; the next one, and a step, work."""
-    early, late = reversed(run(end_functions.later_than_the_others_waited))
+    early, late = reversed(run(exit_functions.later_than_the_others_waited))
     assert "Missing:\n  process 0" in early.value[0]
     assert "Process 0 of 2 came too late to 'barrier here'" in late.value[0]
     assert early.value[1] == late.value[1] == 2.0
@@ -51,7 +51,7 @@ def test_who_comes_after_the_others_gave_up_hears_so():
 @pytest.mark.exhaustive
 def test_of_two_that_fail_together_one_is_the_cause():
     """The other one refers to it, with 44: they do not accuse each other."""
-    results = run(end_functions.both_fail_while_they_wait)
+    results = run(exit_functions.both_fail_while_they_wait)
     assert sorted(r.exit_code for r in results) == [1, 44]
     (other,) = [r for r in results if r.exit_code == 44]
     assert re.search(rf"process {1 - other.process} .* failed: DeadlineExceeded", other.stderr)
@@ -59,8 +59,8 @@ def test_of_two_that_fail_together_one_is_the_cause():
 
 @pytest.mark.exhaustive
 def test_a_reduction_that_the_others_never_join_says_who_is_missing():
-    """``reduce`` on one process only is a DeadlineExceededError with the roll call."""
-    text = run(end_functions.reduce_by_one)[0].value
+    """``reduce`` on one process only is a DeadlineExceededError with what each process is doing."""
+    text = run(exit_functions.reduce_by_one)[0].value
     assert text.startswith("strategy.reduce failed, which all processes have to call together")
     assert re.search(r"process 1 .*in your code +<- the others wait", text)
 
@@ -69,7 +69,7 @@ def test_a_reduction_that_the_others_never_join_says_who_is_missing():
 def test_who_is_stopped_is_named_before_jax_ends_the_others():
     """JAX's SIGABRT cannot be held up; what it is about stands before it."""
     cluster = LocalCluster(2, 1, timeout=20, grace=1.0)
-    first = cluster.run(end_functions.one_is_stopped, check=False)[0]
+    first = cluster.run(exit_functions.one_is_stopped, check=False)[0]
     assert re.search(
-        r"process 1 .* gives no sign of life for \d s; last seen at step 0", first.stderr
+        r"process 1 .* has sent no heartbeat for \d s; last seen at step 0", first.stderr
     )

@@ -1,16 +1,16 @@
-"""Processes that part after their steps were compared end with the place where they did."""
+"""Processes that diverge after their steps were compared end with the first difference."""
 
 from __future__ import annotations
 
-import course_functions
+import divergence_functions
 import pytest
 
-from distribute_jax.processes._divergence import Course
+from distribute_jax.processes._divergence import ActionLog
 from distribute_jax.testing import LocalCluster
 
 
 def ended(function):
-    """Runs two processes that are to fail, and gives what they wrote."""
+    """Runs two processes that are to fail, and returns what process 0 wrote."""
     results = LocalCluster(2, 1, timeout=90, grace=None).run(function, check=False)
     for result in results:
         assert result.exit_code not in (0, None), result.stderr
@@ -26,71 +26,71 @@ class Board(dict):
         self[key] = text
 
     def under(self, folder):
-        """Gives what is stored below a folder."""
+        """Returns what is stored below a folder."""
         return {key[len(folder) :]: text for key, text in self.items() if key.startswith(folder)}
 
 
-def two_courses():
-    """Gives the courses of two processes that have done the same so far."""
+def two_logs():
+    """Returns the logs of two processes that have done the same so far."""
     board = Board()
-    courses = [Course(index, 2, board) for index in range(2)]
-    for course in courses:
-        course.note("runs step", b"program")
-    return courses
+    logs = [ActionLog(index, 2, board) for index in range(2)]
+    for log in logs:
+        log.record("runs step", b"program")
+    return logs
 
 
-def look(courses):
-    """Lets both watchdogs look twice; gives what they found."""
-    return [course.look() for course in (*courses, *courses)]
+def compare(logs):
+    """Lets both watchdogs compare twice; returns the results."""
+    return [log.compare() for log in (*logs, *logs)]
 
 
 def test_processes_that_do_the_same_are_not_disturbed():
     """Also where one is ahead of the other while they are compared."""
-    first, second = two_courses()
-    first.note("runs step with x = 1.0")
-    assert look((first, second)) == [None] * 4
-    second.note("runs step with x = 1.0")
-    assert look((first, second)) == [None] * 4
+    first, second = two_logs()
+    first.record("runs step with x = 1.0")
+    assert compare((first, second)) == [None] * 4
+    second.record("runs step with x = 1.0")
+    assert compare((first, second)) == [None] * 4
     first.publish()
-    second.settle_own()
-    assert (first.settle(), second.settle()) == (None, None)
+    second.compare_last()
+    assert (first.finish(), second.finish()) == (None, None)
 
 
 def test_the_first_difference_is_named_on_both():
     """The error names what each did, at the next thing that either does."""
-    courses = two_courses()
-    for number, course in enumerate(courses):
-        course.note(f"runs step with x = {number}.5")
-        course.note("runs step with x = 3.0")
-    look(courses)
-    for course in courses:
+    logs = two_logs()
+    for number, log in enumerate(logs):
+        log.record(f"runs step with x = {number}.5")
+        log.record("runs step with x = 3.0")
+    compare(logs)
+    for log in logs:
         with pytest.raises(RuntimeError, match=r"process 0: .*x = 0.5\n  process 1: .*x = 1.5"):
-            course.note("runs step with x = 4.0")
+            log.record("runs step with x = 4.0")
 
 
 def test_a_difference_that_is_shown_in_no_number_is_found_too():
     """Another program of the same name."""
-    courses = two_courses()
-    for number, course in enumerate(courses):
-        course.note("runs step", b"program %d" % number)
-    look(courses)
-    with pytest.raises(RuntimeError, match="parted"):
-        courses[1].note("runs step")
+    logs = two_logs()
+    for number, log in enumerate(logs):
+        log.record("runs step", b"program %d" % number)
+    compare(logs)
+    with pytest.raises(RuntimeError, match="diverged"):
+        logs[1].record("runs step")
 
 
 def test_one_step_more_is_found_at_the_end():
     """Process 1 ends with a step that process 0 never ran."""
-    first, second = two_courses()
-    second.note("runs step with x = 9.0")
+    first, second = two_logs()
+    second.record("runs step with x = 9.0")
     first.publish()
-    second.settle_own()
-    assert "nothing more" in first.settle()
+    second.compare_last()
+    assert "nothing more" in first.finish()
 
 
 @pytest.mark.slow
 def test_a_number_that_differs_is_found_while_the_job_runs():
     """A host number is the same on all replicas by its nature; each process passes another one."""
-    text = ended(course_functions.passes_another_number)
+    text = ended(divergence_functions.passes_another_number)
     assert "add with args[0] = 0.125" in text
     assert "= 0.25" in text
 
@@ -99,15 +99,15 @@ def test_a_number_that_differs_is_found_while_the_job_runs():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (course_functions.writes_another_value, ["= 6.0, written between steps", "= 7.0"]),
+        (divergence_functions.writes_another_value, ["= 6.0, written between steps", "= 7.0"]),
         (
-            course_functions.runs_another_step,
+            divergence_functions.runs_another_step,
             ["process 0: runs prepared.<locals>.add", "process 1: runs prepared.<locals>.take"],
         ),
-        (course_functions.parts_at_the_end, ["= 0.125", "= 0.25"]),
+        (divergence_functions.differs_at_the_end, ["= 0.125", "= 0.25"]),
     ],
 )
-def test_processes_that_part_are_told_where(function, words):
+def test_processes_that_diverge_name_the_first_difference(function, words):
     """Values written between steps, other steps, and programs that end before anybody looked."""
     text = ended(function)
     assert [word for word in words if word not in text] == []
@@ -115,13 +115,13 @@ def test_processes_that_part_are_told_where(function, words):
 
 @pytest.mark.slow
 def test_processes_that_do_the_same_end_well():
-    """No false alarm for values, snapshots, steps and reductions that change alike; other batches warn."""
-    results = LocalCluster(2, 1, timeout=90).run(course_functions.stays_together)
+    """No false alarm for values, snapshots, steps and reductions that change in the same way."""
+    results = LocalCluster(2, 1, timeout=90).run(divergence_functions.stays_together)
     assert results[0].value == results[1].value
 
 
 @pytest.mark.exhaustive
 def test_batches_that_differ_give_a_warning():
     """Under the default policy every process reads the same batches, or is told that it does not."""
-    told = [r.value for r in LocalCluster(2, 1).run(course_functions.shuffles_otherwise)]
+    told = [r.value for r in LocalCluster(2, 1).run(divergence_functions.shuffles_otherwise)]
     assert [len(of_process) for of_process in told] == [1, 0]

@@ -1,4 +1,4 @@
-"""Programs in which two processes part after their steps were compared, and one in which they do not."""
+"""Programs in which two processes diverge after their steps were compared, and one in which they do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 400
 
 
 def prepared():
-    """Gives a strategy, and steps that add to a variable with a factor, both compared before."""
+    """Returns a strategy, and steps that add to a variable with a factor, both compared before."""
     strategy = make_strategy(step_seconds=20)
     with strategy.scope():
         total = nnx.Param(np.zeros(3, np.float32))
@@ -35,7 +35,7 @@ def prepared():
 
 
 def on_process_1():
-    """Tells whether this is the process that goes its own way."""
+    """Returns whether this is the process that diverges."""
     return jax.process_index() == 1
 
 
@@ -64,7 +64,7 @@ def runs_another_step():
         time.sleep(0.01)
 
 
-def parts_at_the_end():
+def differs_at_the_end():
     """A program that has ended before anybody looked."""
     strategy, add, *_ = prepared()
     strategy.run(add, args=(0.25 if on_process_1() else 0.125,))
@@ -95,7 +95,7 @@ def stays_together():
 
 
 def shuffles_otherwise():
-    """Each process shuffles with a seed of its own."""
+    """Each process shuffles with another seed."""
     strategy = make_strategy()
     x = np.random.default_rng(jax.process_index()).permutation(16).astype(np.float32)[:, None]
     with warnings.catch_warnings(record=True) as caught:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distribute_jax.processes import _connect
-from distribute_jax.processes._job import Member
+from distribute_jax.processes._job import ProcessInfo
 
 HOSTS = {
     "alone on each machine": (["a", "b"], 0, False),
@@ -24,11 +24,11 @@ def test_accelerators_are_divided_only_where_processes_share_a_machine(
 ):
     """One process on a machine with eight GPUs has all eight; two there have one each."""
     hosts, index, divided = HOSTS[case]
-    members = [Member(host, pid) for pid, host in enumerate(hosts)]
+    processes = [ProcessInfo(host, pid) for pid, host in enumerate(hosts)]
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert _connect._shares_devices(members, index) is divided
+    assert _connect._shares_devices(processes, index) is divided
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert _connect._shares_devices(members, index) is False
+    assert _connect._shares_devices(processes, index) is False
 
 
 @pytest.mark.parametrize(
