@@ -151,7 +151,7 @@ class DefaultPath:
         return (self.function.__defaults__ or ())[self.index]
 
     def set(self, value: Any) -> None:
-        """Returns the function another default."""
+        """Replaces the default."""
         old = self.function.__defaults__ or ()
         self.function.__defaults__ = (*old[: self.index], value, *old[self.index + 1 :])
 

@@ -155,7 +155,7 @@ class Subject:
         return [jax.tree.map(np.asarray, part) for part in parts]
 
     def own(self, values: Sequence[Any]) -> Any:
-        """Returns each replica its own value."""
+        """Distributes one value to each replica."""
         return self.strategy.experimental_distribute_values_from_function(
             lambda context: values[context.replica_id_in_sync_group]
         )
