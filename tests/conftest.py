@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -13,14 +14,14 @@ os.environ.setdefault("DISTRIBUTE_JAX_VERIFY", "off")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
-if version("jaxlib").startswith("0.10."):
-    # Most of the suite's time is LLVM's. This XLA can be told to take half as much and optimise less; a
-    # later one cannot, so that on another Python the suite runs with everything as users have it.
+# Most of the suite's time was LLVM's; the programs of tests are too small to optimise or to compile in parts.
+# `TESTS_AS_USERS=1` leaves XLA as users have it.
+if not os.environ.get("TESTS_AS_USERS"):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-    # A program in one piece instead of one for each core: the programs of tests are too small to share out.
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+    if version("jaxlib").startswith("0.10."):  # Later ones have no others.
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import pytest
 
@@ -32,60 +33,31 @@ TESTS = Path(__file__).parent
 pytest_plugins = ["distribute_jax.testing.pytest_plugin"]
 
 
-EIGHT_AND_TWO = (
-    "program/test_equivalence",
-    "program/test_partial",
-    "program/test_random",
-    "strategies",
-    "training/test_fit_numbers",
-    "training/test_optimizer",
-    "variables/test_on_read",
-    "variables/test_on_write",
-)
-"""Where 2 and 8 replicas are part of CI; elsewhere they are exhaustive."""
-
-ONCE = (
-    *(
-        "api",
-        "benchmarks",
-        "cli",
-        "cluster_resolver",
-        "data",
-        "docs",
-        "examples",
-        "guards",
-        "launch",
-        "losses",
-    ),
-    *("summary", "test_dev", "test_messages", "training/callbacks"),
-)
-"""What tells nothing new on another version of JAX."""
-
-NOT_ONCE = ("benchmarks/test_compiled_program",)
-"""What does all the same: what XLA makes of a step is that version's own."""
+ONE_REPLICA = ("program/test_run", "training/test_fit_numbers")
+"""Where one replica is looked at by default too; elsewhere it is exhaustive, as are 2 and 8."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks by folder, before any are left out."""
+    """Marks the other numbers of replicas, before any test is left out."""
     for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
         where = item.path.relative_to(TESTS).as_posix()
-        if item.get_closest_marker("wide") and not where.startswith(EIGHT_AND_TWO):
+        replicas = parameters.get("strategy")
+        if replicas in (2, 8) or (replicas == 1 and not where.startswith(ONE_REPLICA)):
             item.add_marker(pytest.mark.exhaustive)
-        if where.startswith(ONCE) and not where.startswith(NOT_ONCE):
-            item.add_marker(pytest.mark.once)
 
 
-@pytest.fixture(
-    params=[
-        1,
-        pytest.param(2, marks=pytest.mark.exhaustive),
-        4,
-        pytest.param(8, marks=pytest.mark.wide),
-    ]
-)
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of later collections of garbage, which took a twentieth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+@pytest.fixture(params=[1, 2, 4, 8])
 def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
-    """A mirrored strategy of 1 and 4 replicas; 8 under the mark ``wide``, 2 under ``exhaustive``."""
+    """A mirrored strategy of 4 replicas, of 1 as well in some files, of 2 and 8 in exhaustive tests."""
     return dj.MirroredStrategy(list(range(request.param)))
 
 

@@ -23,7 +23,7 @@ def failures(public: Public) -> str:
     return "".join(said)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("public", EXAMPLES, ids=lambda public: public.name)
 def test_the_example_in_the_docstring_runs(public: Public) -> None:
     said = failures(public)

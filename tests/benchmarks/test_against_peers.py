@@ -191,6 +191,7 @@ def test_a_package_that_is_not_installed_has_no_python(monkeypatch: pytest.Monke
     assert "python3 dev.py bench --peers" in against_peers.why_absent("torch", Options())
 
 
+@pytest.mark.exhaustive
 def test_the_peers_on_jax_train_alike():
     """Four replicas of each way to write the step give the same losses from the same weights."""
     start = Start("mlp", 4, TINY.weights(), *TINY.batches(2))

@@ -11,7 +11,7 @@ from benchmark_shape import answers_of
 
 from benchmarks import collectives
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_measurement_has_every_operation_at_every_size() -> None:

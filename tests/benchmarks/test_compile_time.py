@@ -12,7 +12,7 @@ from benchmark_shape import TINY, answers_of
 from benchmarks import compile_time
 from benchmarks._steps import NNX_JIT, RUN, SHARD_MAP, SHARDED_JIT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_measurement_has_every_build_its_parts_and_the_imports(

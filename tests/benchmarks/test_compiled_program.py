@@ -44,16 +44,11 @@ def hand_written(work: Workload, replicas: int) -> Any:
     ("work", "replicas"),
     [
         (MLP, 4),
-        *(
-            pytest.param(work, n, marks=pytest.mark.slow)
-            for work, n in ((MLP, 1), (DEEP, 4), (CNN, 4))
-        ),
+        *(pytest.param(MLP, n, marks=pytest.mark.exhaustive) for n in (1, 2, 8)),
         *(
             pytest.param(work, n, marks=pytest.mark.exhaustive)
-            for work, n in (
-                *((MLP, 2), (MLP, 8), (DEEP, 1), (CNN, 1), (SMALL_TRANSFORMER, 1)),
-                *((SMALL_TRANSFORMER, 4), (SMALL_RESNET, 1), (SMALL_RESNET, 4)),
-            )
+            for work in (DEEP, CNN, SMALL_TRANSFORMER, SMALL_RESNET)
+            for n in (1, 4)
         ),
     ],
     ids=lambda value: value if isinstance(value, int) else value.name,
@@ -69,7 +64,6 @@ def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int)
     assert ours["all-reduces"] == 1
 
 
-@pytest.mark.slow
 def test_a_step_that_does_more_is_told_apart() -> None:
     jitted, state, batch = shard_map_parts(MLP, mesh_of(4))
     more = jax.jit(lambda *flat: [*jitted(*flat)[:-1], flat[0] * 2])

@@ -10,7 +10,7 @@ from benchmark_shape import TINY, answers_of
 from benchmarks import fit
 from benchmarks._fits import by_hand, with_fit, with_run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 WORK = replace(TINY, batches=4)
 

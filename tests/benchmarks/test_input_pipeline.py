@@ -12,7 +12,7 @@ from benchmarks import input_pipeline
 from benchmarks._sources import SOURCES
 from benchmarks._workloads import MLP
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.mark.exhaustive

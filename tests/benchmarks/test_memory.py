@@ -9,7 +9,7 @@ from benchmarks import memory
 from benchmarks._steps import SHARD_MAP
 from benchmarks._workloads import perceptron
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 PARAMS = 4 * (6 * 5 + 5 + 5 * 4 + 4)
 """Bytes of the weights; Adam keeps twice as much and two counters."""

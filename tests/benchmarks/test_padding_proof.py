@@ -12,7 +12,7 @@ from benchmarks import padding_proof
 from benchmarks._row_programs import Statement
 from distribute_jax.program._padding_marks import CLEAN
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 KNOWN = [
     Statement("rows>vector", "real sum", "plainly", (0, 0)),  # unchanged, and proved

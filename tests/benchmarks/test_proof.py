@@ -13,7 +13,7 @@ from jax import lax
 from benchmarks import proof
 from benchmarks._programs import Statement
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 KNOWN: list[Statement] = [
     lambda values, ref: jnp.sin(values[1]),  # differs, and is not proved

@@ -12,7 +12,7 @@ from benchmarks import step_time
 from benchmarks._inside import entry_of
 from benchmarks._steps import COLUMNS, mirrored
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_measurement_is_complete_and_its_columns_train_alike(tmp_path) -> None:

@@ -13,7 +13,7 @@ from benchmark_shape import TINY, answers_of
 from benchmarks import fit, trace
 from benchmarks._traced import Activity, activity, covered
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_overlapping_operations_are_covered_once():

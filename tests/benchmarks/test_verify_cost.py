@@ -9,7 +9,7 @@ from benchmark_shape import TINY, answers_of
 
 from benchmarks import verify_cost
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_measurement_has_the_first_call_with_and_without() -> None:

@@ -19,7 +19,7 @@ from benchmarks._workloads import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("work", [MLP, CNN, TRANSFORMER, DEEP], ids=lambda work: work.name)
 def test_the_pure_function_with_the_exported_weights_is_the_model(work: Workload) -> None:
     """Names and order of the weights are right, or the logits would differ."""
@@ -46,7 +46,7 @@ def test_the_data_is_the_same_each_time_and_a_batch_is_its_beginning_in_shape() 
     assert x.shape == (16, 128)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resnet_has_the_weights_of_resnet_50() -> None:
     """25,557,032 numbers in the published network, its norms included, and 161 arrays."""
     shapes = jax.eval_shape(lambda: nnx.state(RESNET50.model(nnx.Rngs(0)), nnx.Param))

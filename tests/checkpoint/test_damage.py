@@ -133,7 +133,7 @@ def outcome(directory: Path, damage: Damage, file: str, seed: int) -> str:
     return "found" if step == 1 and aside and told else "not told"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_300_damages_are_found_or_harmless(sound: Path, tmp_path: Path) -> None:
     """None restores other numbers; each that is found is told, set aside, and step 1 restored."""
     shutil.copytree(sound, tmp_path / "d")

@@ -40,7 +40,7 @@ def output_of(program: str, *arguments: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param(8, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.exhaustive)],
+    [4, pytest.param(100, marks=pytest.mark.exhaustive)],
 )
 def test_a_killed_program_leaves_complete_steps(kills: int, tmp_path: Path) -> None:
     """At random moments of a save: the newest step is whole and bit by bit what was saved."""
@@ -68,7 +68,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name) / "steps of é"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_disk_that_refuses_takes_nothing_with_it(open_folder: Path) -> None:
     """The error names path and bytes; older steps are intact; nothing is left that fills the disk."""
     printed, told = output_of("fill_disk.py", str(open_folder))
@@ -234,7 +234,7 @@ dj.CheckpointManager({directory!r}).save(1, {{"x": np.ones(1000)}})
 """
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_program_that_ends_without_waiting_has_saved(fails: bool, tmp_path: Path) -> None:
     """Python ends only when the last save is on the disk; a failure is at least told."""
     directory = str(tmp_path / "c")

@@ -158,7 +158,6 @@ print("went on", flush=True)
 """
 
 
-@pytest.mark.slow
 def test_a_signal_that_comes_with_the_last_step_is_not_lost(tmp_path: Path):
     """The loop ends and is saved, and then the process ends as it was told to."""
     done = _program(_ENDS_FIRST, tmp_path)
@@ -177,7 +176,7 @@ def _program(text: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loop_that_never_comes_to_its_next_step_ends_all_the_same(tmp_path: Path):
     """Tests 7 and 8: at the end of the grace period, with the code that says that nothing was saved."""
     start = time.monotonic()

@@ -113,15 +113,12 @@ def is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "replicas"),
     [
-        ("arrays", 1),
         ("grain", 4),
-        pytest.param("arrays", 8, marks=pytest.mark.wide),
-        *[pytest.param("arrays", n, marks=pytest.mark.exhaustive) for n in (2, 4)],
-        *[pytest.param("grain", n, marks=pytest.mark.exhaustive) for n in (1, 2, 8)],
+        *(pytest.param("arrays", n, marks=pytest.mark.exhaustive) for n in (1, 2, 4, 8)),
+        *(pytest.param("grain", n, marks=pytest.mark.exhaustive) for n in (1, 2, 8)),
     ],
 )
 def test_a_training_in_two_parts_equals_one_bit_by_bit(

@@ -17,13 +17,12 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax.collectives._algorithms import _natural_size
 
-REPLICAS = [
-    1,
-    pytest.param(2, marks=pytest.mark.exhaustive),
-    4,
-    pytest.param(8, marks=pytest.mark.wide),
-]
-every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
+SOME = ("default", "hierarchical, 1 packs", "ring, 1 packs", "to one")
+every_algorithm = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in SOME else pytest.mark.exhaustive) for n in ALGORITHMS],
+)
 every_size = pytest.mark.parametrize("replicas", REPLICAS)
 
 
@@ -76,7 +75,6 @@ def reduced(name: str, replicas: int) -> Reduced:
     return Reduced(total, locals_of(strategy, each), ids)
 
 
-@pytest.mark.slow
 @every_algorithm
 @every_size
 def test_sum_and_mean_of_the_replica_ids_in_each_dtype(name: str, replicas: int):

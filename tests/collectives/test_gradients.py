@@ -118,8 +118,13 @@ def of_the_default() -> list[Any]:
     return results(None, ALL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hierarchical, 1 packs", "ring, 1 packs", "to one"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hierarchical, 1 packs",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("ring, 1 packs", "to one")),
+    ],
+)
 def test_every_derivative_is_that_of_the_default(name: str):
     for one, other in zip(results(ALGORITHMS[name](), ALL), of_the_default(), strict=True):
         for (derivative, op), a, b in zip(ALL, one, other, strict=True):

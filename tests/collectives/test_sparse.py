@@ -86,7 +86,7 @@ def test_other_sparse_arrays_and_gathering_are_refused(s2: dj.MirroredStrategy):
         s2.run(lambda: context().all_gather(plain, 0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_importing_the_library_does_not_import_sparse_arrays():
     """It would take a third of a second."""
     program = (

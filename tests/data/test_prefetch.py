@@ -180,7 +180,7 @@ def test_python_exits_while_a_thread_reads_or_waits_for_room(rest: str) -> None:
         assert (process.returncode, errors) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_reaches_a_loop_that_waits_for_its_source() -> None:
     with started("time.sleep(3600)", "next(found)") as process:
         time.sleep(0.2)

@@ -65,7 +65,7 @@ def test_iterating_again_gives_the_next_epoch():
 
 
 @pytest.mark.parametrize("position", range(7))
-@pytest.mark.parametrize("replicas", [1, 4, pytest.param(8, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("replicas", [1, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("policy", ["auto", "off"])
 def test_training_resumes_at_the_very_next_batch(position: int, replicas: int, policy: str):
     """Wherever epoch 1 is left, another process with other replicas goes on there and into epoch 2."""

@@ -57,11 +57,8 @@ def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
     assert not report, "".join(report)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [PAGES[0], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
-    ids=lambda page: page.name,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_of_a_page_run_in_order_and_show_what_it_says(page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):

@@ -15,7 +15,7 @@ from examples import digits
 BATCH_SIZE = 64
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_reaches_the_promised_accuracy_on_images_it_has_not_seen() -> None:
     strategy = dj.MirroredStrategy([0, 1, 2, 3])
     train_data, test_data = digits.load_data()
@@ -24,7 +24,6 @@ def test_training_reaches_the_promised_accuracy_on_images_it_has_not_seen() -> N
     assert digits.accuracy_on(strategy, steps, test_data, BATCH_SIZE) >= 0.97
 
 
-@pytest.mark.slow
 def test_accuracy_counts_exactly_the_images_of_the_data() -> None:
     _, test_data = digits.load_data()
     few = digits.Digits(test_data.images[:90], test_data.labels[:90])
@@ -35,13 +34,7 @@ def test_accuracy_counts_exactly_the_images_of_the_data() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param("float32", marks=pytest.mark.exhaustive),
-        pytest.param("float64", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_four_replicas_train_as_one_device_does_partial_batch_included(
     dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from example_program import ROOT, job_environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 STEPS = 60
 

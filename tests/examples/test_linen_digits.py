@@ -13,7 +13,7 @@ import distribute_jax as dj
 from examples import linen_digits as linen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_short_training_learns_in_sync_and_in_place(capsys: pytest.CaptureFixture[str]) -> None:
     """Ten steps on two replicas, with batch norm and dropout and the state donated."""
     strategy = dj.MirroredStrategy([0, 1])

@@ -24,7 +24,7 @@ def weights(model: resume.Network) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_training_in_two_parts_ends_with_the_weights_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,7 +68,7 @@ def killed_at(step: int, folder: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)],
+    [1, 2],
 )
 def test_a_program_that_was_killed_ends_with_the_weights_of_one_that_was_not(
     kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

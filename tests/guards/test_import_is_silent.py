@@ -136,7 +136,7 @@ BROKEN = {
 @pytest.mark.parametrize(
     "shown",
     [
-        pytest.param(set(BROKEN), marks=pytest.mark.slow, id="all"),
+        pytest.param(set(BROKEN), marks=pytest.mark.exhaustive, id="all"),
         *(pytest.param({name}, marks=pytest.mark.exhaustive, id=name) for name in BROKEN),
     ],
 )

@@ -11,7 +11,7 @@ import saving_functions
 import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,6 @@ def test_what_one_process_saved_goes_on_in_two(saved, two_by_two):
             )
 
 
-@pytest.mark.exhaustive
 def test_what_two_processes_saved_is_loaded_by_four_and_back(saved, two_by_two):
     """Saved 2 × 2, loaded and saved 4 × 1, loaded 1 × 4 and on one device: every bit."""
     folder, _ = saved

@@ -87,7 +87,7 @@ def test_one_step_more_is_found_at_the_end():
     assert "nothing more" in first.finish()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_number_that_differs_is_found_while_the_job_runs():
     """A host number is the same on all replicas by its nature; each process passes another one."""
     text = ended(divergence_functions.passes_another_number)
@@ -113,7 +113,7 @@ def test_processes_that_diverge_name_the_first_difference(function, words):
     assert [word for word in words if word not in text] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_that_do_the_same_end_well():
     """No false alarm for values, snapshots, steps and reductions that change in the same way."""
     results = LocalCluster(2, 1, timeout=90).run(divergence_functions.stays_together)

@@ -13,7 +13,7 @@ from saving_functions import strategy_of
 import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from test_faults import ended_within, run
 from distribute_jax.testing import LocalCluster
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("status", "code"), [(5, 5), ("no data", 1)])
 def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
     """The code is the process's own, and the other one ends with 44 and names it; nobody waits."""

@@ -52,7 +52,7 @@ def test_an_exception_ends_all_at_once_with_its_own_text():
     assert "This process ends with it" in last
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_hangs_is_named_and_shows_its_stack():
     """Test 9: no progress for step_seconds; all end, with what each does and the line that hangs."""
     results = run(fault_functions.loop, 50, faults=[Fault("stall", process=1, at_step=5)])
@@ -111,7 +111,7 @@ def test_a_process_that_leaves_early_is_no_riddle():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_differs_between_processes_is_an_error_before_it_runs():
     """Test 17: another rate, width, value, constant, shape: both values are shown, on both processes."""
     results = run(fault_functions.differing)
@@ -139,7 +139,7 @@ def test_who_is_late_at_a_barrier_is_named():
     assert "process 1" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_never_comes_is_named_with_an_exception():
     """Test 16: no abort from C++, and within the time that was given."""
     results = run(fault_functions.missing)

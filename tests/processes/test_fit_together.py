@@ -11,8 +11,6 @@ import saving_functions
 
 from distribute_jax.testing import LocalCluster
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

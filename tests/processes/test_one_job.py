@@ -16,6 +16,12 @@ def two_by_two():
     return [result.value for result in LocalCluster(2, 2).run(together_functions.compute)]
 
 
+@pytest.fixture(scope="module")
+def steps():
+    """What two processes with two devices each told of ten steps of training."""
+    return [result.value for result in LocalCluster(2, 2).run(together_functions.train)]
+
+
 def test_values_reductions_and_gathers_are_those_of_all_processes(two_by_two):
     """Case 22: each process makes and sees its own replicas' values; what is combined is the same on all."""
     first, second = two_by_two
@@ -41,24 +47,23 @@ def test_first_values_that_differ_become_those_of_process_0(two_by_two):
 
 
 @pytest.mark.exhaustive
-def test_ten_steps_of_four_processes_are_those_of_two(two_by_two):
+def test_ten_steps_of_four_processes_are_those_of_two(steps):
     """The digits CNN with a partial batch: 2 × 2 and 4 × 1 to the last bit of losses, weights and Adam."""
     four_by_one = [result.value for result in LocalCluster(4, 1).run(together_functions.train)]
-    runs = [told["steps"] for told in two_by_two] + four_by_one
+    runs = steps + four_by_one
     assert all(run == runs[0] for run in runs[1:])
 
 
-@pytest.mark.slow
-def test_ten_steps_are_those_of_one_process_and_of_one_device(two_by_two):
+@pytest.mark.exhaustive
+def test_ten_steps_are_those_of_one_process_and_of_one_device(steps):
     """The digits CNN with a partial batch: the same on both processes; 1 × 4 and one device to 1e-5."""
-    runs = [told["steps"] for told in two_by_two]
-    assert runs[0] == runs[1]
+    assert steps[0] == steps[1]
     for alone in (dj.MirroredStrategy([0, 1, 2, 3]), dj.OneDeviceStrategy("cpu:0")):
         losses = together_functions.ten_steps(alone)["losses"]
-        np.testing.assert_allclose(runs[0]["losses"], losses, rtol=1e-5)
+        np.testing.assert_allclose(steps[0]["losses"], losses, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_workers_read_what_the_reference_says():
     """Cases 93, 95, 96, 99, 107 and the limits of FILE; sources that end, differ or fail on one process."""
     first, second = (result.value for result in LocalCluster(2, 1).run(together_functions.read))

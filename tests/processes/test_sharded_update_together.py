@@ -9,7 +9,7 @@ import sharing_functions
 import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import values_functions
 
 from distribute_jax.testing import LocalCluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")

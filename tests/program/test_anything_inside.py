@@ -325,8 +325,7 @@ def assert_equal_state(many: dict[str, Any], one: dict[str, Any]) -> None:
 @pytest.fixture(
     params=[
         4,
-        pytest.param(1, marks=pytest.mark.wide),
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8)),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8)),
     ]
 )
 def replicas(request: pytest.FixtureRequest) -> dj.MirroredStrategy:
@@ -346,10 +345,7 @@ def chained(forwards: list[Forward], net: Net, x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     "group",
-    [
-        pytest.param(i, marks=pytest.mark.slow if i == 1 else pytest.mark.exhaustive)
-        for i in range(len(GROUPS))
-    ],
+    [pytest.param(i, marks=pytest.mark.exhaustive) for i in range(len(GROUPS))],
 )
 def test_a_training_step_with_several_of_them_trains_as_plain_code(
     replicas: dj.MirroredStrategy, group: int

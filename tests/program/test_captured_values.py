@@ -717,7 +717,7 @@ def test_attributes_and_methods_of_a_dict_subclass_are_followed(
     assert float(s2.run(step)) == 7.0
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("layer", ["SpectralNorm", "WeightNorm"])
 def test_layers_of_flax_that_keep_arrays_in_dicts_train(replicas: int, layer: str):
     """Flax writes their plain arrays back as they were when it differentiates the module."""

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import distribute_jax as dj
 dj.simulate(4)
@@ -35,36 +37,8 @@ for strategy in (dj.MirroredStrategy([0]), dj.MirroredStrategy(), dj.CentralStor
 """
 
 
-def lines_of(program: str) -> list[str]:
-    """Runs a program, and gives what it says of the errors that it caught."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [line for line in done.stdout.splitlines() if line.startswith("CAUGHT")]
-
-
-def test_a_step_that_fails_while_running_names_the_lost_state():
-    """A later call reports it at the latest, since steps run in the background."""
-    caught = lines_of(PROGRAM)
-    assert [line.split()[1] for line in caught] == ["1", "4", "4"]
-    for line in caught:
-        assert "step: The compiled step failed" in line
-        assert "weight" in line
-        assert "boom" in line
-        assert "dj.snapshot" in line
-
-
 READING = """
-import distribute_jax as dj
-dj.simulate(2)
 import threading, time
-import jax, jax.numpy as jnp, numpy as np
 
 answered = threading.Event()
 
@@ -99,7 +73,7 @@ def run_and(read):
             report(lambda: read(result))
     report(both)
 
-for strategy in (dj.MirroredStrategy([0]), dj.MirroredStrategy()):
+for strategy in (dj.MirroredStrategy([0]), dj.MirroredStrategy([0, 1])):
     print("CAUGHT with", strategy.num_replicas_in_sync)
     run_and(lambda result: strategy.reduce("sum", result))
     run_and(lambda result: strategy.gather(result, axis=0))
@@ -109,9 +83,34 @@ for strategy in (dj.MirroredStrategy([0]), dj.MirroredStrategy()):
 """
 
 
-def test_whoever_reads_the_results_of_a_failed_step_is_told_its_name():
-    caught = lines_of(READING)
-    second = caught.index("CAUGHT with 2")
-    for lines in (caught[1:second], caught[second + 1 :]):
+@pytest.fixture(scope="module")
+def caught() -> list[str]:
+    """What both programs say of the errors that they caught, in one process, which starts JAX once."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + READING],
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("CAUGHT")]
+
+
+def test_a_step_that_fails_while_running_names_the_lost_state(caught: list[str]):
+    """A later call reports it at the latest, since steps run in the background."""
+    lost = caught[: caught.index("CAUGHT with 1")]
+    assert [line.split()[1] for line in lost] == ["1", "4", "4"]
+    for line in lost:
+        assert "step: The compiled step failed" in line
+        assert "weight" in line
+        assert "boom" in line
+        assert "dj.snapshot" in line
+
+
+def test_whoever_reads_the_results_of_a_failed_step_is_told_its_name(caught: list[str]):
+    first, second = (caught.index(f"CAUGHT with {n}") for n in (1, 2))
+    for lines in (caught[first + 1 : second], caught[second + 1 :]):
         assert len(lines) >= 5, caught
         assert all("failing_step" in line and "boom" in line for line in lines), caught

@@ -66,7 +66,8 @@ BY_DEFAULT = ("rows that are read several times", "a loop", "a scan", "a branch"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.slow) for n in PROGRAMS]
+    "name",
+    [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.exhaustive) for n in PROGRAMS],
 )
 def test_it_is_what_the_function_gives_in_float64(name: str):
     """The trace of float32 gives there what the function itself gives for numbers of float64."""

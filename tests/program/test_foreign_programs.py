@@ -468,13 +468,13 @@ PROGRAMS = {
     "gan": (gan, gan_ported),
     "dicts": (dicts, dicts_ported),
 }
-QUICK = {("imagenet", 4)}
+QUICK = {("imagenet", 4), ("MultiSteps", 4)}
 
 
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [
-        pytest.param(name, n, marks=() if (name, n) in QUICK else pytest.mark.slow)
+        pytest.param(name, n, marks=() if (name, n) in QUICK else pytest.mark.exhaustive)
         for name in PROGRAMS
         for n in (1, 4)
     ],

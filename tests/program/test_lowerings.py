@@ -143,7 +143,6 @@ def outcome(strategy: dj.Strategy, step: Step, lowering: Any) -> list[Any]:
     return on_host(strategy, ran(strategy, step, lowering))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("group", range(3))
 def test_vmap_gives_the_numbers_of_shard_map(strategy: dj.Strategy, group: int):
     """Collectives, their gradients, branches, loops and draws are those of the usual lowering."""
@@ -376,7 +375,7 @@ def mirrored(strategy: dj.Strategy) -> Any:
     return _mirrored(strategy.num_replicas_in_sync)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_sharded_parameters_and_optimizer_state_stay_sharded_and_train_alike(
     strategy: dj.Strategy, steps: int
 ):

@@ -489,7 +489,7 @@ def test_a_mirrored_result_of_unknown_rows_is_no_gathered_padding(s4: dj.Mirrore
     assert s4.run(step, args=(partial,)).shape == (3,)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The global batch has 2 examples for 4")
 def test_a_gradient_that_is_only_rounding_is_no_leak(s4: dj.MirroredStrategy):
     """The bias of an attention's keys changes no output; Adam makes whole steps of its rounding."""

@@ -105,7 +105,7 @@ def test_masks_of_dropout_differ_and_the_stored_state_is_equal_to_the_last_bit(
 
 
 @pytest.mark.parametrize(
-    "way", [plain, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])]
+    "way", [plain, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS[1:])]
 )
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(s4: dj.Strategy, way: Any):
     runs = [training(s4, way, seed=seed)[way] for seed in (7, 7, 8)]

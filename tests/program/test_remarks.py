@@ -27,8 +27,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]
         yield lambda: [record.getMessage() for record in caplog.records]
 
 
-def training(strategy: dj.Strategy, metric: Any, update: Callable[..., Any]) -> None:
-    """Runs a step that hands a part of the loss, and the losses, to ``update``."""
+def training(strategy: dj.Strategy, metric: Any, update: Callable[..., Any]) -> Any:
+    """Runs a step that hands a part of the loss, and the losses, to ``update``; returns the metric."""
     with strategy.scope():
         model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.sgd(0.1))
@@ -45,6 +45,7 @@ def training(strategy: dj.Strategy, metric: Any, update: Callable[..., Any]) -> 
 
     (batch,) = strategy.distribute_dataset([X])
     strategy.run(step, args=(batch,))
+    return metric
 
 
 AVERAGES: dict[str, Callable[[], Any]] = {
@@ -103,9 +104,13 @@ def test_what_is_no_part_goes_into_a_metric(
     assert not logged()
 
 
-def test_on_one_replica_a_part_is_the_whole():
-    one = dj.OneDeviceStrategy(0)
-    training(one, AVERAGES["nnx.metrics.Average"], lambda m, part, _: m.update(loss=part))
+def test_on_one_replica_a_part_is_the_whole(logged: Callable[[], list[str]]):
+    """Neither refused nor remarked on: the metric has the mean of all losses."""
+    one, average = dj.OneDeviceStrategy(0), AVERAGES["nnx.metrics.Average"]
+    part = training(one, average, lambda metric, part, _: metric.update(loss=part))
+    whole = training(one, average, lambda metric, _, losses: metric.update(loss=losses))
+    np.testing.assert_allclose(part.compute(), whole.compute(), rtol=1e-6)
+    assert not logged()
 
 
 def test_losses_of_the_library_are_parts_as_well(s4: dj.MirroredStrategy):

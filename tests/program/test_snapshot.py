@@ -137,8 +137,11 @@ def trained_plainly(way: Any) -> dict[str, Any]:
     return trained(way, None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way",
+    [averaged, best_kept, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS[1:-1])],
+    ids=lambda way: way.__name__,
+)
 def test_it_equals_plain_flax_on_one_device(strategy: dj.Strategy, way: Any):
     """Losses, both models and the optimizer, with state donated, as undistributed code leaves them."""
     many, one = trained(way, strategy), trained_plainly(way)
@@ -270,7 +273,7 @@ def test_state_on_another_device_that_was_taken_is_refused_too(s2: dj.MirroredSt
         s2.run(learn, args=(agent, *batches_of(s2)[0]))
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_state_that_the_users_own_jit_took_is_refused_by_name(replicas: int):
     """The step meets the very array that it left, and nothing else is lost with it."""
     strategy = dj.MirroredStrategy(range(replicas))

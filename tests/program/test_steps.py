@@ -64,7 +64,7 @@ def by_single_steps(replicas: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     ("sizes", "steps"),
     [
         ([8] * 4 + [5], 2),
-        pytest.param([8] * 7, 3, marks=pytest.mark.slow),
+        pytest.param([8] * 7, 3, marks=pytest.mark.exhaustive),
         pytest.param([8] * 3 + [1], 4, marks=pytest.mark.exhaustive),
     ],
 )

@@ -20,7 +20,7 @@ import distribute_jax as dj
 CENTRE = jax.devices()[5]
 
 
-@pytest.fixture(params=[1, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 5))])
+@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 5))])
 def central(request: pytest.FixtureRequest) -> dj.CentralStorageStrategy:
     """A strategy whose parameter device is no compute device."""
     return dj.CentralStorageStrategy(list(range(request.param)), parameter_device=CENTRE)
@@ -114,16 +114,15 @@ def state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
         (None, 1),
-        pytest.param(dj.RunOptions(lowering="vmap"), 3, marks=pytest.mark.slow),
-        pytest.param(dj.RunOptions(donate_state=False), 3, marks=pytest.mark.slow),
         *(
             pytest.param(*values, marks=pytest.mark.exhaustive)
             for values in [
+                (dj.RunOptions(lowering="vmap"), 3),
+                (dj.RunOptions(donate_state=False), 3),
                 (None, 3),
                 (dj.RunOptions(donate_state=False), 1),
                 (dj.RunOptions(lowering="pmap"), 1),
@@ -335,7 +334,7 @@ def test_parameters_passed_and_returned_are_central_too(central: dj.CentralStora
     "kind",
     [
         "pinned_host",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("unpinned_host", "device")),
+        *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("unpinned_host", "device")),
     ],
 )
 def test_state_may_lie_in_another_memory_of_the_parameter_device(kind: str):

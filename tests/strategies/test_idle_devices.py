@@ -155,7 +155,7 @@ def test_a_mirrored_strategy_in_one_of_several_processes_is_named(
     assert [text.partition(",")[0] for text in texts(notices)] == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_flags_set_in_python_after_jax_started_are_named_in_a_real_process():
     """As in a notebook, where the variable is set in a cell after the first array."""
     code = (

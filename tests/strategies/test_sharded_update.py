@@ -22,7 +22,7 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax.program import _state_placement
 
-REPLICAS = [1, 4, *(pytest.param(n, marks=pytest.mark.wide) for n in (2, 8))]
+REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
 
 
 def sharing(replicas: int) -> dj.MirroredStrategy:
@@ -145,10 +145,12 @@ OTHERS = tuple(name for name in OPTIMIZERS if name not in SOME)
 @pytest.mark.parametrize(
     ("names", "replicas"),
     [
-        *((SOME, replicas) for replicas in (1, 4)),
-        *(pytest.param(SOME, replicas, marks=pytest.mark.wide) for replicas in (2, 8)),
-        pytest.param(OTHERS, 4, marks=pytest.mark.slow),
-        *(pytest.param(OTHERS, replicas, marks=pytest.mark.exhaustive) for replicas in (1, 2, 8)),
+        (SOME, 4),
+        *(pytest.param(SOME, replicas, marks=pytest.mark.exhaustive) for replicas in (1, 2, 8)),
+        *(
+            pytest.param(OTHERS, replicas, marks=pytest.mark.exhaustive)
+            for replicas in (1, 2, 4, 8)
+        ),
     ],
 )
 def test_every_optimizer_trains_as_on_one_device(names: tuple[str, ...], replicas: int) -> None:
@@ -401,7 +403,15 @@ class Noisy(nnx.Module):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "ops", [None, dj.HierarchicalCopyAllReduce(), dj.ReductionToOneDevice(), dj.RingAllReduce()]
+    "ops",
+    [
+        None,
+        dj.RingAllReduce(),
+        *(
+            pytest.param(ops(), marks=pytest.mark.exhaustive)
+            for ops in (dj.HierarchicalCopyAllReduce, dj.ReductionToOneDevice)
+        ),
+    ],
 )
 def test_statistics_dropout_and_every_operation_are_as_with_mirrored_state(ops: Any) -> None:
     """What a replica does by itself is compiled as usual: its own masks, its own statistics."""
@@ -558,7 +568,7 @@ def test_which_dim_is_divided(shape: tuple[int, ...], replicas: int, dim: int | 
 CHECKS = ["training", "training_with_dj_optimizer", "run_steps", "donation"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "only", [CHECKS, pytest.param(None, marks=pytest.mark.exhaustive)], ids=["some", "all"]
 )

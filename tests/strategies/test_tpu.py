@@ -81,16 +81,20 @@ def one_device() -> tuple[Any, Any]:
     return trained(dj.OneDeviceStrategy("cpu:0"), None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "cores", "parts"),
     [
-        (4, 1, [1, 1]),
-        (4, 2, [1, 2]),
-        pytest.param(4, 2, [2, 1], marks=pytest.mark.wide),
         (2, 4, [2, 2]),
-        pytest.param(2, 4, [1, 4], marks=pytest.mark.wide),
-        pytest.param(1, 8, [2, 4], marks=pytest.mark.wide),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                (4, 1, [1, 1]),
+                (4, 2, [1, 2]),
+                (4, 2, [2, 1]),
+                (2, 4, [1, 4]),
+                (1, 8, [2, 4]),
+            ]
+        ),
     ],
 )
 def test_training_on_split_arrays_is_that_of_one_device(replicas, cores, parts, one_device):
@@ -190,7 +194,7 @@ def test_a_partition_spec_of_the_users_own_names_the_cores():
     assert "f32[4,4]" in program_of(strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_verify_compares_with_one_replica_on_its_cores():
     """RunOptions(verify=…) finds a split step equal, and a forgotten all_reduce unequal."""
     strategy = tpu(4, 2)

@@ -32,11 +32,13 @@ FACTORIES: dict[str, Callable[[Any], dj.Strategy]] = {
 }
 
 
-TWICE = ["values"]  # also on the newest JAX
-TWICE_SLOW = [pytest.param(t, marks=pytest.mark.slow) for t in THEMES if t not in TWICE]
+# What other tests show of the strategies by default.
+LONG = ["collectives", "variables", "state", "training"]
 
 
-@pytest.mark.parametrize("theme", [t for t in THEMES if t in TWICE] + TWICE_SLOW)
+@pytest.mark.parametrize(
+    "theme", [pytest.param(t, marks=[pytest.mark.exhaustive] * (t in LONG)) for t in THEMES]
+)
 def test_mirrored_strategy_passes(theme: str):
     """On four replicas, every check."""
     report = dj.testing.check_strategy(dj.MirroredStrategy, [4], only=THEMES[theme])
@@ -44,7 +46,7 @@ def test_mirrored_strategy_passes(theme: str):
     assert (report.replicas, report.lowerings, report.refused) == ((4,), ("shard_map",), ())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_central_storage_strategy_passes():
     """On four replicas, every check."""
     report = dj.testing.check_strategy(dj.CentralStorageStrategy, [4])
@@ -60,25 +62,21 @@ def test_one_device_strategy_passes():
 
 
 def test_tpu_strategy_passes_on_replicas_of_two_cores():
-    """What depends on where values lie; all checks run with the slow tests, and on replicas of one core."""
+    """What depends on where values lie; all checks are exhaustive."""
     only = ["replica_order", "results", "all_reduce_options"]
     dj.testing.check_strategy(tpu_factories.tpu_two_cores, [4], only=only)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "replicas"),
-    [
-        pytest.param("tpu_two_cores", 4, marks=pytest.mark.exhaustive),
-        pytest.param("tpu", 4, marks=pytest.mark.exhaustive),
-        pytest.param("tpu_two_cores", 1, marks=pytest.mark.exhaustive),
-    ],
+    ("name", "replicas"), [("tpu_two_cores", 4), ("tpu", 4), ("tpu_two_cores", 1)]
 )
 def test_tpu_strategy_passes_every_check(name: str, replicas: int):
     """One replica of several cores is compiled in another way than several."""
     dj.testing.check_strategy(getattr(tpu_factories, name), [replicas])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_cross_device_operations_pass(name: str):
     """Their sums and the derivatives of these; everything else runs with the exhaustive tests."""
@@ -93,16 +91,8 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas", "lowering"),
-    [
-        pytest.param(
-            *cell,
-            marks=pytest.mark.slow if cell == ("mirrored", 4, "vmap") else pytest.mark.exhaustive,
-        )
-        for cell in CELLS
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "replicas", "lowering"), CELLS)
 def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: str):
     """Only vmap refuses some, and only for the operations that JAX cannot batch."""
     factory = FACTORIES.get(name, dj.OneDeviceStrategy)
@@ -167,15 +157,8 @@ def found_wrong(cls: Any, replicas: int, only: list[str]) -> str:
     return str(caught.value)
 
 
-SLOW = [broken.RunsTwice]  # training, twice
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "cls",
-    [pytest.param(cls, marks=[pytest.mark.slow] * (cls in SLOW)) for cls in BROKEN],
-    ids=[cls.__name__ for cls in BROKEN],
-)
+@pytest.mark.parametrize("cls", BROKEN, ids=[cls.__name__ for cls in BROKEN])
 def test_what_is_broken_is_found_by_every_check_that_should_see_it(cls: Any):
     """The failures of all checks come together, and are named."""
     for replicas, only in BROKEN[cls].items():

@@ -21,6 +21,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 """127.0.0.1, the same in IPv6, and ::1, as the kernel's tables show them."""
 
 
+@pytest.mark.exhaustive
 def test_two_processes_with_two_devices_each_compute_together():
     """Over gloo on loopback, with JAX alone; values, output and exit codes come back."""
     results = LocalCluster(2, 2, timeout=60).run(
@@ -37,7 +38,7 @@ def test_two_processes_with_two_devices_each_compute_together():
     assert results[0].value["listeners"], "the coordinator listens"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_one_process_is_given_comes_back_as_plain_data():
     """Arrays of any dtype, nested containers, an environment for the processes; the function by name."""
     value = {
@@ -219,7 +220,7 @@ def test_the_fixture_gives_the_cluster_of_the_mark(local_cluster):
     assert (local_cluster._processes, local_cluster._devices, local_cluster._timeout) == (1, 3, 50)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_mark_the_fixture_has_two_processes(local_cluster):
     """With two devices each."""
     assert (local_cluster._processes, local_cluster._devices) == (2, 2)

@@ -63,7 +63,7 @@ STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
     [
         "mirrored",
         "central storage",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("default", "one device")),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("default", "one device")),
     ],
 )
 def test_the_same_model_under_every_strategy(name: str):
@@ -100,7 +100,6 @@ def own_metric(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
     return jnp.abs(y_pred[:, 0] - y_pred[:, 1])
 
 
-@pytest.mark.slow
 def test_metrics_of_every_kind(strategy: dj.Strategy):
     """Names, functions, and metric objects of dj and of Flax; with and without sample weights."""
     model = made(

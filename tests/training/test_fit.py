@@ -96,13 +96,13 @@ def test_fit_equals_a_loop_of_run_on_one_device(strategy: dj.Strategy):
     close(weights_of(model), weights, 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind",
     [
         "list",
         *(
-            pytest.param(k, marks=pytest.mark.slow)
+            pytest.param(k, marks=pytest.mark.exhaustive)
             for k in ("factory", "from_arrays", "distributed")
         ),
         "dict",

@@ -14,7 +14,7 @@ from flax import nnx
 
 import distribute_jax as dj
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The global batch has")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore:The global batch has")]
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(11, 4)).astype(np.float32)

@@ -160,7 +160,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(s4: dj.Strategy, kind: type[
     assert len(jax.live_arrays()) <= before + 1  # what a step in flight is waited for by
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_saving_and_loading_between_dispatches_changes_nothing(s4: dj.Strategy, tmp_path: Path):
     """With three batches in a dispatch, of which an epoch has five and a half."""
     options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}

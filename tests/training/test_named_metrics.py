@@ -44,7 +44,6 @@ CASES: dict[str, tuple[str, Any, Any, Any, list[float]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_name_gives_one_value_for_each_example_and_is_reported_as_typed(case: str):
     name, loss, y_true, y_pred, wanted = CASES[case]

@@ -66,7 +66,7 @@ def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, calle
     assert "average" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_remedies_give_the_numbers_of_the_real_examples(strategy: dj.Strategy):
     """dj's metric of the same name, and an own one that takes mask=."""
     model = made(strategy, dj.metrics.Welford("y_pred"), MaskedSum())

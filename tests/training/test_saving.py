@@ -118,7 +118,7 @@ def run(trainings: list[list[Any]]) -> list[list[np.ndarray]]:
     return [[np.array(w) for w in weights] for weights in found]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_was_saved_and_went_on_equals_one_that_was_not(tmp_path: Path):
     """Two epochs are one epoch, a new process and one epoch: bitwise, with dropout, Adam and shuffling.
 

@@ -107,11 +107,11 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 
-SLOW = {"fit", "losses", "sgd, scaled"}
+SLOW = {"fit", "losses", "sgd, scaled", "adamw, accumulated", "auc", "recall"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PROGRAMS]
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in SLOW else n for n in PROGRAMS]
 )
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_the_library_computes_the_same_under_strict_promotion(s2: dj.MirroredStrategy, name: str):

@@ -63,7 +63,7 @@ def test_a_module_that_mixes_the_examples_of_a_batch_is_found(s4: dj.Strategy, c
     CALLS[called](unasked)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [{}, {"steps_per_execution": 2, "gradient_accumulation_steps": 2}]
 )

@@ -19,7 +19,7 @@ METHODS = {"assign": (0, 1), "assign_add": (1, 1), "assign_sub": (1, -1)}
 
 
 # Two replicas too: this is what the kinds of variables are for.
-@pytest.fixture(params=[1, 4, *(pytest.param(n, marks=pytest.mark.wide) for n in (2, 8))])
+@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))])
 def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
     """A mirrored strategy of 1 and 4 replicas; 2 and 8 under the mark ``wide``."""
     return dj.MirroredStrategy(list(range(request.param)))

@@ -54,7 +54,7 @@ def test_batches_keep_structure_order_and_values(strategy):
     assert_two_epochs(strategy, loader(Examples()), cut(TABLE, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_start_anew_for_each_epoch(s2, persistent):
     """Two worker processes, kept or not, give every batch in every epoch, also after a look."""
