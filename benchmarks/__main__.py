@@ -3,6 +3,7 @@
     python -m benchmarks                     a quick pass: few rounds, wide intervals
     python -m benchmarks --full              everything, for figures worth stating
     python -m benchmarks --only fit memory   some of them
+    python -m benchmarks --peers             a step beside other frameworks; takes --full, --only, --replicas
 
 Each benchmark runs in a separate process. In a clone, ``python3 dev.py bench`` starts this with what it
 needs.
@@ -11,6 +12,7 @@ needs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import signal
 import sys
@@ -18,8 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import against_peers
 from benchmarks._benchmark import Benchmark, add_devices
 from benchmarks._harness import REPORTS, shown
+from benchmarks._peer_environments import peer_arguments
 from benchmarks._suite import Answer, ask, print_rows, write_page
 
 QUESTIONS = (
@@ -31,6 +35,8 @@ QUESTIONS = (
 
 def main() -> int:
     """Runs the benchmarks, prints their ratios, and writes the page."""
+    if "--peers" in sys.argv:
+        return _beside_peers(sys.argv[1:])
     chosen = _arguments()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     benchmarks = [importlib.import_module(f"benchmarks.{name}").BENCHMARK for name in chosen.only]
@@ -46,6 +52,15 @@ def main() -> int:
         _finish(answers, chosen, (time.monotonic() - started) / 60)
         return 130
     return _finish(answers, chosen, (time.monotonic() - started) / 60)
+
+
+def _beside_peers(given: list[str]) -> int:
+    """Measures beside the peers, and writes a report: a quick look, or with ``--full`` all of it."""
+    at = given.index("--devices") if "--devices" in given else len(given)  # always simulated
+    rest = [text for text in given[:at] + given[at + 2 :] if text not in ("--peers", "--full")]
+    quick = [] if "--full" in given else ["--quick"]
+    with contextlib.ExitStack() as held:
+        return against_peers.main(["--report", *quick, *peer_arguments(held), *rest])
 
 
 def _finish(answers: list[Answer], chosen: argparse.Namespace, minutes: float) -> int:

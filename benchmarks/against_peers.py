@@ -298,7 +298,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     """Measures, and writes a report where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", help="beside one replica")
     for name, what in (("python", "PATH"), ("absent", "WHY")):
         parser.add_argument(f"--{name}", action="append", default=[], metavar=f"PACKAGE={what}")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     base = QUICK if chosen.quick else Options()
     options = dataclasses.replace(
@@ -321,12 +321,13 @@ def main() -> None:
     try:
         log = measure(options)
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     for row in headline(log):
         log.add("headline", **dataclasses.asdict(row))
     if chosen.report:
         write_report("against_peers", log, report(log))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
