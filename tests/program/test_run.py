@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import distribute_jax as dj
-from distribute_jax.program import _run
+from distribute_jax.program import _cache
 
 
 def replica_id():
@@ -493,7 +493,7 @@ def test_as_many_programs_are_kept_as_the_limit_says(
     s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
     """64 for users; 6 show the same in less time."""
-    monkeypatch.setattr(_run, "_MOST_PROGRAMS", 6)
+    monkeypatch.setattr(_cache, "_MOST_PROGRAMS", 6)
     with pytest.warns(UserWarning, match="compiled 5 times"):
         for n in range(8):
             s2.run(lambda: n)  # noqa: B023
