@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,10 +31,11 @@ _STORED = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 
 }
 """Dtypes that Orbax stores as they are; the numbers of others are stored as bytes."""
 
+Array = np.ndarray[Any, Any]
 
-@dataclass(frozen=True)
-class Wanted:
-    """An array that a folder should hold."""
+
+class Expected(NamedTuple):
+    """An array that a folder should hold; it has elements."""
 
     path: str
     """The leaf that it belongs to, for messages."""
@@ -43,24 +43,27 @@ class Wanted:
     shape: tuple[int, ...]
 
 
-def write_arrays(folder: Path, named: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Writes arrays to a folder that does not exist yet.
+def write_arrays(folder: Path, named: Mapping[str, Array]) -> None:
+    """Writes arrays, none of them empty, to a folder that does not exist yet.
 
     Orbax joins nested names with dots and makes paths of them, so that names that users choose could
-    collide; the manifest keeps those. It takes no array without elements: nothing is lost of one.
+    collide; the manifest keeps those.
     """
     import orbax.checkpoint as ocp
 
-    stored = {name: _stored(data) for name, data in named.items() if data.size}
-    if not stored:
-        folder.mkdir()
-        return
+    stored = {
+        name: data if data.dtype.name in _STORED else _bytes(data) for name, data in named.items()
+    }
     with _quiet(), _orbax() as orbax:
         orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(stored))
 
 
+def _bytes(data: Array) -> Array:
+    return data.reshape(-1).view(np.uint8)
+
+
 def _orbax() -> Any:
-    """Gives an Orbax of this process alone, which waits for no other one."""
+    """Returns an Orbax checkpointer of this process alone, which waits for no other one."""
     import orbax.checkpoint as ocp
 
     me = jax.process_index()
@@ -75,22 +78,22 @@ def _orbax() -> Any:
 def _quiet() -> Iterator[None]:
     """Keeps Orbax from printing, once for each of its threads, the error that it then raises here."""
     with _hook_lock:
-        told = threading.excepthook
+        outer_hook, logger = threading.excepthook, logging.getLogger("absl")
 
         def hook(failed: threading.ExceptHookArgs) -> None:
             if not type(failed.thread).__module__.startswith("orbax."):
-                told(failed)
+                outer_hook(failed)
 
         threading.excepthook = hook
-        logging.getLogger("absl").addFilter(_is_no_failed_thread)
+        logger.addFilter(_is_not_of_orbax)
         try:
             yield
         finally:
-            logging.getLogger("absl").removeFilter(_is_no_failed_thread)
-            threading.excepthook = told
+            logger.removeFilter(_is_not_of_orbax)
+            threading.excepthook = outer_hook
 
 
-def _is_no_failed_thread(record: logging.LogRecord) -> bool:
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
@@ -98,22 +101,13 @@ _hook_lock = threading.Lock()
 """Held by the one thread that has its hook in place; several managers write one after the other."""
 
 
-def _stored(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return data if data.dtype.name in _STORED else data.reshape(-1).view(np.uint8)
+def read_arrays(folder: Path, expected: Mapping[str, Expected]) -> dict[str, Array]:
+    """Reads some arrays of a folder; raises where Orbax cannot, or they are not what the manifest says."""
+    read = _read(folder, expected)
+    return {name: _checked(folder, read.get(name), array) for name, array in expected.items()}
 
 
-def read_arrays(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, np.ndarray[Any, Any]]:
-    """Reads some arrays of a folder.
-
-    Raises:
-        CheckpointDamagedError: Orbax cannot read them, or they are not what the manifest says.
-    """
-    names = [name for name, array in wanted.items() if 0 not in array.shape]
-    found = _read(folder, names) if names else {}
-    return {name: _data(folder, found.get(name), array) for name, array in wanted.items()}
-
-
-def _read(folder: Path, names: Sequence[str]) -> Mapping[str, Any]:
+def _read(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
     import orbax.checkpoint as ocp
 
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -122,55 +116,46 @@ def _read(folder: Path, names: Sequence[str]) -> Mapping[str, Any]:
     )
     with _orbax() as orbax:
         try:
-            found: Mapping[str, Any] = orbax.restore(folder.absolute(), args=some)
+            read: Mapping[str, Any] = orbax.restore(folder.absolute(), args=some)
         except PermissionError:
             raise
         except Exception as error:  # whatever a parser says of bytes that are not what was written
             raise CheckpointDamagedError(
                 f"Orbax cannot read {folder} ({error_text(error):.200})"
             ) from error
-    return found
+    return read
 
 
-def _data(folder: Path, found: Any, wanted: Wanted) -> np.ndarray[Any, Any]:
-    dtype = np.dtype(wanted.dtype)
-    if 0 in wanted.shape:
-        return np.zeros(wanted.shape, dtype)
-    if isinstance(found, np.ndarray) and wanted.dtype not in _STORED and found.dtype == np.uint8:
-        is_all = found.size == math.prod(wanted.shape) * dtype.itemsize
-        found = found.view(dtype).reshape(wanted.shape) if is_all else found
-    if not isinstance(found, np.ndarray) or (found.dtype, found.shape) != (dtype, wanted.shape):
+def _checked(folder: Path, data: Any, expected: Expected) -> Array:
+    if isinstance(data, np.ndarray) and expected.dtype not in _STORED and data.dtype == np.uint8:
+        data = _from_bytes(folder, data, expected)
+    if not isinstance(data, np.ndarray) or (data.dtype.name, data.shape) != expected[1:]:
         raise CheckpointDamagedError(
-            f"{folder} holds {leaf_text(found)} for {wanted.path}, which was saved as "
-            f"{wanted.dtype}{list(wanted.shape)}"
+            f"{folder} holds {leaf_text(data)} for {expected.path}, which was saved as "
+            f"{expected.dtype}{list(expected.shape)}"
         )
-    return found
+    return data
 
 
-def write_bytes(folder: Path, named: Mapping[str, np.ndarray[Any, Any]]) -> None:
+def _from_bytes(file: Path, data: Array, expected: Expected) -> Array:
+    if data.size != math.prod(expected.shape) * np.dtype(expected.dtype).itemsize:
+        raise CheckpointDamagedError(
+            f"{file} has {data.size} bytes for {expected.path}, which was saved as "
+            f"{expected.dtype}{list(expected.shape)}"
+        )
+    return data.view(expected.dtype).reshape(expected.shape)
+
+
+def write_bytes(folder: Path, named: Mapping[str, Array]) -> None:
     """Writes arrays to a folder that does not exist yet, each as a file of its little-endian bytes."""
     folder.mkdir()
     for name, data in named.items():
-        (folder / name).write_bytes(data.reshape(-1).view(np.uint8).data)
+        (folder / name).write_bytes(_bytes(data).data)
 
 
-def read_bytes(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, np.ndarray[Any, Any]]:
-    """Reads some of those arrays.
-
-    Raises:
-        CheckpointDamagedError: one has another size than the manifest says.
-    """
-    return {name: _from_bytes(folder / name, array) for name, array in wanted.items()}
-
-
-def _from_bytes(file: Path, wanted: Wanted) -> np.ndarray[Any, Any]:
-    if 0 in wanted.shape:
-        return np.zeros(wanted.shape, wanted.dtype)
-    data = np.fromfile(file, np.uint8)
-    dtype = np.dtype(wanted.dtype)
-    if data.size != math.prod(wanted.shape) * dtype.itemsize:
-        raise CheckpointDamagedError(
-            f"{file} has {data.size} bytes for {wanted.path}, which was saved as "
-            f"{wanted.dtype}{list(wanted.shape)}"
-        )
-    return data.view(dtype).reshape(wanted.shape)
+def read_bytes(folder: Path, expected: Mapping[str, Expected]) -> dict[str, Array]:
+    """Reads some of those arrays; one of another size than the manifest says is damaged."""
+    return {
+        name: _from_bytes(folder / name, np.fromfile(folder / name, np.uint8), array)
+        for name, array in expected.items()
+    }

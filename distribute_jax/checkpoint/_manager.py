@@ -22,14 +22,14 @@ from distribute_jax.checkpoint._agreement import (
     await_written,
     by_chief,
     check_shared,
-    taken_error,
+    pop_error,
 )
-from distribute_jax.checkpoint._save_load import check_place, check_target, content_of, restored
-from distribute_jax.checkpoint._steps import Preemptible, Schedule, preemptible
+from distribute_jax.checkpoint._save_load import check_place, check_target, content_of, restore_tree
+from distribute_jax.checkpoint._steps import Preemptible, Schedule
 from distribute_jax.checkpoint._storage import directory_of
 from distribute_jax.checkpoint._write import Content, write_checkpoint
 from distribute_jax.data import DistributedIterator
-from distribute_jax.processes import current_job, is_chief
+from distribute_jax.processes import Preemption, current_job, is_chief
 from distribute_jax.processes._status import status_writer
 
 _SAVE, _RESTORE = "CheckpointManager.save", "CheckpointManager.restore"
@@ -46,7 +46,7 @@ class CheckpointManager:
 
     A tree is a dict, or any nest, of NNX objects (modules, optimizers, metrics, ``Rngs``), variables,
     distributed iterators, arrays, random keys, and Python numbers, strings and None. Attributes of a
-    module that are no arrays are not saved: they belong to the code that builds it.
+    module that are not arrays are not saved: they belong to the code that builds it.
 
     All processes of a job call its methods, in the same order, with a directory that all of them see. Each
     writes what it holds of arrays that are divided among them, and the first one commits when all have;
@@ -92,14 +92,13 @@ class CheckpointManager:
         every_minutes: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        """Makes a manager, and touches no file yet; see the class for the arguments."""
         if max_to_keep is not None and max_to_keep < 1:
             raise ArgumentError(
-                f"CheckpointManager got max_to_keep={max_to_keep}. Keep at least 1, or all with None."
+                f"CheckpointManager: max_to_keep must be at least 1, or None; got {max_to_keep}."
             )
         if on_error not in ("raise", "warn"):
             raise ArgumentError(
-                f"CheckpointManager got on_error={on_error!r}. Use 'raise' or 'warn'."
+                f"CheckpointManager: on_error must be 'raise' or 'warn'; got {on_error!r}."
             )
         self._directory = directory_of("CheckpointManager", directory)
         self._keep = max_to_keep
@@ -136,13 +135,12 @@ class CheckpointManager:
         """
         number = _steps.checked_step(step)
         check_place(_SAVE)
-        if (
-            current_job().is_alone and not self._background.is_running
-        ):  # else where all are about to save
-            self._tell(self._background.taken_error())
+        if current_job().is_alone and not self._background.is_running:
+            # In a job the errors are exchanged where all are about to save.
+            self._report(self._background.pop_error())
         if not force and not self._is_due(number):
             return False
-        self._tell(taken_error(_SAVE, self._background))
+        self._report(pop_error(_SAVE, self._background))
         if not force:
             by_chief(_SAVE, lambda: self._check_new(number))
         self._check_shared(_SAVE)
@@ -186,7 +184,7 @@ class CheckpointManager:
                 f"{error}. Remove it by hand, or keep all with max_to_keep=None."
             ) from error
 
-    def _tell(self, error: CheckpointError | None) -> None:
+    def _report(self, error: CheckpointError | None) -> None:
         if error is not None and not self._warns:
             raise error
         if error is not None and is_chief():
@@ -198,10 +196,10 @@ class CheckpointManager:
         Raises:
             CheckpointFileError: it could not be written.
         """
-        self._tell(taken_error("CheckpointManager.wait", self._background))
+        self._report(pop_error("CheckpointManager.wait", self._background))
 
     def __enter__(self) -> Self:
-        """Gives the manager."""
+        """Returns the manager."""
         return self
 
     def __exit__(
@@ -227,9 +225,9 @@ class CheckpointManager:
         """Makes a loop safe against the end of its machine: a ``with`` block around it.
 
         On entering, the newest checkpoint is restored, if there is one, the position of the iterator
-        included: the loop goes on at the very next example. When a process is told to end (SIGTERM, or
-        ``termination_watcher_fn`` says so), all processes of the job save at one common step, between two
-        steps, and leave with ``SystemExit(42)``, by which ``distribute-jax launch`` knows to start
+        included: the loop goes on at the very next example. When a process is preempted (SIGTERM, or
+        ``termination_watcher_fn`` returns True), all processes of the job save at one common step, between
+        two steps, and exit with ``SystemExit(42)``, by which ``distribute-jax launch`` knows to start
         them again. The loop is also saved at the intervals of the manager, if it has any, and at its end.
 
         The loop takes every batch from the iterator and runs its step before it takes the next.
@@ -238,16 +236,17 @@ class CheckpointManager:
             tree: a dict of what changes in the loop, as for ``save``; the iterator is saved with it. What
                 is not changed in place is not seen: keep counters in variables.
             iterator: a distributed iterator of a source that can start anywhere.
-            grace_seconds: a process that was told to end does so after this time in any case, with exit
+            grace_seconds: a process that was preempted exits after this time in any case, with exit
                 code 143 where it has not saved.
-            termination_watcher_fn: asked each second in a thread of its own; True means that the end is near.
+            termination_watcher_fn: called each second in another thread; True means that this process will be
+                preempted.
 
         Returns:
             The block; its ``step`` counts the steps that are done, over all starts.
 
         Raises:
-            ValueError: ``iterator`` is no distributed iterator or its source cannot seek, ``tree`` is no
-                dict, or ``grace_seconds`` is not positive.
+            ValueError: ``iterator`` is not a distributed iterator or its source cannot seek, ``tree`` is
+                not a dict, or ``grace_seconds`` is not positive.
 
         Example:
             >>> import distribute_jax as dj, numpy as np, tempfile
@@ -266,7 +265,12 @@ class CheckpointManager:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
         """
-        return preemptible(self, tree, iterator, grace_seconds, termination_watcher_fn)
+        if not grace_seconds > 0:
+            raise ArgumentError(
+                f"CheckpointManager.preemptible: grace_seconds must be above 0; got {grace_seconds!r}."
+            )
+        preemption = Preemption(grace_seconds, termination_watcher_fn)
+        return Preemptible(self, tree, iterator, preemption)
 
     @property
     def saves_at_intervals(self) -> bool:
@@ -276,16 +280,12 @@ class CheckpointManager:
     # Restoring
 
     def all_steps(self) -> list[int]:
-        """Gives the steps that were written to their end, in ascending order."""
+        """Returns the steps that were written to their end, in ascending order."""
         await_written(_LIST, self._background)
-        return by_chief(_LIST, self._complete_steps)
-
-    def _complete_steps(self) -> list[int]:
-        found = _steps.folders(self._directory)
-        return [step for step in found if _steps.is_complete(self._directory, step)]
+        return by_chief(_LIST, lambda: _steps.complete(self._directory))
 
     def latest_step(self) -> int | None:
-        """Gives the last of ``all_steps``, or None where there is none."""
+        """Returns the last of ``all_steps``, or None where there is none."""
         return max(self.all_steps(), default=None)
 
     def restore(self, step: SupportsIndex, tree: Any) -> Any:
@@ -294,7 +294,7 @@ class CheckpointManager:
         Args:
             step: its number.
             tree: as it was saved. NNX objects, variables and iterators are changed in place, where
-                they lie now; other entries of a dict are replaced in that dict. On an error nothing
+                they are now; other entries of a dict are replaced in that dict. On an error nothing
                 is changed.
 
         Returns:
@@ -306,18 +306,18 @@ class CheckpointManager:
             CheckpointDamagedError: what is on the disk is not what was saved.
         """
         number = _steps.checked_step(step)
+
+        def check_exists() -> None:
+            if not self._directory.holds(str(number)):
+                raise CheckpointError(
+                    f"There is no step {number} in {self._directory}. There are "
+                    f"{_steps.complete(self._directory)}."
+                )
+
         check_place(_RESTORE)
         await_written(_RESTORE, self._background)
-        by_chief(_RESTORE, lambda: self._check_there(number))
-        tree = self._restored(number, tree, _RESTORE)
-        self._note_restored(number)
-        return tree
-
-    def _check_there(self, step: int) -> None:
-        if not self._directory.holds(str(step)):
-            raise CheckpointError(
-                f"There is no step {step} in {self._directory}. There are {self._complete_steps()}."
-            )
+        by_chief(_RESTORE, check_exists)
+        return self._restore(number, tree, _RESTORE)
 
     def restore_latest(self, tree: Any) -> int | None:
         """Puts the newest step that is whole into a tree of the same leaves.
@@ -338,35 +338,31 @@ class CheckpointManager:
         check_target(tree, _LATEST)
         await_written(_LATEST, self._background)
         self._check_shared(_LATEST)
-        found = by_chief(_LATEST, lambda: _steps.folders(self._directory))
-        for step in reversed(found):
+        steps = by_chief(_LATEST, lambda: _steps.folders(self._directory))
+        for step in reversed(steps):
             try:
-                self._restored(step, tree, _LATEST)
+                self._restore(step, tree, _LATEST)
             except CheckpointDamagedError as error:
                 by_chief(_LATEST, functools.partial(self._set_aside, step, error))
-                continue
-            self._note_restored(step)
-            return step
-        by_chief(_LATEST, lambda: self._check_none_damaged(found))
+            else:
+                return step
+        by_chief(_LATEST, lambda: self._check_none_damaged(steps))
         return None
 
-    def _check_none_damaged(self, found: list[int]) -> None:
-        damaged = self._directory.were_set_aside() or [str(step) for step in found]
+    def _check_none_damaged(self, steps: list[int]) -> None:
+        damaged = self._directory.were_set_aside() or list(map(str, steps))
         if damaged:
             raise CheckpointDamagedError(
                 f"{self._directory} holds no checkpoint that is whole; damaged are {', '.join(damaged)}. "
-                "Restore the directory from a copy, or begin anew in another one."
+                "Restore the directory from a copy, or start from the beginning in another one."
             )
 
-    def _restored(self, step: int, tree: Any, method: str) -> Any:
+    def _restore(self, step: int, tree: Any, method: str) -> Any:
         manifest_of = functools.partial(_steps.read_step, self._directory, step)
-        return restored(self._directory, str(step), manifest_of, tree, method)
-
-    def _note_restored(self, step: int) -> None:
+        tree = restore_tree(self._directory, str(step), manifest_of, tree, method)
         self._schedule.note(step)
-        status_writer().restored(
-            step
-        )  # a supervisor sees by it whether restarts bring the training further
+        status_writer().restored(step)  # by it a supervisor sees whether restarts make progress
+        return tree
 
     def _set_aside(self, step: int, error: CheckpointDamagedError) -> None:
         if not self._directory.holds(str(step)):  # another program removed an old step
@@ -383,9 +379,9 @@ class CheckpointManager:
 
 def finish_alone(manager: CheckpointManager) -> None:
     """Waits for what this process writes, where others may not come any more; warns where it failed."""
-    failed = manager._background.taken_error()
-    if failed is not None:
-        warnings.warn(str(failed), RuntimeWarning, stacklevel=3)
+    error = manager._background.pop_error()
+    if error is not None:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
 
 
 def delete_all(manager: CheckpointManager) -> None:

@@ -14,10 +14,18 @@ from typing import Any
 from distribute_jax import _context
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError
 from distribute_jax._messages import listed
-from distribute_jax.checkpoint._leaves import Spec, digest_of_text
+from distribute_jax.checkpoint._leaves import Spec, digest_of
 
-FORMAT = 1
-_OURS = re.compile(r"[a-z]+-[0-9a-f]+")
+MANIFEST = "manifest.json"
+ARRAYS = "arrays-"
+"""How the name of a folder with arrays begins; a token follows."""
+WHOLE, PARTS = "whole-0", "parts-"
+"""Below it: what process 0 writes by Orbax, and how the name begins of what each writes as bytes."""
+DAMAGED = "damaged"
+"""What is added to the name of what was set aside."""
+
+_FORMAT = 1
+_FOLDER = re.compile(r"[a-z]+-[0-9a-f]+")
 """What folders are called; anything else could lead out of the checkpoint."""
 _PACKAGES = ("distribute-jax", "jax", "flax", "orbax-checkpoint", "numpy")
 
@@ -27,9 +35,8 @@ class Part:
     """A box of a leaf, which one process wrote."""
 
     folder: str
-    """Where it lies, below the folder with the arrays."""
+    """Where it is, below the folder with the arrays."""
     name: str
-    """What it is called there."""
     start: tuple[int, ...]
     """Where the box begins in the stored numbers of the leaf."""
     shape: tuple[int, ...]
@@ -38,7 +45,7 @@ class Part:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Gives the part of the leaf that it is."""
+        """The slices of the leaf that it is."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
@@ -50,7 +57,7 @@ class Record:
     sha256: str
     """A digest of the text or of the digests of the parts; equal where two leaves hold the same."""
     text: Any = None
-    """The value itself, where the leaf is no array."""
+    """The value itself, where the leaf is not an array."""
     dtype: str = ""
     """The dtype of the stored numbers; empty where there are none."""
     shape: tuple[int, ...] = ()
@@ -64,7 +71,7 @@ class Manifest:
     """What a checkpoint holds, and how to tell that it is all there."""
 
     step: int | None
-    """The step, or None for a checkpoint that is none of a manager's."""
+    """The step, or None for a checkpoint that a manager has not saved."""
     arrays: str
     """The folder with the arrays, beside the manifest."""
     files: Mapping[str, str]
@@ -74,42 +81,36 @@ class Manifest:
     """Versions, open scope and number of replicas: for people, nothing depends on them."""
 
 
-def surroundings(devices: int) -> dict[str, Any]:
-    """Says what is saving: versions of packages, the open scope, and over how many devices state lies."""
+def made_by(devices: int) -> dict[str, Any]:
+    """Returns what is saving: versions of packages, the open scope, and over how many devices."""
     top = _context.entered()
     return {
         "strategy": None if top is None else type(top.strategy).__name__,
         "replicas": devices,
-        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "versions": {"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
     }
 
 
-def _versions() -> Any:
-    for package in _PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:  # used from its source tree
-            yield package, "not installed"
-
-
-def record_of_text(spec: Spec, text: Any) -> Record:
-    """Gives the entry of a leaf that is no array."""
-    return Record(spec, digest_of_text(text), text)
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # used from its source tree
+        return "not installed"
 
 
 def record_of(spec: Spec, dtype: str, parts: Sequence[Part]) -> Record:
-    """Gives the entry of a leaf from its parts, in the order of their places."""
+    """Returns the entry of a leaf from its parts."""
     ordered = tuple(sorted(parts, key=lambda part: part.start))
     # Of a random key, the dims behind its own are those of the data of each.
     shape = (*spec.shape, *ordered[0].shape[len(spec.shape) :])
     alone = len(ordered) == 1
-    sha256 = ordered[0].sha256 if alone else digest_of_text([(p.start, p.sha256) for p in ordered])
+    sha256 = ordered[0].sha256 if alone else digest_of([(p.start, p.sha256) for p in ordered])
     return Record(spec, sha256, None, dtype, shape, ordered)
 
 
 def text_of(manifest: Manifest) -> str:
-    """Gives the text of the file, with a digest of itself."""
-    content = {"format": FORMAT, **asdict(manifest)}
+    """Returns the text of the file, with a digest of itself."""
+    content = {"format": _FORMAT, **asdict(manifest)}
     return json.dumps({"sha256": _digest(content), "content": content}, indent=1)
 
 
@@ -119,82 +120,59 @@ def _digest(content: Any) -> str:
 
 
 def manifest_in(folder: object, text: bytes) -> Manifest:
-    """Reads the text of a manifest and checks it against its own digest.
-
-    Raises:
-        CheckpointDamagedError: it is not what was written.
-        CheckpointError: a later release wrote it.
-    """
-    content = _content(folder, text)
-    if content["format"] != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {content['format']!r}; this release reads {FORMAT}. Restore it with "
-            "the release that saved it."
-        )
-    leaves = tuple(map(_record, content["leaves"]))
-    folders = {part.folder for record in leaves for part in record.parts}
-    if not all(map(_OURS.fullmatch, [content["arrays"], *folders])):
-        raise CheckpointDamagedError(
-            f"{folder}/{MANIFEST} names folders that no checkpoint has: {sorted(folders)}"
-        )
-    kept = {name: content[name] for name in ("step", "arrays", "files", "made_by")}
-    return Manifest(leaves=leaves, **kept)
-
-
-def _content(folder: object, text: bytes) -> dict[str, Any]:
+    """Reads the text of a manifest and checks it against its digest."""
     try:
         whole = json.loads(text)
         content: dict[str, Any] = whole["content"]
-        is_whole = whole["sha256"] == _digest(content)
+        is_intact = whole["sha256"] == _digest(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamagedError(
             f"{folder}/{MANIFEST} cannot be read ({error!r:.80})"
         ) from error
-    if not is_whole:
+    if not is_intact:
         raise CheckpointDamagedError(
             f"{folder}/{MANIFEST} is not what was written (its sha256 differs)"
         )
-    return content
+    if (number := content.pop("format")) != _FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {number!r}; this release reads {_FORMAT}. Restore it with the release "
+            "that saved it."
+        )
+    leaves = tuple(map(_record, content.pop("leaves")))
+    folders = {part.folder for record in leaves for part in record.parts}
+    if not all(map(_FOLDER.fullmatch, [content["arrays"], *folders])):
+        raise CheckpointDamagedError(
+            f"{folder}/{MANIFEST} names folders that no checkpoint has: {sorted(folders)}"
+        )
+    return Manifest(leaves=leaves, **content)
 
 
 def _record(saved: Mapping[str, Any]) -> Record:
-    spec = saved["spec"]
-    return Record(
-        Spec(spec["path"], spec["kind"], spec["dtype"], tuple(spec["shape"])),
-        saved["sha256"],
-        saved["text"],
-        saved["dtype"],
-        tuple(saved["shape"]),
-        tuple(map(part_in, saved["parts"])),
-    )
+    spec = Spec(**_with_shapes(saved["spec"]))
+    parts = tuple(map(part_in, saved["parts"]))
+    return Record(**_with_shapes(saved) | {"spec": spec, "parts": parts})
 
 
 def part_in(saved: Mapping[str, Any]) -> Part:
     """Reads the entry of a part."""
-    start, shape = tuple(saved["start"]), tuple(saved["shape"])
-    return Part(saved["folder"], saved["name"], start, shape, saved["sha256"])
+    return Part(**_with_shapes(saved) | {"start": tuple(saved["start"])})
 
 
-MANIFEST = "manifest.json"
-ARRAYS = "arrays-"
-"""How the name of a folder with arrays begins; a token follows."""
-WHOLE, PARTS = "whole-0", "parts-"
-"""Below it: what process 0 writes by Orbax, and how the name begins of what each writes as bytes."""
-DAMAGED = "damaged"
-"""What is added to the name of what was set aside."""
+def _with_shapes(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {**saved, "shape": tuple(saved["shape"])}  # JSON has lists
 
 
 def is_step(name: str) -> bool:
-    """Tells whether a name is that of a step."""
+    """Returns whether a name is that of a step."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def check_files(folder: object, found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+def check_files(folder: object, digests: Mapping[str, str], expected: Mapping[str, str]) -> None:
     """Raises before Orbax reads bytes that it did not write: its threads would outlive the error."""
     faults = [
-        f"{name}: {'other bytes than were written' if name in found else 'missing'}"
-        for name, digest in wanted.items()
-        if found.get(name) != digest
+        f"{name}: {'other bytes than were written' if name in digests else 'missing'}"
+        for name, digest in expected.items()
+        if digests.get(name) != digest
     ]
     if faults:
         raise CheckpointDamagedError(f"{folder} is not what was written:\n{listed(faults)}")

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,20 +19,29 @@ from distribute_jax._errors import (
 )
 from distribute_jax._messages import is_donated, listed
 from distribute_jax.checkpoint._agreement import all_values, by_chief, check_shared, on_all, write
-from distribute_jax.checkpoint._leaves import OTHER, Slot, Slots, is_in_place, slots_of
-from distribute_jax.checkpoint._manifest import Manifest, surroundings
-from distribute_jax.checkpoint._read import (
-    check_fit,
-    manifest_of,
-    needed,
-    new_values,
-    put_all,
-    read_leaves,
-)
+from distribute_jax.checkpoint._leaves import OTHER, Slot, is_in_place, slots_of
+from distribute_jax.checkpoint._manifest import Manifest, made_by
+from distribute_jax.checkpoint._read import check_fit, manifest_of, new_values, put_all, read_leaves
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
-from distribute_jax.checkpoint._write import Content, check_same_tree, copied, write_checkpoint
+from distribute_jax.checkpoint._write import (
+    Content,
+    check_same_tree,
+    copy_to_host,
+    write_checkpoint,
+)
 from distribute_jax.processes import RESTORING, current_job, doing
 from distribute_jax.program import one_at_a_time
+
+_NOT_SAVED = """\
+{method} cannot save everything in the tree:
+{lines}
+A checkpoint holds NNX objects, variables, arrays, random keys, distributed iterators, and Python numbers, \
+strings and None. Save what can be rebuilt from those, and leave out the rest."""
+
+_DONATED = """\
+{method} got arrays that were donated to an earlier step:
+{lines}
+Save the variables that hold the new ones, or arrays that the step returned."""
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> None:
@@ -55,7 +63,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
         CheckpointFileError: the folder cannot be written, or holds something else; or the processes of a
             job do not all see it.
     """
-    directory, name = _parted("save", path)
+    directory, name = _directory_and_name("save", path)
     check_place("save")
     check_shared("save", directory)
     content = content_of(tree, None, "save")
@@ -65,15 +73,6 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
         directory.prepare(re.escape(name))
 
     write("save", lambda: write_checkpoint(directory, name, content, prepare))
-
-
-def _parted(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:
-    """Gives the directory of a checkpoint, and its name there."""
-    text = os.fspath(path)
-    if not is_url(text):
-        check_no_pattern(method, text)
-    parent, name = os.path.split(text.rstrip("/") if is_url(text) else os.path.abspath(text))
-    return directory_of(method, parent), name
 
 
 def load(path: str | os.PathLike[str], tree: Any) -> Any:
@@ -95,30 +94,29 @@ def load(path: str | os.PathLike[str], tree: Any) -> Any:
         CheckpointDamagedError: what is there is not what was saved.
     """
     check_place("load")
-    directory, name = _parted("load", path)
-    return restored(directory, name, lambda: _manifest(directory, name), tree, "load")
+    directory, name = _directory_and_name("load", path)
+
+    def manifest() -> Manifest:
+        if not directory.holds(name):
+            raise CheckpointError(f"There is no checkpoint at {directory.path_of(name)}.")
+        return manifest_of(directory, name)
+
+    return restore_tree(directory, name, manifest, tree, "load")
 
 
-def _manifest(directory: Directory, name: str) -> Manifest:
-    if not directory.holds(name):
-        raise CheckpointError(f"There is no checkpoint at {directory.path_of(name)}.")
-    return manifest_of(directory, name)
-
-
-_NOT_SAVED = """\
-{method} cannot save everything in the tree:
-{lines}
-A checkpoint holds NNX objects, variables, arrays, random keys, distributed iterators, and Python numbers, \
-strings and None. Save what can be rebuilt from those, and leave out the rest."""
-
-_GONE = """\
-{method} got arrays that an earlier step has taken:
-{lines}
-Save the variables that hold the new ones, or arrays that the step returned."""
+def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:
+    text = os.fspath(path)
+    if is_url(text):
+        text = text.rstrip("/")
+    else:
+        check_no_pattern(method, text)
+        text = os.path.abspath(text)
+    parent, name = os.path.split(text)
+    return directory_of(method, parent), name
 
 
 def check_place(method: str) -> None:
-    """Raises inside ``run``, under the user's jit, and where the processes cannot talk."""
+    """Raises inside ``run``, under the user's jit, and where the processes cannot communicate."""
     _context.require_loop(method)
     _context.require_cross_replica(method)
     _context.require_untraced(method)
@@ -130,56 +128,51 @@ def check_place(method: str) -> None:
 
 
 def content_of(tree: Any, step: int | None, method: str) -> Content:
-    """Copies what this process writes of a tree to the host, so that the tree may change from then on.
-
-    Returns:
-        What is to be written.
-
-    Raises:
-        CheckpointError: leaves that cannot be saved, all of them listed; or that differ between processes.
-        DonatedError: arrays that are gone already.
-    """
+    """Copies what this process writes of a tree to the host, so that the tree may change from then on."""
     check_place(method)
     with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, method)
         token = by_chief(method, lambda: secrets.token_hex(4))
-        texts, pieces = copied(slots)
+        texts, pieces = copy_to_host(slots)
     specs = [slot.spec for slot in slots]
-    return Content(step, token, specs, texts, pieces, surroundings(_devices(slots)))
+    return Content(step, token, specs, texts, pieces, made_by(_device_count(slots)))
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:
-    slots = slots_of(tree).places
+    slots, _ = slots_of(tree)
     faults = [f"{slot.spec.path}: {slot.spec}" for slot in slots if slot.spec.kind == OTHER]
     if faults:
         raise CheckpointError(_NOT_SAVED.format(method=method, lines=listed(faults)))
-    gone = [slot.spec.path for slot in slots if is_donated(slot.held)]
-    if gone:
-        raise DonatedError(_GONE.format(method=method, lines=listed(gone)))
+    donated = [slot.spec.path for slot in slots if is_donated(slot.current)]
+    if donated:
+        raise DonatedError(_DONATED.format(method=method, lines=listed(donated)))
     return slots
 
 
-def _devices(slots: Sequence[Slot]) -> int:
-    held = (slot.held for slot in slots if isinstance(slot.held, jax.Array))
-    return max((len(array.sharding.device_set) for array in held), default=1)
+def _device_count(slots: Sequence[Slot]) -> int:
+    arrays = (slot.current for slot in slots if isinstance(slot.current, jax.Array))
+    return max((len(array.sharding.device_set) for array in arrays), default=1)
 
 
-def restored(
+def restore_tree(
     directory: Directory, name: str, manifest_of: Callable[[], Manifest], tree: Any, method: str
 ) -> Any:
-    """Puts a checkpoint into a tree: all of it, or on any error nothing.
-
-    NNX objects, variables and iterators are changed in place. Everything else is replaced: in the
-    dict that was given, if it is one.
-    """
+    """Puts a checkpoint into a tree: all of it, or on any error nothing."""
     where = directory.path_of(name)
+
+    def read(manifest: Manifest) -> tuple[list[Slot], Callable[[], Any], list[Any]]:
+        slots, rebuild = slots_of(tree)
+        check_fit(where, manifest.leaves, slots)
+        leaves = read_leaves(directory, name, manifest, slots)
+        return slots, rebuild, new_values(leaves, slots)
+
     with one_at_a_time, doing(RESTORING):  # a step of another thread would write what it began with
         manifest = on_all(method, manifest_of)
         _check_same_checkpoint(method, where, manifest)
-        read = on_all(method, lambda: _read(directory, name, manifest, tree))
-        on_all(method, lambda: put_all(read.values, read.slots.places))
-    new = read.slots.rebuilt()
+        slots, rebuild, values = on_all(method, lambda: read(manifest))
+        on_all(method, lambda: put_all(values, slots))
+    new = rebuild()
     if not isinstance(tree, MutableMapping):
         return new
     for key in [key for key in tree if not is_in_place(tree[key])]:
@@ -187,28 +180,11 @@ def restored(
     return tree
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A checkpoint that fits a tree, and has not changed it yet."""
-
-    slots: Slots
-    values: list[Any]
-
-
-def _read(directory: Directory, name: str, manifest: Manifest, tree: Any) -> _Read:
-    slots = slots_of(tree)
-    check_fit(directory.path_of(name), manifest.leaves, slots.places)
-    held = {slot.spec.path: slot.held for slot in slots.places}
-    own = lambda record: needed(record, held[record.spec.path])  # noqa: E731
-    leaves = read_leaves(directory, name, manifest, own)
-    return _Read(slots, new_values(leaves, slots.places))
-
-
 def _check_same_checkpoint(method: str, where: str, manifest: Manifest) -> None:
     """Raises where the processes have read different files: no two checkpoints' arrays have one name."""
-    found = all_values(method, f"{where}, {manifest.arrays}")
-    if len({text.rpartition(", ")[2] for text in found}) > 1:
-        lines = "\n".join(f"  process {i}: {text}" for i, text in enumerate(found[:8]))
+    read = all_values(method, [where, manifest.arrays])
+    if len({arrays for _, arrays in read}) > 1:
+        lines = "\n".join(f"  process {i}: {', '.join(one)}" for i, one in enumerate(read[:8]))
         raise CheckpointFileError(
             f"{method}: the processes have read different checkpoints:\n{lines}\nGive all of them the same "
             "path, in a directory that all of them see."
@@ -216,7 +192,7 @@ def _check_same_checkpoint(method: str, where: str, manifest: Manifest) -> None:
 
 
 def check_target(tree: Any, method: str) -> None:
-    """Raises where new values would have no place to go."""
+    """Raises where new values could not be put in place."""
     check_place(method)
     if not isinstance(tree, MutableMapping) and not is_in_place(tree):
         raise CheckpointError(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, SupportsIndex
 
@@ -21,7 +19,7 @@ from distribute_jax.processes._status import SAVED, report_step
 
 
 def checked_step(step: SupportsIndex) -> int:
-    """Gives the number of a step that a user passed."""
+    """Returns the number of a step that a user passed."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -32,7 +30,7 @@ def checked_step(step: SupportsIndex) -> int:
 
 
 def folders(directory: Directory) -> list[int]:
-    """Gives the steps that are there, complete or not, in ascending order."""
+    """Returns the steps that are there, complete or not, in ascending order."""
     try:
         names = directory.names()
     except OSError as error:
@@ -41,21 +39,21 @@ def folders(directory: Directory) -> list[int]:
 
 
 def read_step(directory: Directory, step: int) -> Manifest:
-    """Reads the manifest of a step.
-
-    Raises:
-        CheckpointDamagedError: it is missing, or of another step.
-    """
+    """Reads the manifest of a step; it is damaged where it is missing, or of another step."""
     manifest = manifest_of(directory, str(step))
     if manifest.step != step:
         raise CheckpointDamagedError(
-            f"{directory.path_of(str(step))} holds step {manifest.step}: it was renamed"
+            f"Folder {directory.path_of(str(step))} contains step {manifest.step}; was it renamed?"
         )
     return manifest
 
 
-def is_complete(directory: Directory, step: int) -> bool:
-    """Tells whether a step was written to its end."""
+def complete(directory: Directory) -> list[int]:
+    """Returns the steps that were written to their end, in ascending order."""
+    return [step for step in folders(directory) if _is_complete(directory, step)]
+
+
+def _is_complete(directory: Directory, step: int) -> bool:
     try:
         read_step(directory, step)
     except CheckpointDamagedError:
@@ -72,41 +70,30 @@ def prune(directory: Directory, keep: int | None, newest: int) -> None:
         directory.remove(str(step))
 
 
-@dataclass
 class Schedule:
-    """Says of a step whether it should be saved; without intervals every step should."""
+    """Whether a step should be saved; without intervals every step should.
 
-    every_steps: int | None = None
-    """Save when a multiple of this was reached or passed since the last save."""
-    every_minutes: float | None = None
-    """Save when this much time has passed since the last save, or since this was made."""
-    _step: int = 0
-    _time: float = field(default_factory=lambda: time.monotonic())
+    Args:
+        every_steps: when a multiple of this was reached or passed since the last save.
+        every_minutes: when this much time has passed since the last save, or since this was made.
+    """
 
-    def __post_init__(self) -> None:
-        """Refuses intervals that never come."""
-        for name in ("every_steps", "every_minutes"):
-            every = getattr(self, name)
+    def __init__(self, every_steps: int | None, every_minutes: float | None) -> None:
+        for name, every in {"every_steps": every_steps, "every_minutes": every_minutes}.items():
             if every is not None and not every > 0:
-                raise ArgumentError(f"CheckpointManager got {name}={every!r}; it must be above 0.")
-
-    @property
-    def has_intervals(self) -> bool:
-        """Whether not every step is due."""
-        return self.every_steps is not None or self.every_minutes is not None
-
-    @property
-    def reads_clock(self) -> bool:
-        """Whether the time counts, so that processes may see it differently."""
-        return self.every_minutes is not None
+                raise ArgumentError(f"CheckpointManager: {name} must be above 0; got {every!r}.")
+        self._every_steps, self._every_minutes = every_steps, every_minutes
+        self.has_intervals = every_steps is not None or every_minutes is not None
+        self.reads_clock = every_minutes is not None
+        """Whether the processes of a job may see it differently."""
+        self.note(0)
 
     def is_due(self, step: int) -> bool:
-        """Tells whether to save now; loops that take several steps at once may pass a multiple."""
-        if self.every_steps is None and self.every_minutes is None:
-            return True
-        steps, minutes = self.every_steps, self.every_minutes
-        passed = steps is not None and step // steps > self._step // steps
-        return passed or (minutes is not None and time.monotonic() - self._time >= 60 * minutes)
+        """Returns whether to save now; loops that take several steps at once may pass a multiple."""
+        steps, minutes = self._every_steps, self._every_minutes
+        by_step = steps is not None and step // steps > self._step // steps
+        by_time = minutes is not None and time.monotonic() - self._time >= 60 * minutes
+        return not self.has_intervals or by_step or by_time
 
     def note(self, step: int) -> None:
         """Counts from this step and from now on."""
@@ -117,8 +104,7 @@ class Saver(Protocol):
     """What the loop needs of a ``CheckpointManager``."""
 
     @property
-    def saves_at_intervals(self) -> bool:
-        """Whether it saves by itself now and then."""
+    def saves_at_intervals(self) -> bool: ...
 
     def save(self, step: int, tree: Any, *, force: bool = False) -> bool: ...
 
@@ -134,14 +120,26 @@ class Preemptible:
         step: the steps that are done, over all starts of the program.
     """
 
-    def __init__(
-        self,
-        manager: Saver,
-        tree: dict[str, Any],
-        iterator: DistributedIterator,
-        preemption: Preemption,
-    ) -> None:
-        """Prepares the block; nothing is read yet."""
+    def __init__(self, manager: Saver, tree: Any, iterator: Any, preemption: Preemption) -> None:
+        method = "CheckpointManager.preemptible"
+        if not isinstance(iterator, DistributedIterator):
+            raise ArgumentError(
+                f"{method} got {type(iterator).__name__} as its iterator. Pass "
+                "iter(strategy.distribute_dataset(...)), and take every batch of the loop from it."
+            )
+        if not isinstance(tree, dict):
+            raise ArgumentError(
+                f"{method} got {type(tree).__name__} as its tree. Pass a dict, such as "
+                "{'model': model, 'optimizer': optimizer}."
+            )
+        if not any(value is iterator for value in tree.values()):
+            if "iterator" in tree:
+                raise ArgumentError(
+                    f"{method} got a tree whose 'iterator' is another one than the iterator of the loop. "
+                    "Leave it out, or put the iterator of the loop there."
+                )
+            tree = {**tree, "iterator": iterator}
+        iterator.state()  # raises by name where the source could not go on in the middle
         self._manager, self._iterator, self._preemption = manager, iterator, preemption
         self._tree = tree
         self._exits = ExitStack()
@@ -163,58 +161,26 @@ class Preemptible:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Saves what the loop has come to, where it ended by itself."""
-        if kind is None and self.step > self._saved:
-            self._manager.save(self.step, self._tree, force=True)
-            self._manager.wait()
+        """Saves the state at the end of the loop."""
+        if kind is None:
+            self._save_last()
         self._exits.__exit__(kind, error, traceback)
 
+    def _save_last(self) -> None:
+        if self.step > self._saved:
+            self._manager.save(self.step, self._tree, force=True)
+            self._manager.wait()
+
     def between_steps(self) -> None:
-        """See ``Loop``: saves when it is time to, and leaves when all have agreed to."""
+        """Called by the iterator: saves when it is time to, and exits when all have agreed to."""
         report_step(self.step)
         if self._preemption.reached(self.step):
-            if self.step > self._saved:
-                self._manager.save(self.step, self._tree, force=True)
-                self._manager.wait()
+            self._save_last()
             raise SystemExit(SAVED)
         saves = self._manager.saves_at_intervals and self.step > self._saved
         if saves and self._manager.save(self.step, self._tree):
             self._saved = self.step
 
     def took_batch(self) -> None:
-        """See ``Loop``."""
+        """Called by the iterator."""
         self.step += 1
-
-
-def preemptible(
-    manager: Saver,
-    tree: Any,
-    iterator: Any,
-    grace_seconds: float,
-    termination_watcher_fn: Callable[[], bool] | None,
-) -> Preemptible:
-    """Checks the arguments of ``CheckpointManager.preemptible``, and makes its block."""
-    if not isinstance(iterator, DistributedIterator):
-        raise ArgumentError(
-            f"CheckpointManager.preemptible got {type(iterator).__name__} as its iterator. Pass "
-            "iter(strategy.distribute_dataset(...)), and take every batch of the loop from it."
-        )
-    if not isinstance(tree, dict):
-        raise ArgumentError(
-            f"CheckpointManager.preemptible got {type(tree).__name__} as its tree. Pass a dict, such as "
-            "{'model': model, 'optimizer': optimizer}."
-        )
-    if not grace_seconds > 0:
-        raise ArgumentError(
-            f"CheckpointManager.preemptible(grace_seconds={grace_seconds!r}): a number of seconds above 0."
-        )
-    has_iterator = any(value is iterator for value in tree.values())
-    if not has_iterator and "iterator" in tree:
-        raise ArgumentError(
-            "CheckpointManager.preemptible got a tree whose 'iterator' is another one than the iterator of "
-            "the loop. Leave it out, or put the iterator of the loop there."
-        )
-    iterator.state()  # raises by name where the source could not go on in the middle
-    whole = tree if has_iterator else {**tree, "iterator": iterator}
-    preemption = Preemption(grace_seconds, termination_watcher_fn)
-    return Preemptible(manager, whole, iterator, preemption)

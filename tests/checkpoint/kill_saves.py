@@ -1,6 +1,6 @@
 """A program that is killed while it saves, again and again. Arguments: directory, kills, seed.
 
-It forks a child for each trial, since importing everything anew takes longer than a trial. The child
+It forks a child for each trial, since importing everything again takes longer than a trial. The child
 restores, checks what it got, and saves until it is killed. A line for each child says what it found.
 """
 
@@ -30,7 +30,7 @@ def state_of(step: int) -> dict[str, np.ndarray]:
 
 
 def checked(manager: dj.CheckpointManager) -> int:
-    """Restores, and gives the step, whose very numbers these must be."""
+    """Restores, and returns the step, whose very numbers these must be."""
     tree = state_of(0)
     step = manager.restore_latest(tree) or 0
     wrong = [name for name, value in state_of(step).items() if (tree[name] != value).any()]
@@ -53,7 +53,7 @@ def child(directory: Path, report: int) -> None:
 
 
 def trial(directory: Path, saves: int, part: float) -> str:
-    """Lets a child begin so many saves, kills it a moment later, and gives what it reported and left.
+    """Lets a child begin so many saves, kills it a moment later, and returns what it reported and left.
 
     Args:
         directory: where it saves.

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _bucket, _write, load, save
-from distribute_jax.checkpoint._bucket import Bucket
+from distribute_jax.checkpoint import _write, load, save
+from distribute_jax.checkpoint._bucket import BucketDirectory, bucket_directory
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def url() -> Any:
 
 def objects(url: str) -> list[str]:
     """The names of all objects there."""
-    return _bucket.bucket_of("test", url).names()
+    return bucket_directory("test", url).files()
 
 
 def test_steps_are_kept_restored_and_pruned(url: str) -> None:
@@ -58,15 +58,17 @@ def test_a_step_without_a_manifest_does_not_exist(
     manager = dj.CheckpointManager(url)
     manager.save(1, {"x": np.ones(2)})
     manager.wait()
-    put, names = Bucket.put, []
+    names = []
 
-    def killed(bucket: Bucket, name: str, data: bytes) -> None:
+    def killed(bucket: BucketDirectory, name: str, data: bytes) -> None:
         names.append(name)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(Bucket, "put", killed)
-        broken.setattr(Bucket, "remove_all", lambda *_: None)  # who is killed removes nothing
+        broken.setattr(BucketDirectory, "write", killed)
+        broken.setattr(
+            BucketDirectory, "_remove_all", lambda *_: None
+        )  # who is killed removes nothing
         with pytest.raises(KeyboardInterrupt):
             save(f"{url}/2", {"x": np.zeros(2)})
     assert names == ["2/manifest.json"]
@@ -79,11 +81,10 @@ def test_a_step_without_a_manifest_does_not_exist(
     assert len(arrays) == 1, "what was left over goes when the step is saved"
 
     with monkeypatch.context() as broken:
-        broken.setattr(Bucket, "remove_all", killed)
+        broken.setattr(BucketDirectory, "_remove_all", killed)
         with pytest.raises(TypeError):
             manager._directory.remove("2")
     assert manager.all_steps() == [1]
-    assert put is Bucket.put
 
 
 def test_damage_is_found_and_set_aside(url: str) -> None:
@@ -92,10 +93,10 @@ def test_damage_is_found_and_set_aside(url: str) -> None:
     for step in (1, 2, 3):
         manager.save(step, {"x": np.full(50, step)})
     manager.wait()
-    bucket = _bucket.bucket_of("test", url)
+    bucket = bucket_directory("test", url)
     for step, change in ((3, True), (2, False)):
         name = next(name for name in objects(url) if name.startswith(f"{step}/arrays-"))
-        bucket.put(name, bucket.get(name) + b"x") if change else bucket.remove(name)
+        bucket.write(name, bucket.read(name) + b"x") if change else bucket.remove_file(name)
     tree = {"x": np.zeros(50, int)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -105,7 +106,7 @@ def test_damage_is_found_and_set_aside(url: str) -> None:
     assert "other bytes than were written" in first
     assert "missing" in second
     assert manager.all_steps() == [1]
-    bucket.remove("1/manifest.json")
+    bucket.remove_file("1/manifest.json")
     with pytest.raises(dj.CheckpointDamagedError, match=r"2/damaged.json, 3/damaged.json"):
         manager.restore_latest(tree)
 
@@ -123,7 +124,7 @@ def test_one_checkpoint_is_saved_replaced_and_loaded(url: str) -> None:
 
 
 class RefusedError(Exception):
-    """What the client of a store raises, which is no OSError."""
+    """What the client of a store raises, which is not an OSError."""
 
 
 def test_what_a_store_refuses_is_an_error_with_the_url(
@@ -157,7 +158,7 @@ def test_a_client_that_is_not_installed_is_named_with_the_line_to_type(
 ) -> None:
     """And so is a URL that nobody knows, and one that a Path has cut."""
 
-    def missing(url: str) -> None:
+    def missing(url: str, **_: Any) -> None:
         raise ImportError("Please install gcsfs to access Google Storage")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
@@ -176,13 +177,12 @@ def test_files_that_lead_out_of_the_checkpoint_are_not_fetched(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manifest is compared with its own digest only, which whoever wrote it could choose."""
-    real = _write._written
+    real = _write._write_pieces
 
     def wrong(*args: Any) -> Any:
-        found = real(*args)
-        return found | {"files": {"whole-0/../../../out": "0" * 64}}
+        return real(*args) | {"files": {"whole-0/../../../out": "0" * 64}}
 
-    monkeypatch.setattr(_write, "_written", wrong)
+    monkeypatch.setattr(_write, "_write_pieces", wrong)
     save(f"{url}/model", {"x": np.zeros(2)})
     with pytest.raises(dj.CheckpointDamagedError, match=r"names the file '../../../out'"):
         load(f"{url}/model", {"x": np.zeros(2)})

@@ -1,4 +1,4 @@
-"""Damage to the newest step is found or harmless, told, and set aside for the step before it."""
+"""Damage to the newest step is found or harmless, warned of, and set aside for the step before it."""
 
 from __future__ import annotations
 
@@ -172,7 +172,10 @@ REASONS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda step: shutil.rmtree(next(step.glob("arrays-*"))),
         "manifest.ocdbt: missing",
     ),
-    "another step": (lambda step: step.rename(step.parent / "7"), "7 holds step 2: it was renamed"),
+    "another step": (
+        lambda step: step.rename(step.parent / "7"),
+        r"7 contains step 2; was it renamed",
+    ),
 }
 
 
@@ -218,7 +221,7 @@ def test_other_numbers_in_sound_files_are_found_by_their_digests(
 def test_when_every_step_is_damaged_it_is_an_error_and_stays_one(
     sound: Path, tmp_path: Path
 ) -> None:
-    """Not None: the training would silently begin anew. A file that is called 9 is no step."""
+    """Not None: the training would silently start from the beginning. A file called 9 is not a step."""
     shutil.copytree(sound, tmp_path / "d")
     for step in "12":
         (tmp_path / "d" / step / "manifest.json").unlink()
@@ -231,7 +234,7 @@ def test_when_every_step_is_damaged_it_is_an_error_and_stays_one(
         pytest.raises(dj.CheckpointDamagedError, match=r"damaged are 1\.damaged, 2\.damaged"),
     ):
         manager.restore_latest(tree_of(9))
-    with pytest.raises(dj.CheckpointDamagedError, match="begin anew in another one"):
+    with pytest.raises(dj.CheckpointDamagedError, match="from the beginning in another one"):
         manager.restore_latest(tree_of(9))
     manager.save(2, tree_of(2))
     manager.wait()
@@ -244,7 +247,7 @@ def test_when_every_step_is_damaged_it_is_an_error_and_stays_one(
 
 
 def test_load_raises_what_is_wrong(tmp_path: Path) -> None:
-    """A checkpoint of its own has none before it."""
+    """A single checkpoint has none before it."""
     save(tmp_path / "c", tree_of(1))
     flip(tmp_path / "c" / "manifest.json", np.random.default_rng(0))
     with pytest.raises(dj.CheckpointDamagedError, match=r"manifest\.json"):

@@ -26,7 +26,7 @@ ROOT = HERE.parents[1]
 
 
 def output_of(program: str, *arguments: str) -> tuple[str, str]:
-    """Runs a program beside this file; gives what it printed, and what it wrote to stderr."""
+    """Runs a program beside this file; returns what it printed, and what it wrote to stderr."""
     done = subprocess.run(
         [sys.executable, str(HERE / program), *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -135,7 +135,7 @@ def host(tree: Any) -> list[np.ndarray]:
 
 
 def test_every_strategy_restores_what_every_other_saved(tmp_path: Path) -> None:
-    """Acceptance 80: bit by bit, and everything lies afterwards where the target lay before."""
+    """Acceptance 80: bit by bit, and everything is placed as the target was before."""
     for i, name in enumerate(STRATEGIES):
         old = training(STRATEGIES[name]())
         old["model"].w[...] = jnp.asarray(i + 0.1)

@@ -15,7 +15,7 @@ from distribute_jax.checkpoint import _disk, _steps, _write, load, save
 
 
 def saved(manager: dj.CheckpointManager, steps: Any, **kinds: Any) -> list[int]:
-    """Calls save at steps and gives those at which it did."""
+    """Calls save at steps and returns those at which it did."""
     found = [step for step in steps if manager.save(step, {"step": step}, **kinds)]
     manager.wait()
     return found
@@ -87,10 +87,10 @@ def test_a_step_that_is_there_is_not_written_over_by_accident(tmp_path: Path) ->
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no steps": ({"max_to_keep": 0}, "max_to_keep=0"),
-    "no interval": ({"every_steps": 0}, "every_steps=0"),
-    "no time": ({"every_minutes": -1}, "every_minutes=-1"),
-    "no policy": ({"on_error": "ignore"}, "on_error='ignore'"),
+    "no steps": ({"max_to_keep": 0}, "max_to_keep must be .* got 0"),
+    "no interval": ({"every_steps": 0}, "every_steps must be .* got 0"),
+    "no time": ({"every_minutes": -1}, "every_minutes must be .* got -1"),
+    "no policy": ({"on_error": "ignore"}, "on_error must be .* got 'ignore'"),
 }
 
 

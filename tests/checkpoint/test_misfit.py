@@ -146,7 +146,7 @@ def test_a_checkpoint_of_a_later_format_is_not_damaged(tmp_path: Path) -> None:
     manager = dj.CheckpointManager(tmp_path)
     tree = {"x": 1}
     later = pytest.MonkeyPatch()
-    later.setattr(_manifest, "FORMAT", 2)
+    later.setattr(_manifest, "_FORMAT", 2)
     manager.save(1, tree)
     manager.wait()
     later.undo()

@@ -1,4 +1,4 @@
-"""A loop that is told to end saves between two steps, leaves, and goes on at the very next example."""
+"""A loop that is preempted saves between two steps, exits, and goes on at the very next example."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Loop:
         self.seen.append([float(v) for part in parts for v in part])
 
     def __call__(self, directory: Path, at: int | None = None, **options: Any) -> Any:
-        """Runs the loop; at a step the process is told to end."""
+        """Runs the loop; at a step the process is preempted."""
         with (
             dj.CheckpointManager(directory) as manager,
             manager.preemptible({"total": self.total}, self.iterator, **options) as block,
@@ -159,7 +159,7 @@ print("went on", flush=True)
 
 
 def test_a_signal_that_comes_with_the_last_step_is_not_lost(tmp_path: Path):
-    """The loop ends and is saved, and then the process ends as it was told to."""
+    """The loop ends and is saved, and then the process ends as the signal says."""
     done = _program(_ENDS_FIRST, tmp_path)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert "went on" not in done.stdout
@@ -193,14 +193,14 @@ def test_a_loop_that_never_comes_to_its_next_step_ends_all_the_same(tmp_path: Pa
         ({}, [1, 2], {}, "Pass iter\\(strategy.distribute_dataset"),
         ([], None, {}, "Pass a dict"),
         ({"iterator": 3}, None, {}, "another one than the iterator"),
-        ({}, None, {"grace_seconds": 0}, "a number of seconds above 0"),
+        ({}, None, {"grace_seconds": 0}, "grace_seconds must be above 0; got 0"),
         ({}, "generator", {}, "cannot"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_the_first_step(
     tree: Any, iterator: Any, options: Any, text: str, tmp_path: Path
 ):
-    """A list of batches, a tree that is no dict, a source that cannot seek: each is named."""
+    """A list of batches, a tree that is not a dict, a source that cannot seek: each is named."""
     strategy = dj.OneDeviceStrategy("cpu:0")
     source: Any = dj.data.from_arrays(np.arange(4.0)).batch(2)
     if iterator == "generator":

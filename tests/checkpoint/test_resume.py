@@ -31,12 +31,12 @@ class Network(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Gives one number for each row."""
+        """Returns one number for each row."""
         return self.norm(self.dropout(self.linear(x))).sum(1)
 
 
 def step(model: Network, optimizer: nnx.Optimizer, loss: nnx.Metric, batch: Any) -> Any:
-    """A step of Adam; gives the ids of the examples back."""
+    """A step of Adam; returns the ids of the examples."""
 
     def loss_fn(model: Network) -> jax.Array:
         return dj.compute_average_loss((model(batch["x"]) - batch["id"]) ** 2)
@@ -55,7 +55,7 @@ def columns() -> dict[str, np.ndarray]:
 
 
 def from_arrays() -> Any:
-    """Arrays, shuffled anew in each epoch."""
+    """Arrays, shuffled in each epoch."""
     return dj.data.from_arrays(columns()).shuffle(seed=3).batch(BATCH)
 
 
@@ -70,7 +70,7 @@ SOURCES: dict[str, Callable[[], Any]] = {"arrays": from_arrays, "grain": from_gr
 
 
 class Run:
-    """Everything that a training has, made anew as a new process would make it."""
+    """Everything that a training has, made as a new process would make it."""
 
     def __init__(self, strategy: dj.Strategy, source: Callable[[], Any]) -> None:
         self.strategy = strategy
@@ -91,7 +91,7 @@ class Run:
             self.tree["data"] = iter(self.dataset)
 
     def go(self, steps: int) -> list[list[float]]:
-        """Trains some steps; gives the numbers of the examples that each saw."""
+        """Trains some steps; returns the numbers of the examples that each saw."""
         objects = tuple(self.tree[name] for name in ("model", "optimizer", "loss"))
         seen, batches = [], self.batches()
         for _ in range(steps):

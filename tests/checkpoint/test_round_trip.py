@@ -1,4 +1,4 @@
-"""What is saved comes back bit by bit, in the objects that were given."""
+"""What is saved comes back bit by bit, in the objects that were passed."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_nnx_objects_are_changed_in_place(tmp_path: Path) -> None:
     assert state(new) == state(old)
     assert [a is b for a, b in zip(new.values(), objects, strict=True)] == [True] * len(objects)
     assert new["model"].linear.kernel is kernel is new["model"].tied
-    assert new["model"].size == 2, "what is no array belongs to the code"
+    assert new["model"].size == 2, "what is not an array belongs to the code"
     assert jax.random.uniform(new["rngs"]()) == jax.random.uniform(old["rngs"]())
 
 
@@ -248,7 +248,7 @@ NOT_SAVED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", NOT_SAVED)
 def test_what_cannot_be_saved_is_listed_with_its_path(case: str, tmp_path: Path) -> None:
-    """Also under on_error="warn": it is no trouble of the disk. Nothing is written."""
+    """Also under on_error="warn": it is not a fault of the disk. Nothing is written."""
     tree, message = NOT_SAVED[case]
     manager = dj.CheckpointManager(tmp_path, on_error="warn")
     with pytest.raises(dj.CheckpointError, match=message):

@@ -28,7 +28,7 @@ LIMIT = 1000
 
 
 def placed(strategy, value, *spec):
-    """An array that lies as a spec says."""
+    """An array sharded as a spec says."""
     sharding = jax.NamedSharding(strategy.mesh, jax.P(*spec))
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
@@ -70,7 +70,7 @@ def numbers(tree):
 
 
 def is_as(tree, seed):
-    """Whether a tree holds the numbers of a seed, and every array lies where it lay."""
+    """Whether a tree holds the numbers of a seed, and every array is placed as before."""
     found, wanted = numbers(tree), values(seed)
     return tree["step"] == seed and all(np.array_equal(found[k], wanted[k]) for k in wanted)
 
@@ -185,10 +185,10 @@ def _failures(strategy, folder, tree, me):
         folder.mkdir()
 
     late = mock.patch.object(_write, "write_bytes", slow)
-    with mock.patch.object(_agreement.Relay, "_seconds", staticmethod(lambda _: 2.0)):
+    with mock.patch.object(_agreement.WriteCoordinator, "_seconds", 2.0):
         told["late"] = fails(3, only_on(1, late))
     handed = mock.patch.object(_write, "SEEN_SECONDS", 0.2)
-    apart = mock.patch("distribute_jax.checkpoint._disk.DiskDraft.hand_in")
+    apart = mock.patch("distribute_jax.checkpoint._disk.DiskDirectory.write")
     with handed:
         told["apart"] = fails(3, only_on(1, apart))
     told["left"] = sorted(path.name for path in (folder / "steps").iterdir())

@@ -176,10 +176,10 @@ def _damaged_on_1(step):
     """Reads checkpoints as ever, but a step is damaged as process 1 sees it."""
     real = _save_load.read_leaves
 
-    def read(directory, name, manifest, needed):
+    def read(directory, name, manifest, slots):
         if jax.process_index() == 1 and manifest.step == step:
             raise dj.CheckpointDamagedError("a disk of process 1 is bad")
-        return real(directory, name, manifest, needed)
+        return real(directory, name, manifest, slots)
 
     return read
 
