@@ -34,8 +34,8 @@ def distribute(
 ) -> DistributedDataset:
     """What strategy.distribute_dataset does, without a strategy."""
     chosen = InputOptions(partial=partial, **options)
-    found = source if isinstance(source, Source) else find_source(source)
-    feed = GlobalBatches(found, chosen, replicas)
+    batches_source = source if isinstance(source, Source) else find_source(source)
+    feed = GlobalBatches(batches_source, chosen, replicas)
     return DistributedDataset(feed, mesh=mesh_of(replicas), guard=guard)
 
 
@@ -57,6 +57,6 @@ def real_parts(element: PerReplica) -> Iterator[np.ndarray]:
         yield part if element.counts is None else part[: element.counts[replica]]
 
 
-def found(element: PerReplica) -> list[Any]:
+def examples_in(element: PerReplica) -> list[Any]:
     """An element's real examples, in order."""
     return [row for part in real_parts(element) for row in part.tolist()]

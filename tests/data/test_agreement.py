@@ -151,8 +151,8 @@ def test_processes_take_what_the_reference_says(policy: str, common: bool, case:
     n, size, replicas, expected = case
     feeds = feeds_of(batches(n, size), replicas, auto_shard_policy=policy)
     results, rounds = drive(feeds, 2, replicas, common=common)
-    found = [values(elements, replicas) for elements in checked(results, replicas)]
-    seen = [[[row for part in step for row in part] for step in steps] for steps in found]
+    of_process = [values(elements, replicas) for elements in checked(results, replicas)]
+    seen = [[[row for part in step for row in part] for step in steps] for steps in of_process]
     assert seen == expected
     assert (rounds.count == 1) is common
 

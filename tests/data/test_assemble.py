@@ -48,9 +48,9 @@ def test_each_shard_is_read_from_the_host_by_itself():
 
     class Recorder(np.ndarray):
         def __getitem__(self, index: Any) -> Any:
-            found = super().__getitem__(index)
-            read.append(len(found))
-            return found
+            rows = super().__getitem__(index)
+            read.append(len(rows))
+            return rows
 
     element = first(np.zeros((8, 3), np.float32).view(Recorder), replicas=4)
     assert read == [2, 2, 2, 2]

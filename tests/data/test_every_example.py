@@ -43,7 +43,7 @@ def masked_sum(value: Any) -> Any:
     return (np.asarray(value.global_array) * is_real(counts, share)).sum()
 
 
-def found(elements: list[dict], name: str) -> np.ndarray:
+def column(elements: list[dict], name: str) -> np.ndarray:
     parts = [part for element in elements for part in real_parts(element[name])]
     return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -62,8 +62,8 @@ def test_an_epoch_has_each_example_once_and_in_order(
     """mask and shrink lose, repeat and reorder nothing by either rule; x and y stay together."""
     sizes = [min(size, n - i) for i in range(0, n, size)]
     epoch = elements(examples(sizes), replicas, partial, policy)
-    assert found(epoch, "x").tolist() == list(range(n))
-    assert found(epoch, "y").tolist() == [[i, i * i] for i in range(n)]
+    assert column(epoch, "x").tolist() == list(range(n))
+    assert column(epoch, "y").tolist() == [[i, i * i] for i in range(n)]
 
 
 @fast
@@ -85,7 +85,7 @@ def test_dealt_out_batches_keep_each_example_once_and_in_order(
     source = find_source(lambda: examples(sizes))
     feed = PerReplicaFeed([source], options, replicas)
     epoch = list(DistributedDataset(feed, mesh=mesh_of(replicas)))
-    assert found(epoch, "x").tolist() == list(range(sum(sizes)))
+    assert column(epoch, "x").tolist() == list(range(sum(sizes)))
     assert sum(masked_sum(element["x"]) for element in epoch) == sum(range(sum(sizes)))
 
 
@@ -130,7 +130,7 @@ def test_drop_and_error_agree_on_what_is_whole(sizes: list[int], replicas: int):
         epoch = elements(numbered, replicas, "drop")
         kept = [b["x"] for b, keep in zip(numbered, whole, strict=True) if keep]
         assert [e["x"].counts for e in epoch] == [None] * len(kept)
-        assert found(epoch, "x").tolist() == np.concatenate([[], *kept]).tolist()
+        assert column(epoch, "x").tolist() == np.concatenate([[], *kept]).tolist()
     if all(whole):
         assert len(elements(numbered, replicas, "error")) == len(sizes)
     else:

@@ -116,8 +116,8 @@ def test_a_loader_may_reuse_its_buffer(s2: dj.MirroredStrategy):
 
     elements = list(s2.distribute_datasets_from_function(dataset_fn))
     buffer[:] = 7
-    found = [[set(np.asarray(v).tolist()) for v in element.values] for element in elements]
-    assert found == [[{0.0}, {1.0}], [{2.0}, {3.0}]]
+    parts = [[set(np.asarray(v).tolist()) for v in element.values] for element in elements]
+    assert parts == [[{0.0}, {1.0}], [{2.0}, {3.0}]]
 
 
 def counts(dataset: Any) -> list[tuple[int, tuple[int, ...] | None]]:

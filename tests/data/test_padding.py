@@ -59,7 +59,7 @@ def test_uneven_parts_become_one_padded_batch(in_scope: bool):
     assert set(np.asarray(joined.global_array).tolist()) == {20, 21, 30, 31, 32}
 
 
-def test_parts_that_lie_on_their_devices_are_taken_as_they_are():
+def test_parts_on_their_devices_are_taken_as_they_are():
     """Equal parts, each on its replica's device, are joined without padding or counts."""
     mesh = mesh_of(2)
     parts = [jax.device_put(jnp.ones((2, 3)) * i, mesh.devices[i]) for i in range(2)]
@@ -77,8 +77,8 @@ def test_replicas_of_two_devices_each_get_a_copy():
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=kinds)
     joined = uneven_to_joined([jnp.asarray([1.0]), jnp.asarray([2.0, 3.0])], mesh)
-    found = {s.device: s.data.tolist() for s in joined.global_array.addressable_shards}
-    assert [found[device] for device in devices.ravel()] == [[1, 1]] * 2 + [[2, 3]] * 2
+    parts = {s.device: s.data.tolist() for s in joined.global_array.addressable_shards}
+    assert [parts[device] for device in devices.ravel()] == [[1, 1]] * 2 + [[2, 3]] * 2
 
 
 def test_parts_without_any_row_make_an_empty_batch():

@@ -60,19 +60,19 @@ class Counted:
 
 
 def test_elements_come_in_order_and_end() -> None:
-    found = prefetched(i for i in range(50))
-    assert list(found) == list(range(50))
-    assert next(found, "ended") == "ended"
+    prefetcher = prefetched(i for i in range(50))
+    assert list(prefetcher) == list(range(50))
+    assert next(prefetcher, "ended") == "ended"
     assert all_ended()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_no_more_than_the_bound_is_made_ahead_of_the_loop(depth: int) -> None:
     source = Counted()
-    found = prefetched(source(), depth)
+    prefetcher = prefetched(source(), depth)
     assert source.made == 0  # nothing is read before the first element is asked for
     for i in range(20):
-        assert next(found) == i
+        assert next(prefetcher) == i
         source.taken += 1
         end = time.monotonic() + LONG
         while source.made - source.taken < depth and time.monotonic() < end:
@@ -88,13 +88,13 @@ def test_an_exception_comes_in_its_place_with_its_own_traceback() -> None:
         yield 1
         raise ZeroDivisionError("in the source")
 
-    found = prefetched(broken())
-    assert next(found) == 1
+    prefetcher = prefetched(broken())
+    assert next(prefetcher) == 1
     with pytest.raises(ZeroDivisionError, match="in the source") as caught:
-        next(found)
+        next(prefetcher)
     assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert "experimental_per_replica_buffer_size=0" in caught.value.__notes__[0]
-    assert next(found, "ended") == "ended"
+    assert next(prefetcher, "ended") == "ended"
     assert all_ended()
 
 
@@ -133,10 +133,10 @@ def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
 
 def test_close_ends_it_at_once() -> None:
     source = Counted()
-    found = prefetched(source())
-    next(found)
-    found.close()
-    assert next(found, "ended") == "ended"
+    prefetcher = prefetched(source())
+    next(prefetcher)
+    prefetcher.close()
+    assert next(prefetcher, "ended") == "ended"
     assert all_ended()
 
 
@@ -150,8 +150,8 @@ def source():
     yield 1
     {rest}
 
-found = Prefetcher(source(), 2, lambda: nullcontext, lambda _: None)
-print(next(found), flush=True)
+prefetcher = Prefetcher(source(), 2, lambda: nullcontext, lambda _: None)
+print(next(prefetcher), flush=True)
 {end}
 """
 
@@ -182,7 +182,7 @@ def test_python_exits_while_a_thread_reads_or_waits_for_room(rest: str) -> None:
 
 @pytest.mark.exhaustive
 def test_ctrl_c_reaches_a_loop_that_waits_for_its_source() -> None:
-    with started("time.sleep(3600)", "next(found)") as process:
+    with started("time.sleep(3600)", "next(prefetcher)") as process:
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=LONG)

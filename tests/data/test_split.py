@@ -34,10 +34,10 @@ def test_shares_are_consecutive_runs_of_the_ceiling(
 def test_shares_lose_no_example_and_never_grow(replicas: int):
     """Shares add up to the batch and never grow along the replicas, for every batch size."""
     for n in range(40):
-        found = shares(n, replicas)
-        assert len(found) == replicas
-        assert sum(found) == n
-        assert list(found) == sorted(found, reverse=True)
+        counts = shares(n, replicas)
+        assert len(counts) == replicas
+        assert sum(counts) == n
+        assert list(counts) == sorted(counts, reverse=True)
 
 
 def test_only_short_shares_are_counted():

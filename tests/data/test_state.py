@@ -7,7 +7,7 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from input_helpers import batches, distribute, found
+from input_helpers import batches, distribute, examples_in
 
 import distribute_jax as dj
 from distribute_jax._errors import ArgumentError
@@ -49,7 +49,7 @@ def made(
 
 
 def epoch_of(dataset: DistributedDataset) -> list[list[int]]:
-    return [found(element) for element in dataset]
+    return [examples_in(element) for element in dataset]
 
 
 def test_iterating_again_gives_the_next_epoch():
@@ -75,13 +75,13 @@ def test_training_resumes_at_the_very_next_batch(position: int, replicas: int, p
     first = made(Seekable(42, 8), 2, **options)
     list(first)
     iterator = iter(first)
-    taken = [found(next(iterator)) for _ in range(min(position, 6))]
+    taken = [examples_in(next(iterator)) for _ in range(min(position, 6))]
     saved = json.loads(json.dumps(iterator.state()))
 
     again = made(Seekable(42, 8), replicas, **options)
     resumed = iter(again)
     resumed.restore(saved)
-    assert taken + [found(element) for element in resumed] == epochs[1]
+    assert taken + [examples_in(element) for element in resumed] == epochs[1]
     assert epoch_of(again) == epochs[2]
 
 
@@ -143,7 +143,7 @@ def test_a_resumed_epoch_has_the_shapes_of_the_whole_one(
     """Skipped batches count, and what a full batch is is remembered: same shapes, same counts."""
 
     def described(elements: Any) -> list:
-        return [(e.part_shape, e.counts, found(e)) for e in elements]
+        return [(e.part_shape, e.counts, examples_in(e)) for e in elements]
 
     whole = described(made(Fixed(sizes), 2, partial))
     iterator = iter(made(Fixed(sizes), 2, partial))
@@ -159,9 +159,9 @@ def test_an_iterator_can_be_moved_back_and_forth():
     iterator = iter(made(Seekable()))
     next(iterator)
     saved = iterator.state()
-    rest = [found(element) for element in iterator]
+    rest = [examples_in(element) for element in iterator]
     iterator.restore(saved)
-    assert [found(element) for element in iterator] == rest
+    assert [examples_in(element) for element in iterator] == rest
     assert iterator.state()["position"] == 6
 
 
@@ -172,7 +172,7 @@ def test_a_resumed_partial_batch_is_no_measure():
     dataset = made(Fixed((4, 1)), 4, "shrink")
     resumed = iter(dataset)
     resumed.restore(iterator.state())
-    assert [found(element) for element in resumed] == [[1]]
+    assert [examples_in(element) for element in resumed] == [[1]]
     assert resumed.element_spec.shape == (1,)
     wider = made(Fixed((8, 1)), 4, "shrink")
     resumed = iter(wider)
@@ -250,7 +250,7 @@ def test_another_batch_size_is_found_out_where_no_length_is_known(size: int):
         iter(made(Endless(40, size))).restore(saved)
     same = iter(made(Endless(40, 4)))
     same.restore(saved)
-    assert found(next(same)) == found(next(iterator))
+    assert examples_in(next(same)) == examples_in(next(iterator))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,9 @@ def test_real_sources_resume_on_other_replicas(kind: str):
     saved = json.loads(json.dumps(iterator.state()))
     resumed = iter(distribute(REAL[kind](36), 4))
     resumed.restore(saved)
-    assert [found(next(resumed)) for _ in range(3)] == [found(next(iterator)) for _ in range(3)]
+    assert [examples_in(next(resumed)) for _ in range(3)] == [
+        examples_in(next(iterator)) for _ in range(3)
+    ]
 
 
 def test_arrays_in_other_batches_are_found_out():
