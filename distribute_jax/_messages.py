@@ -77,7 +77,7 @@ def promoting(function: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
-def fitting(value: Any, got_by: str) -> Any:
+def check_int_range(value: Any, got_by: str) -> Any:
     """Returns a value as it is: a number, an array, or anything else.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax._messages import fitting
+from distribute_jax._messages import check_int_range
 
 BIG = 2**40
 
@@ -57,15 +57,15 @@ def test_a_result_that_does_not_fit_is_refused(s2: dj.Strategy):
 )
 def test_what_fits_goes_through_as_it_is(value: Any):
     """The largest numbers fit, and what is not an integer is not checked here."""
-    assert fitting(value, "it") is value
+    assert check_int_range(value, "it") is value
 
 
 def test_x64_mode_takes_more():
     """With 64 bits 2**40 fits and 2**63 does not."""
     with jax.enable_x64(True):
-        assert fitting(BIG, "it") == BIG
+        assert check_int_range(BIG, "it") == BIG
         with pytest.raises(ValueError, match="does not fit int64"):
-            fitting(2**63, "it")
+            check_int_range(2**63, "it")
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])

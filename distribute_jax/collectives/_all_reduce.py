@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
-from distribute_jax._messages import PyTree, fitting, is_key, leaf_text, listed, path_text
+from distribute_jax._messages import PyTree, check_int_range, is_key, leaf_text, listed, path_text
 from distribute_jax.collectives._algorithms import RingAllReduce
 from distribute_jax.collectives._cross_device_ops import CrossDeviceOps, NcclAllReduce, sum_by
 from distribute_jax.collectives._dtypes import (
@@ -60,7 +60,7 @@ def all_reduce(
     leaves = [leaf for _, leaf in paths]
     _check_leaves([(path_text(path), leaf) for path, leaf in paths])
     dense = [i for i, leaf in enumerate(leaves) if not is_sparse(leaf)]
-    arrays = [jnp.asarray(fitting(leaves[i], "all_reduce")) for i in dense]
+    arrays = [jnp.asarray(check_int_range(leaves[i], "all_reduce")) for i in dense]
     accumulator = mean_accumulator if op is ReduceOp.MEAN else sum_dtype
     sums = [as_dtype(array, accumulator(array.dtype)) for array in arrays]
     if bound:
@@ -101,7 +101,7 @@ def all_gather(tree: PyTree, axis: int, *, bound: bool) -> PyTree:
     _check_joinable(tree)
 
     def gather(path: Any, leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(fitting(leaf, "all_gather"))
+        leaf = jnp.asarray(check_int_range(leaf, "all_gather"))
         dim = checked_dim(leaf.ndim, axis, path_text(path), "all_gather")
         return jnp.asarray(jax.lax.all_gather(leaf, DATA, axis=dim, tiled=True)) if bound else leaf
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import fitting
+from distribute_jax._messages import check_int_range
 from distribute_jax.program._binding import Binding
 
 
@@ -54,7 +54,9 @@ def sort_results(
                 leaf = leaf.value
             leaves.append(("array", len(arrays)))
             names.append("result" + jax.tree_util.keystr(path))
-            arrays.append(jnp.asarray(fitting(leaf, "strategy.run, in the result of its step,")))
+            arrays.append(
+                jnp.asarray(check_int_range(leaf, "strategy.run, in the result of its step,"))
+            )
         else:
             _check_holds_no_arrays(leaf, "result" + jax.tree_util.keystr(path))
             leaves.append(("static", leaf))

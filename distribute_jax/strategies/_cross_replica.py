@@ -24,7 +24,7 @@ from distribute_jax._mesh import (
     num_replicas,
     outside_mesh,
 )
-from distribute_jax._messages import error_text, fitting, is_key, leaf_text, promoting
+from distribute_jax._messages import check_int_range, error_text, is_key, leaf_text, promoting
 from distribute_jax._user_frames import log_once
 from distribute_jax._values import (
     DistributedValues,
@@ -59,7 +59,7 @@ Axes = tuple[int, ...] | None
 def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
     """Combines one leaf over the replicas, and over its own dims where ``axis`` names some."""
     axes = _as_axes(axis)
-    value = fitting(_of_variable(value, mesh), "strategy.reduce")
+    value = check_int_range(_of_variable(value, mesh), "strategy.reduce")
     mirrored = isinstance(value, Mirrored)
     if is_key(getattr(value, "global_array", value)):
         raise ArgumentError(
@@ -105,7 +105,7 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
             f"strategy.gather(axis={axis!r}): axis is an int, the dim along which the replicas' values are "
             "joined. Pass axis=0 for rows."
         )
-    value = fitting(_of_variable(value, mesh), "strategy.gather")
+    value = check_int_range(_of_variable(value, mesh), "strategy.gather")
     with with_all_processes("strategy.gather", mesh), reading(value):
         return _gather(value, axis, mesh)
 

@@ -20,7 +20,7 @@ from distribute_jax._mesh import (
     outside_mesh,
     split_sharding,
 )
-from distribute_jax._messages import PyTree, fitting, is_key, leaf_text
+from distribute_jax._messages import PyTree, check_int_range, is_key, leaf_text
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax._values import PerReplica, UnevenPerReplica
 from distribute_jax.data import DistributedDataset, InputContext, InputOptions, InputReplicationMode
@@ -215,7 +215,7 @@ def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh)
         )
     if count == 1:
         return jax.tree.map(
-            lambda part: jnp.asarray(fitting(part, "A per-replica value")), nests[0]
+            lambda part: jnp.asarray(check_int_range(part, "A per-replica value")), nests[0]
         )
     return jax.tree.map(lambda *parts: stacked_value(parts, mesh), *nests)
 
@@ -226,7 +226,7 @@ def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
         bits = stacked_value([jax.random.key_data(part) for part in parts], mesh)
         keys = jax.random.wrap_key_data(bits.global_array, impl=jax.random.key_impl(parts[0]))
         return PerReplica(keys, mesh)
-    arrays = [fitting(np.asarray(part), "A per-replica value") for part in parts]
+    arrays = [check_int_range(np.asarray(part), "A per-replica value") for part in parts]
     if _are_alike(arrays, mesh):
         # int64 and float64 become what JAX holds, as everywhere.
         dtype = jax.dtypes.canonicalize_dtype(arrays[0].dtype)

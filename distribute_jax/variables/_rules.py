@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError, PerReplicaError
-from distribute_jax._messages import fitting, leaf_text
+from distribute_jax._messages import check_int_range, leaf_text
 
 
 class VariableSynchronization(enum.Enum):
@@ -104,7 +104,7 @@ def cast(value: Any, dtype: Any, name: str) -> jax.Array:
 
 def initial_array(value: Any, name: str) -> jax.Array:
     """Returns the array that a variable starts with, or raises if the value is not a number or an array."""
-    array: Any = fitting(value, f"dj.Variable {name!r}")
+    array: Any = check_int_range(value, f"dj.Variable {name!r}")
     if isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
         return jnp.asarray(array)
     leaves = jax.tree.leaves(array, is_leaf=lambda leaf: leaf is None)
