@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -37,6 +37,19 @@ def listed(lines: list[str], most: int = 10) -> str:
     if len(lines) > most:
         shown.append(f"  … and {len(lines) - most} more")
     return "\n".join(shown)
+
+
+def check_int(name: str, value: Any, at_least: int = 1) -> None:
+    """Raises an ``ArgumentError`` unless an argument is an integer of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ArgumentError(f"{name} must be an integer >= {at_least}; got {value!r:.60}.")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises an ``ArgumentError`` unless an argument is one of the choices."""
+    if value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ArgumentError(f"{name} must be one of {allowed}; got {value!r:.60}.")
 
 
 def is_array(value: Any) -> bool:

@@ -1,18 +1,14 @@
 """Keras's callbacks: code that ``fit``, ``evaluate`` and ``predict`` call at fixed points."""
 
-from distribute_jax.training.callbacks import (
-    BackupAndRestore as BackupAndRestore,
-    Callback as Callback,
-    CSVLogger as CSVLogger,
-    EarlyStopping as EarlyStopping,
-    History as History,
-    LambdaCallback as LambdaCallback,
-    LearningRateScheduler as LearningRateScheduler,
-    ModelCheckpoint as ModelCheckpoint,
-    ProfilerCallback as ProfilerCallback,
-    ReduceLROnPlateau as ReduceLROnPlateau,
-    TensorBoard as TensorBoard,
-    TerminateOnNaN as TerminateOnNaN,
+from distribute_jax._lazy import publish
+from distribute_jax.training.callbacks._callback import Callback, History, LambdaCallback
+from distribute_jax.training.callbacks._checkpoints import BackupAndRestore, ModelCheckpoint
+from distribute_jax.training.callbacks._debug import ProfilerCallback, TerminateOnNaN
+from distribute_jax.training.callbacks._loggers import CSVLogger, TensorBoard
+from distribute_jax.training.callbacks._monitor import (
+    EarlyStopping,
+    LearningRateScheduler,
+    ReduceLROnPlateau,
 )
 
 __all__ = [
@@ -29,3 +25,5 @@ __all__ = [
     "TensorBoard",
     "TerminateOnNaN",
 ]
+
+publish(globals(), __all__, __name__)

@@ -1,17 +1,17 @@
-"""The batches of an epoch, counted, with a look ahead; and a batch as inputs, targets and weights."""
+"""The batches of an epoch, and a batch as inputs, targets and sample weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from distribute_jax._errors import ArgumentError, DistributeError
-from distribute_jax._messages import PyTree, error_text, leaf_text
+from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.data import DistributedDataset
 from distribute_jax.strategies import get_replica_context
@@ -19,22 +19,18 @@ from distribute_jax.strategies import get_replica_context
 
 @dataclass(frozen=True)
 class Keys:
-    """Which entries of a batch that is a dict are the inputs and the targets.
-
-    Each is None, the name of an entry, or a list of names for a dict of these entries.
-    """
+    """The entries of a dict batch that are its inputs and targets: a name, or a list for a dict of them."""
 
     x: Any = None
     y: Any = None
 
     def __bool__(self) -> bool:
-        """Whether any was passed."""
         return self.x is not None or self.y is not None
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
         """Returns a batch as the positional arguments of a step: ``(x,)``, ``(x, y)``, …."""
         if not self:
-            return as_arguments(batch)
+            return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         if not isinstance(batch, dict):
             raise ArgumentError(
                 f"x_key={self.x!r}, y_key={self.y!r} name entries of batches that are dicts, and a "
@@ -56,49 +52,45 @@ def _entry(batch: dict[Any, Any], key: Any) -> Any:
 
 
 class Batches(Iterator[tuple[Any, ...]]):
-    """Elements of a distributed dataset as arguments of a step."""
+    """The batches of one epoch as arguments of a step, counted, with a look ahead."""
 
     def __init__(self, dataset: DistributedDataset, keys: Keys | None = None) -> None:
-        """Starts an epoch of the dataset."""
         self.iterator = iter(dataset)
         self.keys = keys or Keys()
         self.names: list[str] = []
-        """The entries of a batch that is a dict, where no key says which of them is what."""
-        self.length = dataset.cardinality
+        """The entries of dict batches without keys."""
         self.taken = 0
         self.examples = 0
         self._next: list[tuple[Any, ...]] = []
 
     def peek(self) -> tuple[Any, ...] | None:
-        """Gives the next batch and leaves it; None at the end."""
+        """Returns the next batch without taking it; None at the end."""
         if not self._next:
-            found = next(self.iterator, _END)
-            if found is _END:
+            batch = next(self.iterator, _END)
+            if batch is _END:
                 return None
-            self.names = (
-                sorted(map(repr, found)) if isinstance(found, dict) and not self.keys else []
-            )
-            self._next.append(self.keys.arguments(found))
+            if isinstance(batch, dict) and not self.keys:
+                self.names = sorted(map(repr, batch))
+            self._next.append(self.keys.arguments(batch))
         return self._next[0]
 
     def position(self) -> str:
-        """Says where the next batch comes from, as text; an empty one where the source cannot seek."""
+        """Returns the position of the next batch as text; empty where the source cannot seek."""
         try:
             return "" if self._next else json.dumps(self.iterator.state())
         except ArgumentError:
             return ""
 
-    def go_on(self, number: int, position: str) -> None:
-        """Goes to where a training stood after so many batches, by reading them if there is no position."""
+    def resume(self, taken: int, position: str) -> None:
+        """Goes on after so many batches, by reading them if there is no position."""
         if position:
             self.iterator.restore(json.loads(position))
-            self.taken = number
+            self.taken = taken
             return
-        for _ in range(number):
+        for _ in range(taken):
             next(self, None)
 
     def __next__(self) -> tuple[Any, ...]:
-        """Gives the next batch."""
         batch = self.peek()
         if batch is None:
             raise StopIteration
@@ -112,32 +104,36 @@ _END = object()
 
 
 @contextmanager
-def dicts_explained(called: str, batches: Batches) -> Iterator[None]:
-    """Says what to write where a step fails on a batch that is a dict, which the module got as it is.
-
-    Raises:
-        ArgumentError: in place of an error that is not one of ours, which gets a note.
-    """
+def hint(text: Callable[[Exception], str]) -> Iterator[None]:
+    """Adds a note to an error that the block raises, if there is anything to say."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        if not batches.names:
-            raise
-        more = "" if called == "predict" else ", y_key=…"
-        parts = 'batch["…"]' if called == "predict" else '(batch["…"], batch["…"])'
-        text = (
-            f"{called} got batches that are dicts of {', '.join(batches.names)}, and gave each to the module "
-            f"as one input, without targets. Say which entry is what, {called}(dataset, x_key=…{more}), or "
-            f"dataset.map(lambda batch: {parts})."
-        )
-        if isinstance(error, DistributeError):
-            error.add_note(text)
-            raise
-        raise ArgumentError(f"{text} The step failed: {error_text(error)}") from error
+    except Exception as error:
+        if note := text(error):
+            error.add_note(note)
+        raise
+
+
+MISTAKES = (TypeError, ValueError, AttributeError, KeyError)
+"""What a module raises that gets other inputs than it expects."""
+
+
+def dict_hint(method: str, batches: Batches, error: Exception) -> str:
+    """Returns what to write if batches are dicts, which the module gets as they are."""
+    if not batches.names or not isinstance(error, MISTAKES):
+        return ""
+    y_key, parts = (
+        ("", 'batch["…"]') if method == "predict" else (", y_key=…", '(batch["…"], batch["…"])')
+    )
+    return (
+        f"{method} got batches that are dicts of {', '.join(batches.names)}, and passed each to the module "
+        f"as one input, without targets. Say which entry is what, {method}(dataset, x_key=…{y_key}), or "
+        f"dataset.map(lambda batch: {parts})."
+    )
 
 
 def _real_rows(batch: tuple[Any, ...]) -> int:
-    """Counts the real examples of a global batch, without asking the devices."""
+    """Returns the number of real examples of a global batch, known on the host."""
     for leaf in jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)):
         if isinstance(leaf, PerReplica):
             return sum(leaf.counts) if leaf.counts else int(leaf.global_array.shape[0])
@@ -147,7 +143,7 @@ def _real_rows(batch: tuple[Any, ...]) -> int:
 
 
 def unpack_x_y_sample_weight(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Takes a batch apart; what it does not hold is None.
+    """Splits a batch into inputs, targets and sample weights; what it lacks is None.
 
     Args:
         batch: a tuple or list ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, or the inputs alone.
@@ -166,20 +162,15 @@ def unpack_x_y_sample_weight(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise ArgumentError(
-            f"A batch of {len(batch)} parts was given. A tuple is (x,), (x, y) or (x, y, "
-            "sample_weight): put several inputs into a dict, ({'a': a, 'b': b}, y)."
+            "Expected a batch (x,), (x, y) or (x, y, sample_weight); got a tuple of "
+            f"{len(batch)}. Put several inputs into a dict, ({{'a': a, 'b': b}}, y)."
         )
     x, y, weight = (*batch, None, None)[:3]
     return x, y, weight
 
 
-def as_arguments(batch: PyTree) -> tuple[PyTree, ...]:
-    """Gives a batch as the positional arguments of a step."""
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-
-
 def rows_of(tree: PyTree) -> int:
-    """Gives the number of rows of this replica's share, padding included."""
+    """Returns the number of rows of this replica's share, with padding."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "ndim", 0)]
     if not leaves:
         raise ArgumentError(
@@ -190,7 +181,7 @@ def rows_of(tree: PyTree) -> int:
 
 
 def real_examples(rows: int) -> tuple[Any, Any]:
-    """Counts the real examples of this replica, and of the global batch."""
+    """Returns the number of real examples of this replica, and of the global batch."""
     replica = get_replica_context()
     if replica.is_padded:
         return replica.batch_mask.sum(), replica.real_examples

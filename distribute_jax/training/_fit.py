@@ -3,65 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_int
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
 from distribute_jax.training._batches import Batches, Keys
 from distribute_jax.training._inputs import Arrays, arrays_of, dataset_of
 from distribute_jax.training._progress import progress
 from distribute_jax.training._trainer import warn_of_early_end
-from distribute_jax.training.callbacks._callback import Callback, CallbackList, History
+from distribute_jax.training.callbacks._callback import CallbackList, History
 
 SEED = 0
-"""Of the order of shuffled arrays: the same run each time."""
+"""The seed of shuffled arrays: each run of a program has the same order."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Fit:
-    """One call of ``Model.fit``; the arguments are those of ``fit``."""
+    """One call of ``Model.fit``; the fields are its arguments."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        callbacks: Sequence[Callback] | None,
-        verbose: int | str,
-        epochs: int,
-        initial_epoch: int,
-        steps_per_epoch: int | None,
-        validation_steps: int | None,
-        validation_freq: int | Sequence[int],
-        class_weight: dict[int, float] | None,
-        keys: Keys,
-    ) -> None:
-        for name, value in (("epochs", epochs), ("initial_epoch", initial_epoch)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ArgumentError(f"fit({name}={value!r}): it is a whole number of at least 0.")
-        for name, steps in (
-            ("steps_per_epoch", steps_per_epoch),
-            ("validation_steps", validation_steps),
-        ):
-            if steps is not None and (not isinstance(steps, int) or steps < 1):
-                raise ArgumentError(
-                    f"fit({name}={steps!r}): it is a number of batches, at least 1."
-                )
-        often = isinstance(validation_freq, int) and validation_freq >= 1
-        if not often and not isinstance(validation_freq, (list, tuple, set, range)):
-            raise ArgumentError(
-                f"fit(validation_freq={validation_freq!r}): validate every so many epochs, at least 1, or "
-                "give the list of epochs."
-            )
-        self.model, self.trainer = model, model.trainer
-        self.verbose = verbose
-        self.epochs, self.initial_epoch = epochs, initial_epoch
-        self.steps, self.validation_steps = steps_per_epoch, validation_steps
-        self.validation_freq = validation_freq
-        self.given = callbacks
-        self.keys = self.validation_keys = keys
-        self.class_weight = class_weights(class_weight)
+    model: Any
+    callbacks: Any
+    verbose: int | str
+    epochs: int
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_freq: int | Sequence[int]
+    class_weight: dict[int, float] | None
+    keys: Keys
+
+    def __post_init__(self) -> None:
+        check_int("fit(epochs)", self.epochs, 0)
+        check_int("fit(initial_epoch)", self.initial_epoch, 0)
+        for name in ("steps_per_epoch", "validation_steps"):
+            if getattr(self, name) is not None:
+                check_int(f"fit({name})", getattr(self, name))
+        if not isinstance(self.validation_freq, (list, tuple, set, range)):
+            check_int("fit(validation_freq), if not a list of epochs,", self.validation_freq)
+        self.validation_keys = self.keys
+        self.class_weights = class_weights(self.class_weight)
+        self.trainer = self.model.trainer
         self.validation: DistributedDataset | None = None
 
     def take_data(
@@ -82,15 +68,14 @@ class Fit:
         if validation_data is None and validation_split:
             if data is None:
                 raise ArgumentError(
-                    "fit(validation_split=…) cuts a part off arrays, and x is a dataset. Pass "
-                    "validation_data=another_dataset."
+                    "validation_split is for arrays, and x is a dataset. Pass validation_data=dataset."
                 )
-            data, held_out = data.split(validation_split)
-            validation_data = held_out.tree
+            data, rest = data.split(validation_split)
+            validation_data = rest.tree
         strategy = self.model.strategy
         seed = SEED if shuffle and data is not None else None
         self.data = dataset_of(strategy, "fit", data or x, batch_size, seed=seed)
-        check_ends("fit", self.data, self.steps)
+        check_ends("fit", self.data, self.steps_per_epoch)
         if validation_data is not None:
             if isinstance(validation_data, dict) and self.validation_keys:
                 validation_data = self.validation_keys.arguments(validation_data)
@@ -101,99 +86,99 @@ class Fit:
             check_ends("fit(validation_data)", self.validation, self.validation_steps)
 
     def run(self) -> History:
-        """Trains, epoch after epoch."""
         history = History()
-        steps = self.steps or self.data.cardinality
         params = {
-            "epochs": self.epochs, "steps": steps, "verbose": self.verbose,
-            "initial_epoch": self.initial_epoch, "initial_batch": 0,
-        }  # fmt: skip
-        self.callbacks = CallbackList(
-            [self.given, history, progress(self.verbose, "fit")], self.model, params
+            "epochs": self.epochs,
+            "steps": self.steps_per_epoch or self.data.cardinality,
+            "verbose": self.verbose,
+            "initial_epoch": self.initial_epoch,
+            "initial_batch": 0,
+        }
+        self._list = CallbackList(
+            [self.callbacks, history, progress(self.verbose, "fit")], self.model, params
         )
         self.model.stop_training = False
         self.model.history = history
-        around = self.trainer.batches
+        outer = self.trainer.batches
         try:
-            with self.trainer.setup.weighing_classes(self.class_weight):
+            with self.trainer.setup.weighing_classes(self.class_weights):
                 self._train()
         finally:
-            self.trainer.batches = around
-            self.callbacks.release()
+            self.trainer.batches = outer
+            self._list.release()
             history.set_model(None)  # the model keeps its history, which must not keep the model
         return history
 
     def _train(self) -> None:
-        self.callbacks.call("on_train_begin")
+        self._list.call("on_train_begin")
         first = self._start()
         logs: dict[str, Any] = {}
         for epoch in range(first, self.epochs):
             logs = self._epoch(epoch)
             if self.model.stop_training:
                 break
-        self.callbacks.call("on_train_end", logs)
+        self._list.call("on_train_end", logs)
 
     def _start(self) -> int:
-        """Goes to where the training begins, or goes on after an interruption; gives the epoch."""
-        epoch = int(self.callbacks.params["initial_epoch"])
-        self._done = int(self.callbacks.params["initial_batch"])
+        """Moves to where the training starts, or goes on after an interruption; returns the epoch."""
+        params = self._list.params
+        epoch, self._done = int(params["initial_epoch"]), int(params["initial_batch"])
         self._batches: Batches | None = None
-        if self.steps is None:
+        if self.steps_per_epoch is None:
             start_at(self.data, epoch)
-            had = self._done
+            taken = self._done
         else:  # one pass through the data goes on from epoch to epoch
             start_at(self.data, self.initial_epoch)
-            had = (epoch - self.initial_epoch) * self.steps + self._done
-        if had:
+            taken = (epoch - self.initial_epoch) * self.steps_per_epoch + self._done
+        if taken:
             self._batches = Batches(self.data, self.keys)
-            self._batches.go_on(had, self.callbacks.params.get("position") or "")
+            self._batches.resume(taken, params.get("position") or "")
         return epoch
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
-        self.callbacks.call("on_epoch_begin", epoch)
-        if self._batches is None or (self.steps is None and not self._done):
+        steps = self.steps_per_epoch
+        self._list.call("on_epoch_begin", epoch)
+        if self._batches is None or (steps is None and not self._done):
             self._batches = Batches(self.data, self.keys)
-        logs: dict[str, Any]
         self.trainer.batches = self._batches
+        logs: dict[str, Any]
         done, logs = self.trainer.epoch(
-            self._batches, limit=self.steps, callbacks=self.callbacks, done=self._done
+            self._batches, limit=steps, callbacks=self._list, done=self._done
         )
         self._done = 0
-        if self.steps is not None and done < self.steps and not self.model.stop_training:
-            wanted = self.steps * (self.epochs - self.initial_epoch)
+        if steps is not None and done < steps and not self.model.stop_training:
+            wanted = steps * (self.epochs - self.initial_epoch)
             warn_of_early_end("training", self._batches.taken, wanted)
             self.model.stop_training = True
         if self.validation is not None and self._validates(epoch):
-            found = self.trainer.evaluate(
+            numbers = self.trainer.evaluate(
                 Batches(self.validation, self.validation_keys),
                 limit=self.validation_steps,
-                callbacks=self.callbacks,
+                callbacks=self._list,
             )
-            logs = {**logs, **{f"val_{name}": value for name, value in found.items()}}
-        self.callbacks.call("on_epoch_end", epoch, logs)
+            logs |= {f"val_{name}": value for name, value in numbers.items()}
+        self._list.call("on_epoch_end", epoch, logs)
         return logs
 
     def _validates(self, epoch: int) -> bool:
-        often = self.validation_freq
-        return (epoch + 1) % often == 0 if isinstance(often, int) else epoch + 1 in often
+        freq = self.validation_freq
+        return (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
 
 
 def without_keys(keys: Keys, x: Any, y: Any) -> tuple[Any, Any, Keys]:
-    """Takes inputs and targets out of a dict of arrays; of a dataset that is left to its batches."""
+    """Returns inputs and targets of a dict of arrays; keys of a dataset are left to its batches."""
     if not keys:
         return x, y, keys
     if y is not None:
-        raise ArgumentError(
-            "x_key and y_key name entries of x, and y was passed too. Leave one out."
-        )
+        raise ArgumentError("x_key and y_key name entries of x; leave out y, or them.")
     if not isinstance(x, dict):
         return x, y, keys
-    found = (*keys.arguments(x), None)
-    return found[0], found[1], Keys()
+    x, y = (*keys.arguments(x), None)[:2]
+    return x, y, Keys()
 
 
 def check_ends(called: str, dataset: DistributedDataset, steps: int | None) -> None:
-    """Refuses a dataset without end where nothing says when an epoch is over."""
+    """Raises if the dataset is infinite and there is no number of steps."""
     if is_infinite(dataset) and steps is None:
         name = "steps_per_epoch" if called == "fit" else "steps"
         raise ArgumentError(
@@ -202,22 +187,15 @@ def check_ends(called: str, dataset: DistributedDataset, steps: int | None) -> N
         )
 
 
-def class_weights(given: dict[int, float] | None) -> tuple[tuple[int, float], ...]:
-    """Checks class weights, and makes them a value that a step can hold."""
-    if not given:
-        return ()
-    for label, weight in given.items():
-        if not isinstance(weight, (int, float, np.number)):
+def class_weights(weights: dict[int, float] | None) -> tuple[tuple[int, float], ...]:
+    for label, weight in (weights or {}).items():
+        is_class = isinstance(label, (int, np.integer)) and label >= 0
+        if not is_class or not isinstance(weight, (int, float, np.number)):
             raise ArgumentError(
-                f"class_weight[{label!r}]={weight!r:.60}: the weight of a class is a number, as in "
-                "class_weight={0: 1.0, 1: 5.0}."
+                "class_weight must map class numbers to numbers, as {0: 1.0, 1: 5.0}; got "
+                f"{{{label!r}: {weight!r:.60}}}."
             )
-        if not isinstance(label, (int, np.integer)) or label < 0:
-            raise ArgumentError(
-                f"class_weight has the class {label!r}. Classes are numbered from 0: "
-                "class_weight={0: 1.0, 1: 5.0}."
-            )
-    return tuple((int(label), float(weight)) for label, weight in sorted(given.items()))
+    return tuple((int(label), float(weight)) for label, weight in sorted((weights or {}).items()))
 
 
 def _validation(strategy: Any, data: Any, batch_size: int | None, keys: Keys) -> DistributedDataset:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 
 class _Moments(NamedTuple):
     step: jax.Array
-    """int32: how many updates there were."""
     mu: Any
     nu: Any
 
@@ -34,7 +32,7 @@ class _Moments(NamedTuple):
 class _NesterovMoments(NamedTuple):
     moments: _Moments
     product: jax.Array
-    """float32: the product of the momenta of all updates."""
+    """Of the momenta of all updates."""
 
 
 def _start(params: Any) -> _Moments:
@@ -42,7 +40,7 @@ def _start(params: Any) -> _Moments:
     return _Moments(jnp.zeros((), jnp.int32), zeros, zeros)
 
 
-def _after(moments: _Moments, gradients: Any) -> _Moments:
+def _next_moments(moments: _Moments, gradients: Any) -> _Moments:
     mu = optax.tree_utils.tree_update_moment(gradients, moments.mu, BETA_1, 1)
     nu = optax.tree_utils.tree_update_moment_per_elem_norm(gradients, moments.nu, BETA_2, 2)
     return _Moments(optax.safe_increment(moments.step), mu, nu)
@@ -51,7 +49,7 @@ def _after(moments: _Moments, gradients: Any) -> _Moments:
 def _scale_by_adam() -> optax.GradientTransformation:
     @promoting
     def update(gradients: Any, state: _Moments, params: Any = None) -> tuple[Any, _Moments]:
-        state = _after(state, gradients)
+        state = _next_moments(state, gradients)
         factor = jnp.sqrt(1 - BETA_2**state.step) / (1 - BETA_1**state.step)
         updates = jax.tree.map(
             lambda m, v: m * factor / (jnp.sqrt(v) + EPSILON), state.mu, state.nu
@@ -69,13 +67,16 @@ def _scale_by_nadam() -> optax.GradientTransformation:
     def update(
         gradients: Any, state: _NesterovMoments, params: Any = None
     ) -> tuple[Any, _NesterovMoments]:
-        moments = _after(state.moments, gradients)
-        now, coming = (_momentum(moments.step + more) for more in (0, 1))
-        product = state.product * now
-        ahead, own = coming / (1 - product * coming), (1 - now) / (1 - product)
+        moments = _next_moments(state.moments, gradients)
+        momentum, next_momentum = (_momentum(moments.step + more) for more in (0, 1))
+        product = state.product * momentum
+        m_factor, g_factor = (
+            next_momentum / (1 - product * next_momentum),
+            (1 - momentum) / (1 - product),
+        )
         correction = 1 - BETA_2**moments.step
         updates = jax.tree.map(
-            lambda m, v, g: (ahead * m + own * g) / (jnp.sqrt(v / correction) + EPSILON),
+            lambda m, v, g: (m_factor * m + g_factor * g) / (jnp.sqrt(v / correction) + EPSILON),
             moments.mu,
             moments.nu,
             gradients,
@@ -86,17 +87,16 @@ def _scale_by_nadam() -> optax.GradientTransformation:
 
 
 def _momentum(step: jax.Array) -> jax.Array:
-    """Gives the momentum of an update, from 0.47 in the first to 0.9."""
+    """Returns the momentum of an update, from 0.47 in the first to 0.9."""
     return BETA_1 * (1 - 0.5 * 0.96**step)
 
 
 def adam(learning_rate: Any) -> optax.GradientTransformation:
-    """Gives Keras's Adam."""
     return optax.chain(_scale_by_adam(), optax.scale_by_learning_rate(learning_rate))
 
 
 def adamw(learning_rate: Any, weight_decay: float) -> optax.GradientTransformation:
-    """Gives Keras's AdamW: all weights decay, by the learning rate times this share."""
+    """Returns Keras's AdamW: all weights decay, by the learning rate times this share."""
     return optax.chain(
         _scale_by_adam(),
         optax.add_decayed_weights(weight_decay),
@@ -105,7 +105,6 @@ def adamw(learning_rate: Any, weight_decay: float) -> optax.GradientTransformati
 
 
 def nadam(learning_rate: Any) -> optax.GradientTransformation:
-    """Gives Keras's Nadam."""
     return optax.chain(_scale_by_nadam(), optax.scale_by_learning_rate(learning_rate))
 
 
@@ -124,46 +123,37 @@ KERAS: Mapping[str, tuple[Callable[..., optax.GradientTransformation], float, _O
     "lion": (optax.lion, 0.001, {"b1": 0.9, "b2": 0.99, "weight_decay": 0.0}),
     "lamb": (optax.lamb, 0.001, {"eps": 1e-7}),
 }
-"""For each name the function, Keras's learning rate, and where else Keras's defaults are others."""
+"""For each name the function, Keras's learning rate, and other defaults of Keras that differ."""
 
 
 def optimizer(identifier: Any) -> optax.GradientTransformation:
-    """Gives the optax transformation that an identifier stands for.
+    """Returns an optax transformation, of itself or of a name of Keras with Keras's defaults.
 
-    Of a name, and of a transformation where that can be done, the learning rate is part of the state,
-    ``state.hyperparams["learning_rate"]``, where it can be read and set between steps.
+    The learning rate is part of the state where that can be done, ``state.hyperparams["learning_rate"]``,
+    so that it can be read and set between steps.
 
     Updates equal Keras's to rounding but for two: adamax, where optax adds epsilon to each gradient
     rather than to their maximum, which shows below 1e-5; and adafactor, which factors the two longest
     dims of a weight rather than the last two, and whose rate does not fall after a million steps.
-
-    Args:
-        identifier: an ``optax.GradientTransformation`` or ``optax.MultiSteps``; or a name of Keras, in
-            lower or upper case, with Keras's defaults.
-
-    Raises:
-        ValueError: neither.
     """
     if isinstance(identifier, optax.GradientTransformation):
         return with_adjustable_rate(identifier)
     if isinstance(identifier, optax.MultiSteps):
-        several: optax.GradientTransformation = identifier.gradient_transformation()
-        return several
+        return identifier.gradient_transformation()
     if isinstance(identifier, str) and identifier.lower() in KERAS:
         make, learning_rate, options = KERAS[identifier.lower()]
         fixed = set(inspect.signature(make).parameters) - {"learning_rate"}
         adjustable = optax.inject_hyperparams(make, static_args=fixed)
-        made: optax.GradientTransformation = adjustable(learning_rate=learning_rate, **options)
-        return made
+        return adjustable(learning_rate=learning_rate, **options)
     raise ArgumentError(
-        f"{identifier!r:.80} is no optimizer. Pass an optax transformation, as optax.adam(1e-3) with "
-        f"its parentheses, or one of Keras's names: {', '.join(sorted(KERAS))}."
+        "optimizer must be an optax transformation, as optax.adam(1e-3) with its parentheses, or one of "
+        f"Keras's names, {', '.join(sorted(KERAS))}; got {identifier!r:.80}."
     )
 
 
-# An optax transformation is two functions, and what it was made of is in their closures. A chain is made
-# again of its own parts, but for the one that multiplies by the rate: what is computed stays the same.
-# Where a closure is not as expected, as in another version of optax, the transformation stays as it is.
+# An optax transformation is two functions, and its parts are in their closures. A chain is rebuilt of its
+# parts, but for the one that multiplies by the rate: what is computed stays the same. If a closure is not
+# as expected, as in another version of optax, the transformation is not changed.
 _CHAIN = "chain.<locals>.update_fn"
 _SCALE = "scale.<locals>.update_fn"
 _DECAY = "add_decayed_weights.<locals>.update_fn"
@@ -177,57 +167,18 @@ def with_adjustable_rate(tx: optax.GradientTransformation) -> optax.GradientTran
     ``optax.chain(optax.clip(1.0), optax.adam(schedule))``. Any other transformation is returned as it is.
     """
     parts = list(_parts(tx.init, tx.update))
-    scales = [(at, found) for at, part in enumerate(parts) if (found := _rate(part.update))]
-    if len(scales) != 1:
+    rates = [(at, rate) for at, part in enumerate(parts) if (rate := _adjustable(part.update))]
+    if len(rates) != 1:
         return tx
-    ((at, rate),) = scales
+    ((at, rate),) = rates
     if any(_name(part.update) == _DECAY for part in parts[at + 1 :]):
         return tx  # as in optax.fromage, where it belongs to one rate
-    parts[at] = optax.GradientTransformationExtraArgs(rate.init, rate.update)
+    parts[at] = rate
     return optax.chain(*parts)
 
 
-class RateState(NamedTuple):
-    """The state of the part that multiplies by the rate, its fields named as those of optax."""
-
-    hyperparams: dict[str, Any]
-    hyperparams_states: dict[str, Any]
-    """Of a schedule, which sets the rate at each update, how many there were."""
-
-
-@dataclass(frozen=True)
-class _Rate:
-    """Multiplies updates by a rate, as ``optax.scale`` and ``optax.scale_by_schedule`` do."""
-
-    step: float | Callable[[Any], Any]
-
-    def init(self, params: Any) -> RateState:
-        del params
-        if callable(self.step):
-            count = jnp.zeros([], jnp.int32)
-            return self._state(abs(self.step(count)), count)
-        return self._state(abs(self.step), None)
-
-    def update(
-        self, updates: Any, state: RateState, params: Any = None, **extra: Any
-    ) -> tuple[Any, RateState]:
-        del params, extra
-        if callable(self.step):
-            count = state.hyperparams_states["learning_rate"]
-            step = self.step(count)
-            state = self._state(abs(step), optax.safe_increment(count))
-        else:
-            rate = state.hyperparams["learning_rate"]
-            step = -rate if self.step < 0 else rate
-        return jax.tree.map(lambda g: jnp.array(step, dtype=g.dtype) * g, updates), state
-
-    def _state(self, rate: Any, count: Any) -> RateState:
-        states = {} if count is None else {"learning_rate": count}
-        return RateState({"learning_rate": jnp.asarray(rate, jnp.result_type(float))}, states)
-
-
 def _parts(init: Any, update: Any) -> Iterator[optax.GradientTransformationExtraArgs]:
-    """The parts of a chain and of the chains in it, in order."""
+    """Yields the parts of a chain and of the chains in it, in order."""
     inside = _closure(update)
     if _name(update) != _CHAIN or "update_fns" not in inside:
         yield optax.GradientTransformationExtraArgs(init, update)
@@ -237,16 +188,24 @@ def _parts(init: Any, update: Any) -> Iterator[optax.GradientTransformationExtra
         yield from _parts(one_init, one_update)
 
 
-def _rate(update: Any) -> _Rate | None:
-    """What a part multiplies by, if that is a rate or a schedule."""
+def _adjustable(update: Any) -> optax.GradientTransformationExtraArgs | None:
+    """Returns a part that multiplies by a number or a schedule with that rate as state, or None."""
     update = _inner(update)
-    name, inside = _name(update), _closure(update)
-    step = inside.get("step_size")
+    variables, dtype = _closure(update), jnp.result_type(float)
+    step, schedule = variables.get("step_size"), variables.get("step_size_fn")
     # A factor of -1 only turns the sign.
-    if name == _SCALE and isinstance(step, (int, float)) and abs(step) != 1:
-        return _Rate(float(step))
-    schedule = inside.get("step_size_fn")
-    return _Rate(schedule) if name == _SCHEDULE and callable(schedule) else None
+    if _name(update) == _SCALE and isinstance(step, (int, float)) and abs(step) != 1:
+        make = optax.inject_hyperparams(
+            lambda learning_rate: optax.scale(learning_rate if step > 0 else -learning_rate),
+            hyperparam_dtype=dtype,
+        )
+        return make(learning_rate=abs(step))
+    if _name(update) == _SCHEDULE and callable(schedule):
+        make = optax.inject_hyperparams(
+            lambda learning_rate, step: optax.scale(step), hyperparam_dtype=dtype
+        )
+        return make(learning_rate=lambda count: abs(schedule(count)), step=schedule)
+    return None
 
 
 def _name(update: Any) -> str | None:
@@ -254,17 +213,14 @@ def _name(update: Any) -> str | None:
 
 
 def _inner(update: Any) -> Any:
-    """What ``optax.with_extra_args_support`` was given."""
+    """Returns the update function inside ``optax.with_extra_args_support``."""
     tx = _closure(update).get("tx")
     return tx.update if isinstance(tx, optax.GradientTransformation) else update
 
 
-def _closure(function: Any) -> dict[str, Any]:
-    """The variables that a function closes over, by name."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or not cells:
-        return {}
-    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+def _closure(function: Any) -> Mapping[str, Any]:
+    """Returns the variables that a function closes over, by name."""
+    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
 def learning_rate(optimizer: nnx.Pytree) -> float:
@@ -273,13 +229,12 @@ def learning_rate(optimizer: nnx.Pytree) -> float:
 
 
 def set_learning_rate(optimizer: nnx.Pytree, rate: float) -> None:
-    """Sets the rate on the devices where it is, so that the compiled step needs no other."""
+    """Sets the rate on the devices, so that nothing is compiled again."""
     variable = _variable(optimizer)
     if _find(optimizer, "hyperparams_states"):
         raise ArgumentError(
-            "The learning rate of this optimizer follows a schedule, which sets it at each update, so it "
-            "cannot be set. Compile with a number, as optax.adam(1e-3), to set it, or leave out the callback "
-            "that sets it."
+            "The learning rate of this optimizer follows a schedule, which sets it at each update. Compile "
+            "with a number, as optax.adam(1e-3), to set it, or leave out the callback that sets it."
         )
     old = variable.get_raw_value()
     value = jnp.asarray(rate, old.dtype)

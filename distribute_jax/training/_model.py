@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flax import nnx
@@ -16,14 +18,18 @@ from distribute_jax.data import DistributedDataset
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
 from distribute_jax.strategies._devices import note_default_strategy
 from distribute_jax.training import _steps
-from distribute_jax.training._batches import Batches, Keys
-from distribute_jax.training._compile import made_setup
+from distribute_jax.training._batches import Batches, Keys, hint
+from distribute_jax.training._compile import Setup
 from distribute_jax.training._fit import Fit, check_ends, class_weights, without_keys
-from distribute_jax.training._inputs import arrays_of, check_placed, dataset_of, inputs_explained
+from distribute_jax.training._inputs import (
+    arrays_of,
+    check_placed,
+    dataset_of,
+    several_inputs_hint,
+)
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.training._objective import as_nnx
-from distribute_jax.training._progress import calling
-from distribute_jax.training._summary import print_summary
+from distribute_jax.training._progress import running
 from distribute_jax.training._tracker import as_keras
 from distribute_jax.training._trainer import Trainer
 from distribute_jax.training._weights import Stored
@@ -31,15 +37,15 @@ from distribute_jax.training.callbacks._callback import Callback, CallbackList, 
 
 
 class Model(Stored):
-    """Gives a Flax module what ``keras.Model`` gives a Keras one.
+    """A Flax module with the methods of ``keras.Model``.
 
-    The strategy that is current when the model is made runs everything, and every number is that of
-    one device: gradient, loss and metrics of a partial batch are exact. All methods may be called
-    inside the strategy's scope or outside.
+    It runs under the strategy that was current when it was created, and every number is that of one
+    device: gradient, loss and metrics of a partial batch are exact. All methods may be called inside
+    the strategy's scope or outside.
 
     Args:
         module: an ``nnx.Module``, or a Linen module with a ``sample_input``.
-        sample_input: inputs of a Linen module, by which its weights get their shapes.
+        sample_input: inputs of a Linen module, from which its weights get their shapes.
         rngs: streams for a Linen module's weights and dropout; by default ``nnx.Rngs(0)``.
 
     Attributes:
@@ -48,7 +54,7 @@ class Model(Stored):
         stop_training: set it in a callback to end ``fit`` after the step.
 
     Raises:
-        ValueError: a module that was built elsewhere than under the strategy.
+        ValueError: the module was not built under the strategy.
 
     Example:
         >>> import distribute_jax as dj, numpy as np, optax
@@ -67,7 +73,7 @@ class Model(Stored):
     __module__ = "distribute_jax"
 
     _followed_in_steps = ("module",)
-    """What a step that captures a model may use of it."""
+    """Attributes that a step may use of a model that it captures."""
 
     if not TYPE_CHECKING:
         __getattr__ = answering("Model")
@@ -105,8 +111,8 @@ class Model(Stored):
         Args:
             optimizer: an ``optax.GradientTransformation``, or Keras's name for one, with Keras's
                 default rate.
-            loss: a function that gives one loss for each example, one of ``dj.losses``, or Keras's
-                name; for several outputs a list or dict of them, as the module's outputs are.
+            loss: a function with one loss for each example, one of ``dj.losses``, or Keras's name; for
+                several outputs a list or dict of them, as the module's outputs are.
             metrics: names, functions or metric objects, in a list; in a dict by output.
             weighted_metrics: likewise, those in which sample weights count.
             loss_weights: a number for each of several losses.
@@ -115,38 +121,30 @@ class Model(Stored):
             clip_global_norm: the largest norm of the gradient of the global batch.
             dtype_policy: in which precision the module computes, such as ``"mixed_bfloat16"``.
             verify: ``"first"`` to run the first batch to train on, to evaluate and to predict on one
-                device too, from a copy of the state, and raise where the numbers differ by more than
-                rounding: a module that mixes the examples of a batch gives others on each number of
-                replicas.
+                device too, from a copy of the state, and raise if the numbers differ by more than
+                rounding, as those of a module that mixes the examples of a batch.
 
         Raises:
-            ValueError: an argument that is none of these; a module built outside of the scope.
+            ValueError: an argument that is not one of these; a module built outside of the scope.
         """
         with self.strategy.scope():
             check_placed(self.module, self.strategy)
-            setup = made_setup(
-                self.module,
-                optimizer,
-                loss=loss,
-                metrics=metrics,
-                weighted_metrics=weighted_metrics,
-                loss_weights=loss_weights,
-                steps_per_execution=steps_per_execution,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                clip_global_norm=clip_global_norm,
-                dtype_policy=dtype_policy,
-                verify=verify,
-            )
-        has_own_step = type(self).train_step is not Model.train_step
-        owner = weakref.ref(self) if has_own_step else None
-        self._trainer = Trainer(self.strategy, self.module, setup, owner)
+            setup = Setup(
+                self.module, optimizer, loss, metrics, weighted_metrics, loss_weights,
+                steps_per_execution, gradient_accumulation_steps, clip_global_norm,
+                dtype_policy, verify,
+            )  # fmt: skip
+        overrides = type(self).train_step is not Model.train_step
+        self._trainer = Trainer(
+            self.strategy, self.module, setup, weakref.ref(self) if overrides else None
+        )
 
     def train_step(self, batch: PyTree) -> Any:
-        """Trains on one replica's share of a batch; override it for a step of your own.
+        """Trains on one replica's share of a batch; override it to write your own step.
 
         An override is code for one replica, as for ``strategy.run``. It returns a dict of numbers by
-        name: what it gives for each replica is summed, so each is this replica's part of a value of
-        the global batch; ``fit`` reports the mean over the steps.
+        name, each this replica's part of a value of the global batch: ``fit`` sums the parts, and
+        reports the mean over the steps.
 
         Args:
             batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.
@@ -176,43 +174,42 @@ class Model(Stored):
         x_key: str | Sequence[str] | None = None,
         y_key: str | Sequence[str] | None = None,
     ) -> History:
-        """Trains the model, and gives the numbers of every epoch.
+        """Trains the model.
 
         Args:
             x: arrays of examples, or dicts of them; a list or tuple of equally long arrays is several
                 inputs, which the module gets as a tuple. Or any source of global batches that
-                ``strategy.distribute_dataset`` takes, as a list of ``(x, y)``, or what it gave.
+                ``strategy.distribute_dataset`` takes, as a list of ``(x, y)``, or what it returned.
             y: targets, for arrays.
             batch_size: examples in a global batch, for arrays; 32 by default.
             epochs: the epoch to end before, counted from 0.
             verbose: 0 for silence, 1 for a bar, 2 for a line per epoch.
-            callbacks: what to call on the way.
+            callbacks: ``dj.callbacks`` to call on the way.
             validation_split: the fraction of the arrays, at their end, to validate on.
             validation_data: ``(x, y)`` or ``(x, y, sample_weight)``, or a source of batches.
-            shuffle: whether arrays are shuffled, anew in each epoch.
+            shuffle: whether arrays are shuffled in each epoch.
             class_weight: how much each class counts in the loss, by its number.
             sample_weight: how much each example counts in the loss, for arrays.
-            initial_epoch: the first epoch, for a run that goes on.
+            initial_epoch: the first epoch, to continue a training.
             steps_per_epoch: batches in an epoch; None for all that the data has.
             validation_steps: batches of a validation; None for all.
             validation_batch_size: examples in a batch of validation arrays.
             validation_freq: validate every so many epochs, or after those listed, from 1.
-            x_key: where batches are dicts, the entry that is the input; of a list of names the module gets a
-                dict of these entries.
+            x_key: the entry of dict batches that is the input; a list of names is a dict of them.
             y_key: likewise, the entry that is the target.
 
         Returns:
-            A ``History``: ``history.history["loss"]`` and so on.
+            A ``History`` with the numbers of every epoch: ``history.history["loss"]`` and so on.
 
         Raises:
             ValueError: data or arguments that do not fit.
         """
         fit = Fit(
-            self, callbacks=callbacks, verbose=verbose, epochs=epochs, initial_epoch=initial_epoch,
+            model=self, callbacks=callbacks, verbose=verbose, epochs=epochs, initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
             validation_freq=validation_freq, class_weight=class_weight, keys=Keys(x_key, y_key),
         )  # fmt: skip
-        with self.strategy.scope(), inputs_explained("fit", x, y):
+        with self.strategy.scope(), hint(partial(several_inputs_hint, "fit", x, y)):
             if not has_strategy():
                 note_default_strategy()
             fit.take_data(
@@ -220,7 +217,7 @@ class Model(Stored):
                 validation_split=validation_split, validation_data=validation_data,
                 validation_batch_size=validation_batch_size,
             )  # fmt: skip
-            with self.trainer.runs.one("fit"):
+            with self.trainer.guard.enter("fit"):
                 return fit.run()
 
     @frames_hidden
@@ -238,7 +235,7 @@ class Model(Stored):
         x_key: str | Sequence[str] | None = None,
         y_key: str | Sequence[str] | None = None,
     ) -> Any:
-        """Gives loss and metrics over all examples, in evaluation mode.
+        """Computes loss and metrics over all examples, in evaluation mode.
 
         Args:
             x: as for ``fit``.
@@ -259,13 +256,13 @@ class Model(Stored):
             ValueError: data or arguments that do not fit.
         """
         x, y, keys = without_keys(Keys(x_key, y_key), x, y)
-        with self.strategy.scope(), inputs_explained("evaluate", x, y):
+        with self.strategy.scope(), hint(partial(several_inputs_hint, "evaluate", x, y)):
             data = self._dataset("evaluate", (x, y, sample_weight), batch_size, steps)
             with (
-                self.trainer.runs.one("evaluate"),
-                calling(self, "evaluate", callbacks, verbose, steps or data.cardinality) as found,
+                self.trainer.guard.enter("evaluate"),
+                running(self, "evaluate", callbacks, verbose, steps or data.cardinality) as every,
             ):
-                logs = self.trainer.evaluate(Batches(data, keys), limit=steps, callbacks=found)
+                logs = self.trainer.evaluate(Batches(data, keys), limit=steps, callbacks=every)
         return as_keras(logs, return_dict)
 
     @frames_hidden
@@ -279,7 +276,7 @@ class Model(Stored):
         *,
         x_key: str | Sequence[str] | None = None,
     ) -> Any:
-        """Gives the outputs for every example, in order, in evaluation mode.
+        """Computes the outputs for every example, in order, in evaluation mode.
 
         Args:
             x: as for ``fit``; targets and weights of a dataset are left out.
@@ -296,14 +293,14 @@ class Model(Stored):
             ValueError: data or arguments that do not fit.
         """
         x, _, keys = without_keys(Keys(x_key), x, None)
-        with self.strategy.scope(), inputs_explained("predict", x, None):
+        with self.strategy.scope(), hint(partial(several_inputs_hint, "predict", x, None)):
             data = self._dataset("predict", (x, None, None), batch_size, steps)
-            trainer = self._able_to_predict()
+            trainer = self._predicting_trainer()
             with (
-                trainer.runs.one("predict"),
-                calling(self, "predict", callbacks, verbose, steps or data.cardinality) as found,
+                trainer.guard.enter("predict"),
+                running(self, "predict", callbacks, verbose, steps or data.cardinality) as every,
             ):
-                return trainer.predict(Batches(data, keys), limit=steps, callbacks=found)
+                return trainer.predict(Batches(data, keys), limit=steps, callbacks=every)
 
     @frames_hidden
     def train_on_batch(
@@ -314,7 +311,7 @@ class Model(Stored):
         class_weight: dict[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Trains on one batch, and gives its loss and metrics, as ``evaluate`` returns them.
+        """Trains on one batch, and returns its loss and metrics, as ``evaluate`` does.
 
         Args:
             x: arrays of the examples of one global batch.
@@ -323,41 +320,28 @@ class Model(Stored):
             class_weight: how much each class counts, by its number.
             return_dict: whether to return a dict by name.
         """
-        with self.strategy.scope():
-            batches = self._one_batch("train_on_batch", x, y, sample_weight)
-            weights, silent = class_weights(class_weight), CallbackList((), self, {})
-            with (
-                self.trainer.runs.one("train_on_batch"),
-                self.trainer.setup.weighing_classes(weights),
-            ):
-                _, logs = self.trainer.epoch(batches, limit=1, callbacks=silent)
+        with (
+            self._one_batch(self.trainer, "train_on_batch", x, y, sample_weight) as run,
+            self.trainer.setup.weighing_classes(class_weights(class_weight)),
+        ):
+            _, logs = self.trainer.epoch(**run)
         return as_keras(logs, return_dict)
 
     @frames_hidden
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
-        """Gives loss and metrics of one batch; see ``train_on_batch``."""
-        with self.strategy.scope():
-            batches = self._one_batch("test_on_batch", x, y, sample_weight)
-            silent = CallbackList((), self, {})
-            with self.trainer.runs.one("test_on_batch"):
-                logs = self.trainer.evaluate(batches, limit=1, callbacks=silent)
+        """Computes loss and metrics of one batch; see ``train_on_batch``."""
+        with self._one_batch(self.trainer, "test_on_batch", x, y, sample_weight) as run:
+            logs = self.trainer.evaluate(**run)
         return as_keras(logs, return_dict)
 
     @frames_hidden
     def predict_on_batch(self, x: Any) -> Any:
-        """Gives the outputs for one batch of arrays."""
-        with self.strategy.scope():
-            batches = self._one_batch("predict_on_batch", x, None, None)
-            silent = CallbackList((), self, {})
-            trainer = self._able_to_predict()
-            with trainer.runs.one("predict_on_batch"):
-                return trainer.predict(batches, limit=1, callbacks=silent)
-
-    def summary(self, print_fn: Callable[[str], Any] | None = None) -> None:
-        """Prints a table of the layers; ``print_fn`` takes it as plain text instead."""
-        print_summary(self.module, print_fn)
+        """Computes the outputs for one batch of arrays."""
+        trainer = self._predicting_trainer()
+        with self._one_batch(trainer, "predict_on_batch", x) as run:
+            return trainer.predict(**run)
 
     @property
     def optimizer(self) -> Any:
@@ -366,7 +350,7 @@ class Model(Stored):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the optimizer; it can be set where the optimizer keeps it as state."""
+        """The rate of the optimizer; it can be set if it is part of the optimizer's state."""
         return learning_rate(self.optimizer)
 
     @learning_rate.setter
@@ -378,17 +362,16 @@ class Model(Stored):
         """What ``compile`` made."""
         if self._trainer is None:
             raise ContextError(
-                "This model was not compiled yet. Call model.compile(optimizer, loss) first: it says "
-                "how the model is trained and measured."
+                "This model was not compiled yet. Call model.compile(optimizer, loss) first."
             )
         return self._trainer
 
-    def _able_to_predict(self) -> Trainer:
-        """Gives what ``compile`` made, or as much as a model needs that only predicts."""
+    def _predicting_trainer(self) -> Trainer:
+        """Returns what ``compile`` made, or as much as predicting needs."""
         if self._trainer is not None:
             return self._trainer
         if self._predictor is None:
-            self._predictor = Trainer(self.strategy, self.module, made_setup(self.module, "sgd"))
+            self._predictor = Trainer(self.strategy, self.module, Setup(self.module, "sgd"))
         return self._predictor
 
     def _state(self) -> dict[str, Any]:
@@ -397,18 +380,24 @@ class Model(Stored):
         return {"module": self.module, "optimizer": self.optimizer}
 
     def _dataset(
-        self, called: str, given: tuple[Any, ...], batch_size: int | None, steps: int | None
+        self, called: str, xyw: tuple[Any, ...], batch_size: int | None, steps: int | None
     ) -> DistributedDataset:
-        arrays = arrays_of(called, *given)
-        data = dataset_of(self.strategy, called, arrays or given[0], batch_size)
+        arrays = arrays_of(called, *xyw)
+        data = dataset_of(self.strategy, called, arrays or xyw[0], batch_size)
         check_ends(called, data, steps)
         return data
 
-    def _one_batch(self, called: str, x: Any, y: Any, weight: Any) -> Batches:
-        data = arrays_of(called, x, y, weight)
-        if data is None:
-            raise ArgumentError(
-                f"{called} takes the arrays of one batch, and got {leaf_text(x)}. For a dataset call "
-                "fit, evaluate or predict."
-            )
-        return Batches(dataset_of(self.strategy, called, data, data.length))
+    @contextmanager
+    def _one_batch(
+        self, trainer: Trainer, called: str, x: Any, y: Any = None, weight: Any = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the arguments by which a trainer runs one batch, without callbacks."""
+        with self.strategy.scope(), trainer.guard.enter(called):
+            data = arrays_of(called, x, y, weight)
+            if data is None:
+                raise ArgumentError(
+                    f"{called} takes the arrays of one batch, and got {leaf_text(x)}. For a dataset call "
+                    "fit, evaluate or predict."
+                )
+            batches = Batches(dataset_of(self.strategy, called, data, data.length))
+            yield {"batches": batches, "limit": 1, "callbacks": CallbackList((), self, {})}

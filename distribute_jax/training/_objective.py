@@ -1,4 +1,4 @@
-"""The objective: one loss, or one for each output, and added losses; Linen modules as NNX modules."""
+"""The losses of a model, with those that its layers add; Linen modules as NNX modules."""
 
 from __future__ import annotations
 
@@ -49,17 +49,10 @@ class Objective:
         self.weights = _weights(self, weights)
 
     def __call__(self, y: PyTree, outputs: PyTree, weight: PyTree) -> dict[Any, jax.Array]:
-        """Gives this replica's part of each loss, to be summed over the replicas.
-
-        Args:
-            y: targets of this replica's share, a leaf or the structure of the losses.
-            outputs: what the module gave for it, likewise.
-            weight: sample weights for all outputs, or for each.
-        """
+        """Returns this replica's part of each loss, to be summed over the replicas."""
         if y is None and self.losses:
             raise ArgumentError(
-                "The loss needs targets, and this batch has none. Pass y=..., or a dataset whose batches "
-                "are (x, y)."
+                "The loss needs targets, and this batch has none. Pass y=…, or batches (x, y)."
             )
         return {
             key: loss(at(y, key, "targets"), at(outputs, key, "outputs"), weight_at(weight, key))
@@ -68,34 +61,33 @@ class Objective:
 
     @promoting
     def total(self, parts: dict[Any, jax.Array], added: jax.Array | None) -> jax.Array:
-        """Adds the parts up with their weights, and what the module's layers added."""
+        """Returns the weighted sum of the parts, and of what the module's layers added."""
         terms = [self.weights[key] * part for key, part in parts.items()]
         terms += [] if added is None else [added]
         if not terms:
             raise ArgumentError(
                 "There is nothing to minimise: compile got no loss, and no layer of the module adds one. "
-                "Pass compile(optimizer, loss=...), or override train_step."
+                "Pass compile(optimizer, loss=…), or override train_step."
             )
         return sum(terms[1:], terms[0])
 
     def functions(self) -> tuple[Any, ...]:
-        """Gives the user's own functions among the losses, where a step looks for captured state."""
+        """Returns the user's functions among the losses, in which a step finds captured state."""
         return tuple(getattr(loss, "function", loss) for loss in self.losses.values())
 
     def names(self) -> dict[Any, str]:
-        """Gives the name under which each loss is reported, where there are several."""
-        return {} if self.is_single else {key: f"{named(key)}_loss" for key in self.losses}
+        """Returns the name under which each of several losses is reported."""
+        return {} if self.is_single else {key: f"{output_name(key)}_loss" for key in self.losses}
 
 
-def named(key: Any) -> str:
-    """Names an output: by its key, or by its place in the list."""
+def output_name(key: Any) -> str:
     return key if isinstance(key, str) else f"output_{key}"
 
 
 def with_added_losses(
     module: Any, x: PyTree, keywords: dict[str, Any]
 ) -> tuple[PyTree, jax.Array | None]:
-    """Calls a module, and gives this replica's part of what its layers added to the loss as well."""
+    """Returns a module's outputs, and this replica's part of what its layers added to the loss."""
     if isinstance(module, nnx.bridge.ToNNX):  # Linen's layers cannot sow into it
         with written_in_place(module):
             return module(x, **keywords), None
@@ -127,43 +119,34 @@ def _items(tree: Any) -> list[tuple[Any, Any]]:
 def _weights(objective: Objective, weights: Any) -> dict[Any, float]:
     if weights is None:
         return dict.fromkeys(objective.losses, 1.0)
-    given = dict(_items(weights))
-    if set(given) != set(objective.losses):
+    by_key = dict(_items(weights))
+    if set(by_key) != set(objective.losses):
         raise ArgumentError(
-            f"compile got loss_weights for {[named(key) for key in given]} and losses for "
-            f"{[named(key) for key in objective.losses]}. Give one number for each loss, in the same "
-            "list or dict."
+            f"loss_weights must have one number for each loss, {list(map(output_name, objective.losses))}; "
+            f"got {list(map(output_name, by_key))}."
         )
-    return {key: float(value) for key, value in given.items()}
+    return {key: float(value) for key, value in by_key.items()}
 
 
 def at(tree: Any, key: Any, what: str, measured: str = "loss") -> Any:
-    """Gives the part of targets or outputs that a loss is for, or raises where there is none.
-
-    Args:
-        tree: targets or outputs of a batch.
-        key: of the loss; None for the only one.
-        what: ``"targets"`` or ``"outputs"``, for messages.
-        measured: what the key is of, for messages.
-    """
+    """Returns the part of targets or outputs (``what``) that a loss or metric (``measured``) is for."""
     if key is None:
         if isinstance(tree, (dict, list, tuple)):
             raise ArgumentError(
-                f"The model's {what} are a {type(tree).__name__}, and compile got a single loss. Give "
-                "a loss for each: compile(loss={'name': ...}) or a list."
+                f"The model's {what} are a {type(tree).__name__}, and compile got a single loss. Pass "
+                "one for each: compile(loss={'name': …}) or a list."
             )
         return tree
     try:
         return tree[key]
     except (KeyError, IndexError, TypeError) as error:
         raise ArgumentError(
-            f"compile got a {measured} for {named(key)!r}, which the {what} of this batch do not have: "
-            f"they are {_shown(tree)}. Name losses, metrics, outputs and targets alike."
+            f"compile got a {measured} for {output_name(key)!r}, which the {what} of this batch do not have: "
+            f"they are {_shown(tree)}. Use the same names for losses, metrics, outputs and targets."
         ) from error
 
 
 def weight_at(weight: Any, key: Any) -> Any:
-    """Gives the sample weights of one output; None where weights are given for others alone."""
     if isinstance(weight, dict):
         return weight.get(key)
     if isinstance(weight, (list, tuple)):
@@ -178,39 +161,35 @@ def _shown(tree: Any) -> str:
 
 
 def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> nnx.Module:
-    """Gives an NNX module as it is, and a Linen one with its weights, made under the strategy."""
+    """Returns an NNX module, or a Linen one with weights that are created under the strategy."""
     if isinstance(module, nnx.Module):
         if sample_input is not None:
             raise ArgumentError(
-                "dj.Model(module, sample_input) got an nnx.Module, whose weights are there already. "
-                "Leave sample_input out."
+                "dj.Model: sample_input is for Linen modules, and this is an nnx.Module."
             )
         return module
     if not isinstance(module, linen.Module):
         raise ArgumentError(
-            f"dj.Model got {leaf_text(module)}. It takes an instance of an nnx.Module, or of a Linen "
-            "module with a sample input: dj.Model(MyModule(), sample_input=x[:1])."
+            "dj.Model: module must be an instance of an nnx.Module, or of a Linen module with a "
+            f"sample_input; got {leaf_text(module)}."
         )
     if sample_input is None:
         raise ArgumentError(
-            f"dj.Model got the Linen module {type(module).__name__} without a sample input. Its "
-            "weights get their shapes from one: dj.Model(module, sample_input=x[:1])."
+            f"dj.Model got the Linen module {type(module).__name__} without a sample input, from which its "
+            "weights get their shapes: dj.Model(module, sample_input=x[:1])."
         )
     with strategy.scope():
-        made = nnx.bridge.ToNNX(module, rngs=rngs or nnx.Rngs(0))
+        bridged = nnx.bridge.ToNNX(module, rngs=rngs or nnx.Rngs(0))
         sample = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), sample_input)
-        return made.lazy_init(sample)  # type: ignore[no-any-return]
+        return bridged.lazy_init(sample)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def written_in_place(module: nnx.Module) -> Iterator[None]:
-    """Lets a bridged Linen module write new statistics into the variables that it has.
+    """Lets a bridged Linen module write new statistics into its variables.
 
-    The bridge puts new variables in their place, which ``run`` could not follow.
+    The bridge replaces the variables, which ``run`` could not follow.
     """
-    if not isinstance(module, nnx.bridge.ToNNX):
-        yield
-        return
     attributes = {
         k: v for k, v in vars(module).items() if not k.startswith(("to_nnx__", "_pytree__"))
     }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,8 +14,9 @@ from flax import nnx
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError
 from distribute_jax._lazy import answering
-from distribute_jax._messages import leaf_text, promoting
+from distribute_jax._messages import check_int, leaf_text, promoting
 from distribute_jax.collectives._markers import unreduced
+from distribute_jax.training._batches import hint
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 
@@ -34,14 +34,14 @@ class Optimizer(nnx.Optimizer[Any]):
         tx: an ``optax.GradientTransformation``.
         wrt: which variables, as for ``nnx.Optimizer``.
         gradient_accumulation_steps: how many batches make one update, with the mean of their
-            gradients. They are added up on each replica by itself; one reduction follows the last.
-            ``step`` counts updates.
+            gradients. Each replica adds up its own; one reduction follows the last. ``step`` counts
+            updates.
         clip_global_norm: the largest norm of the gradient that ``tx`` sees.
-        loss_scale: for float16: ``"dynamic"``, or a fixed factor, of the loss that ``scale_loss``
-            gives. An update whose gradients are not finite is skipped, and halves a dynamic scale.
+        loss_scale: for float16: ``"dynamic"``, or a fixed factor, by which ``scale_loss`` multiplies.
+            An update whose gradients are not finite is skipped, and halves a dynamic scale.
 
     Raises:
-        ValueError: an option that is none of these.
+        ValueError: an option that is not one of these.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp, optax
@@ -78,17 +78,17 @@ class Optimizer(nnx.Optimizer[Any]):
         loss_scale: float | str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Makes the optimizer's state; see the class for the arguments."""
         _check(model, tx)
         if clip_global_norm is not None:
             if isinstance(clip_global_norm, str) or not clip_global_norm > 0:
-                raise ArgumentError(
-                    f"clip_global_norm={clip_global_norm!r}: the largest norm is a number above 0."
-                )
+                raise ArgumentError(f"clip_global_norm must be above 0; got {clip_global_norm!r}.")
             tx = optax.chain(optax.clip_by_global_norm(clip_global_norm), tx)
         super().__init__(model, tx, wrt=wrt, **kwargs)
-        steps = checked_accumulation(gradient_accumulation_steps)
-        params = jax.tree.leaves(nnx.state(model, wrt), is_leaf=_is_variable)
+        steps = gradient_accumulation_steps
+        check_int("gradient_accumulation_steps", steps)
+        params = jax.tree.leaves(
+            nnx.state(model, wrt), is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
         self.accumulation = nnx.data(Accumulation(params, steps) if steps > 1 else None)
         self.loss_scale = nnx.data(LossScale(loss_scale) if loss_scale is not None else None)
 
@@ -102,12 +102,12 @@ class Optimizer(nnx.Optimizer[Any]):
         set_learning_rate(self, rate)
 
     def scale_loss(self, loss: jax.Array) -> jax.Array:
-        """Gives the loss whose gradients ``update`` takes: scaled where there is a ``loss_scale``.
+        """Returns the loss whose gradients ``update`` takes: scaled if there is a ``loss_scale``.
 
         Args:
             loss: this replica's part of the loss.
         """
-        return loss if self.loss_scale is None else self.loss_scale.up(loss)
+        return loss if self.loss_scale is None else self.loss_scale.multiply(loss)
 
     def update(
         self, model: Any, grads: Any, /, *, skip_gradients_aggregation: bool = False, **kwargs: Any
@@ -116,7 +116,7 @@ class Optimizer(nnx.Optimizer[Any]):
 
         Args:
             model: the module given to the constructor.
-            grads: the gradients of this replica's share of the loss, as ``nnx.grad`` gives them.
+            grads: the gradients of this replica's part of the loss, from ``nnx.grad``.
             skip_gradients_aggregation: whether the gradients were summed over the replicas already.
             **kwargs: for optax transformations that take more.
 
@@ -131,16 +131,15 @@ class Optimizer(nnx.Optimizer[Any]):
                 needs an argument that was not given.
         """
         if self.loss_scale is not None:
-            grads = self.loss_scale.down(grads)
+            grads = self.loss_scale.divide(grads)
         if self.accumulation is None:
             if not skip_gradients_aggregation:
                 grads = _summed(grads)
             return self._apply(model, grads, kwargs)
         if skip_gradients_aggregation:
             raise ArgumentError(
-                "Optimizer.update(skip_gradients_aggregation=True) got gradients that were summed over "
-                "the replicas, and gradient_accumulation_steps adds them up before that. Leave one of "
-                "the two out."
+                "gradient_accumulation_steps adds gradients up before they are summed over the replicas, so "
+                "it cannot be used with skip_gradients_aggregation=True."
             )
         leaves, treedef = jax.tree.flatten(grads)
         is_last, means = self.accumulation.add(leaves)
@@ -149,37 +148,31 @@ class Optimizer(nnx.Optimizer[Any]):
         def apply(optimizer: Optimizer, model: Any) -> None:
             optimizer._apply(model, _summed(mean), kwargs)
 
-        return when(is_last, apply, [(self, _own_state), (model, self.wrt)])
+        return when(is_last, apply, [(self, _is_updated), (model, self.wrt)])
 
     @promoting
     def _apply(self, model: Any, grads: Any, kwargs: dict[str, Any]) -> Any:
-        """Updates from gradients that are those of the global batch, if they are finite."""
-        if self.loss_scale is None:
-            with explained():
+        """Updates from gradients of the global batch, if they are finite."""
+
+        def update(optimizer: Optimizer, model: Any) -> Any:
+            with hint(_missing_arguments):
                 return super().update(model, grads, **kwargs)
-        finite = all_finite(grads)
 
-        def update(optimizer: Optimizer, model: Any) -> None:
-            with explained():
-                super().update(model, grads, **kwargs)
-
-        when(finite, update, [(self, _own_state), (model, self.wrt)])
-        self.loss_scale.note(finite)
+        if self.loss_scale is None:
+            return update(self, model)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        when(finite, update, [(self, _is_updated), (model, self.wrt)])
+        self.loss_scale.adjust(finite)
         return None
 
 
 def _check(model: Any, tx: Any) -> None:
-    if not jax.tree.leaves(model, is_leaf=_is_node) or not all(
-        map(_is_node, jax.tree.leaves(model, is_leaf=_is_node))
-    ):
-        raise ArgumentError(
-            f"dj.Optimizer(model, tx) got {leaf_text(model)} as the model. Pass the nnx.Module whose "
-            "variables it updates: dj.Optimizer(model, optax.adam(1e-3))."
-        )
+    nodes = jax.tree.leaves(model, is_leaf=_is_node)
+    if not nodes or not all(map(_is_node, nodes)):
+        raise ArgumentError(f"dj.Optimizer: model must be an nnx.Module; got {leaf_text(model)}.")
     if not callable(getattr(tx, "update", None)):
         raise ArgumentError(
-            f"dj.Optimizer(model, tx) got {leaf_text(tx)} as tx. Pass an optax transformation: "
-            "dj.Optimizer(model, optax.adam(1e-3))."
+            f"dj.Optimizer: tx must be an optax transformation, as optax.adam(1e-3); got {leaf_text(tx)}."
         )
 
 
@@ -188,7 +181,9 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _summed(grads: Any) -> Any:
-    replica = _replica()
+    """Sums gradients over the replicas inside ``run``; elsewhere there is nothing to sum."""
+    context = _context.entered()
+    replica = context.replica if context is not None else None
     if replica is None:
         return grads
     leaves, treedef = jax.tree.flatten(grads)
@@ -197,32 +192,20 @@ def _summed(grads: Any) -> Any:
     return jax.tree.unflatten(treedef, replica.all_reduce("sum", leaves))
 
 
-def _replica() -> Any:
-    """Gives the replica context inside ``run``; elsewhere there is nothing to sum."""
-    top = _context.entered()
-    return top.replica if top is not None else None
-
-
-def _own_state(path: Any, variable: Any) -> bool:
-    """Tells what an update may change of the optimizer: all but the gradients that are added up."""
+def _is_updated(path: Any, variable: Any) -> bool:
+    """Filters what an update may change of the optimizer: not the gradients that are added up."""
     del path
     return not isinstance(variable, PartialGradient) and variable.type is not PartialGradient
 
 
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
-
-
 class PartialGradient(Variable):
-    """What one replica has added up of one gradient; the whole is the sum over the replicas."""
+    """The sum of one replica's gradients of a parameter; its value is the sum over the replicas."""
 
     is_optimizer_state = True
 
 
 class Accumulation(nnx.Module):
-    """Adds up this replica's gradients, and says when they are to be applied.
-
-    Nothing is sent between the replicas until then, so k batches cost one reduction.
+    """Adds up this replica's gradients: several batches need one reduction.
 
     Args:
         params: the variables whose gradients are added up.
@@ -244,11 +227,7 @@ class Accumulation(nnx.Module):
         ])  # fmt: skip
 
     def add(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        """Adds this replica's gradients of a batch.
-
-        Returns:
-            Whether this batch completes an update, and this replica's mean gradient over its batches.
-        """
+        """Returns whether this batch completes an update, and the mean gradients of its batches."""
         count = self.batches[...] + 1
         is_last = count == self.steps
         self.batches[...] = jnp.where(is_last, 0, count)
@@ -258,26 +237,13 @@ class Accumulation(nnx.Module):
         return is_last, [total / self.steps for total in totals]
 
 
-def checked_accumulation(steps: Any) -> int:
-    """Refuses what is no number of batches."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ArgumentError(
-            f"gradient_accumulation_steps={steps!r}: it is the number of batches of one update, an int "
-            "of at least 1."
-        )
-    return steps
-
-
-INITIAL = 2.0**15
+INITIAL = 2.0**15  # as in Keras
 GROWTH_STEPS = 2000
-"""Updates without overflow after which a dynamic scale doubles. Both numbers are Keras's."""
+"""Updates without overflow after which a dynamic scale doubles, as in Keras."""
 
 
 class LossScale(nnx.Module):
-    """The factor of the loss, halved where a gradient overflows.
-
-    Args:
-        scale: a fixed factor, or ``"dynamic"``.
+    """The factor of the loss: a fixed one, or ``"dynamic"``, which is halved if a gradient overflows.
 
     Source: https://keras.io/api/optimizers/loss_scale_optimizer/
     """
@@ -285,22 +251,21 @@ class LossScale(nnx.Module):
     def __init__(self, scale: float | str) -> None:
         if scale != "dynamic" and not (isinstance(scale, (int, float)) and scale > 0):
             raise ArgumentError(
-                f'loss_scale={scale!r}: it is a number above 0, "dynamic", or None for no scaling.'
+                f'loss_scale must be a number above 0, "dynamic" or None; got {scale!r}.'
             )
         self.is_dynamic = scale == "dynamic"
         first = INITIAL if isinstance(scale, str) else scale
         self.scale = nnx.OptState(jnp.asarray(first, jnp.float32))
         self.good_steps = nnx.OptState(jnp.zeros((), jnp.int32))
 
-    def up(self, loss: jax.Array) -> jax.Array:
-        """Scales a loss."""
+    def multiply(self, loss: jax.Array) -> jax.Array:
         return loss * self.scale[...].astype(loss.dtype)
 
-    def down(self, gradients: Any) -> Any:
-        """Gives the gradients of the loss before it was scaled."""
+    def divide(self, gradients: Any) -> Any:
+        """Returns the gradients of the loss without the scale."""
         return jax.tree.map(lambda g: g / self.scale[...].astype(g.dtype), gradients)
 
-    def note(self, finite: jax.Array) -> None:
+    def adjust(self, finite: jax.Array) -> None:
         """Halves the scale after an overflow, and doubles it after many updates without one."""
         if not self.is_dynamic:
             return
@@ -313,35 +278,27 @@ class LossScale(nnx.Module):
         self.good_steps[...] = jnp.where(grows, 0, good)
 
 
-def all_finite(tree: Any) -> jax.Array:
-    """Tells whether every number of a tree is finite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
 def when(
     condition: jax.Array, action: Callable[..., Any], parts: Sequence[tuple[Any, Any]]
 ) -> None:
-    """Does ``action`` on objects if the condition holds, and leaves them as they are if not.
+    """Runs ``action``, which changes objects in place, if the condition holds on all replicas.
 
-    Args:
-        condition: a bool, the same on every replica.
-        action: changes the objects that it is given, in place.
-        parts: each object, with a filter for the variables that the action may change.
+    ``parts`` holds each object, with a filter for the variables that the action may change.
     """
     split: list[Any] = [nnx.split(node, of, ...) for node, of in parts]
     olds = [old for _, old, _ in split]
 
-    def done(olds: list[Any]) -> list[Any]:
-        made = [
+    def run(olds: list[Any]) -> list[Any]:
+        nodes = [
             nnx.merge(graphdef, old, rest)
             for (graphdef, _, rest), old in zip(split, olds, strict=True)
         ]
-        action(*made)
-        news = [nnx.state(node, of) for node, (_, of) in zip(made, parts, strict=True)]
-        kept: list[Any] = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), news, olds)
-        return kept
+        action(*nodes)
+        news = [nnx.state(node, of) for node, (_, of) in zip(nodes, parts, strict=True)]
+        cast: list[Any] = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), news, olds)
+        return cast
 
-    news = jax.lax.cond(condition, done, lambda olds: olds, olds)
+    news = jax.lax.cond(condition, run, lambda olds: olds, olds)
     for (node, _), new in zip(parts, news, strict=True):
         nnx.update(node, new)
 
@@ -350,47 +307,24 @@ _MISSING = re.compile(
     r"(?:(\w+)\.<locals>\.)?\w+\(\) missing \d+ required keyword-only arguments?: (.+)"
 )
 
-_NEEDS = (
-    "The optimizer's optax transformation {name} needs {wanted} for each update, beside the gradients. "
-    "Model.fit, whose step has gradients alone, cannot give {them}.{remedy} In a loop of your own, "
-    "give what the global batch has: optimizer.update(model, grads, {call})."
-)
 _PLATEAU = (
     " To lower the learning rate on a plateau: optimizer=optax.inject_hyperparams(optax.sgd)("
     "learning_rate=0.1) and fit(callbacks=[dj.callbacks.ReduceLROnPlateau()])."
 )
 _SEARCH = (
-    " Without a search along the line it needs none of them: optax.lbfgs(learning_rate=0.1, "
-    "linesearch=None)."
+    " Without a line search it needs none of them: optax.lbfgs(learning_rate=0.1, linesearch=None)."
 )
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Says what to do where a transformation is called without an argument that it needs.
-
-    Raises:
-        ArgumentError: in place of Python's ``TypeError``.
-    """
-    try:
-        yield
-    except TypeError as error:
-        found = _MISSING.search(str(error))
-        if found is None:
-            raise
-        raise ArgumentError(_text(found[1] or "", re.findall(r"'(\w+)'", found[2]))) from error
-
-
-def _text(name: str, wanted: list[str]) -> str:
-    remedy = ""
-    if name == "reduce_on_plateau":
-        remedy = _PLATEAU
-    elif "value_fn" in wanted:
-        remedy = _SEARCH
-    return _NEEDS.format(
-        name=name,
-        wanted=", ".join(f"{one}=" for one in wanted),
-        them="it" if len(wanted) == 1 else "them",
-        remedy=remedy,
-        call=", ".join(f"{one}=…" for one in wanted),
+def _missing_arguments(error: Exception) -> str:
+    """Returns what to do if a transformation lacks an argument that it needs for each update."""
+    match = _MISSING.search(str(error)) if isinstance(error, TypeError) else None
+    if match is None:
+        return ""
+    names = re.findall(r"'(\w+)'", match[2])
+    remedy = _SEARCH if "value_fn" in names else _PLATEAU if match[1] == "reduce_on_plateau" else ""
+    return (
+        f"The optimizer's optax transformation {match[1] or ''} needs {', '.join(f'{n}=' for n in names)} "
+        f"for each update, which Model.fit does not pass.{remedy} In your own loop, pass what the global "
+        f"batch has: optimizer.update(model, grads, {', '.join(f'{n}=…' for n in names)})."
     )

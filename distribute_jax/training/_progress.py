@@ -1,4 +1,4 @@
-"""Shows how far ``fit``, ``evaluate`` or ``predict`` is: a live bar, or plain lines."""
+"""The progress of ``fit``, ``evaluate`` and ``predict``: a live bar, or plain lines."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
-from distribute_jax.training._tracker import Snapshot
+from distribute_jax.training._tracker import Snapshot, Tracker
 from distribute_jax.training.callbacks._callback import Callback, CallbackList
 
 BETWEEN = 0.1
-"""Seconds between two looks at the numbers: an eye takes no more."""
+"""Seconds between two updates of the bar."""
 
 
 def progress(verbose: int | str, called: str) -> list[Callback]:
-    """Gives what shows the progress.
+    """Returns what shows the progress of ``fit``, ``evaluate`` or ``predict``, on the chief.
 
-    Args:
-        verbose: 0 for nothing, 1 or ``"auto"`` for a bar, 2 for a line per epoch; where nothing can
-            draw a bar it is lines too.
-        called: the method: ``"fit"``, ``"evaluate"`` or ``"predict"``.
+    ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; without a terminal or widgets
+    a bar is lines too.
     """
-    if verbose not in (0, 1, 2, "auto"):
-        raise ArgumentError(
-            f'{called}(verbose={verbose!r}): it is "auto", 0 for silence, 1 for a bar or 2 for lines.'
-        )
+    check_choice(f"{called}(verbose)", verbose, ("auto", 0, 1, 2))
     if verbose == 0 or not is_chief():
         return []
     console = None if verbose == 2 else _drawing_console()
@@ -38,24 +33,20 @@ def progress(verbose: int | str, called: str) -> list[Callback]:
 
 
 @contextmanager
-def calling(
+def running(
     model: Any, called: str, callbacks: Any, verbose: int | str, steps: int | None
 ) -> Iterator[CallbackList]:
-    """Gives the callbacks of one evaluation or prediction, and lets go of what they hold at its end."""
+    """Yields the callbacks of one evaluation or prediction, and releases them at its end."""
     params = {"steps": steps, "verbose": verbose}
-    found = CallbackList([callbacks, progress(verbose, called)], model, params)
+    every = CallbackList([callbacks, progress(verbose, called)], model, params)
     try:
-        yield found
+        yield every
     finally:
-        found.release()
+        every.release()
 
 
 class Lines(Callback):
-    """Prints a line after each epoch, evaluation or prediction.
-
-    Args:
-        called: the method.
-    """
+    """Prints a line after each epoch, evaluation or prediction."""
 
     reads_late = True
 
@@ -72,56 +63,47 @@ class Lines(Callback):
         self.done = self.examples = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins anew."""
         self.title = f"Epoch {epoch + 1}/{self.params['epochs']}"
         self._steps = self.params["steps"] or self._steps
         self._begin()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Takes note of a batch."""
-        self._took(batch)
+        self._count(batch, self.model.trainer.setup.tracker)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._steps = self.done
+        self._end(logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins anew, or notes how long the epoch trained."""
         if self._in_fit:
             self._stop_clock()
         else:
             self.on_predict_begin()
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Takes note of a batch, if it is no validation."""
         if not self._in_fit:
-            self._took(batch)
+            self._count(batch, self.model.trainer.setup.tested)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Shows the numbers of an evaluation."""
         if not self._in_fit:
             self._end(logs)
 
     def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins."""
         self._steps = self.params["steps"]
         self._begin()
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Takes note of a batch."""
-        self._took(batch)
+        self._count(batch, None)
 
     def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Shows that it is done."""
         self._end(None)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shows the numbers of the epoch."""
-        self._steps = self.done
-        self._end(logs)
-
     def rate(self) -> str:
-        """Says how fast real examples go by."""
         seconds = self._seconds or time.perf_counter() - self._since
         return f"{self.examples / max(seconds, 1e-9):,.0f} examples/s"
 
-    def _took(self, batch: int) -> None:
+    def _count(self, batch: int, tracker: Tracker | None) -> None:
+        del tracker
         self.done, self.examples = batch + 1, self.params["examples"]
 
     def _stop_clock(self) -> None:
@@ -131,60 +113,40 @@ class Lines(Callback):
     def _end(self, logs: dict[str, Any] | None) -> None:
         self._stop_clock()
         batches = f"{self.done} batch{'' if self.done == 1 else 'es'}"
-        took = f"{self._seconds:.1f} s"
-        self._print(" - ".join([self.title, batches, took, self.rate(), *_numbers(logs)]))
+        seconds = f"{self._seconds:.1f} s"
+        self._print(" - ".join([self.title, batches, seconds, self.rate(), *_numbers(logs)]))
 
     def _print(self, line: str) -> None:
         print(line, flush=True)
 
 
 class Bar(Lines):
-    """Draws a bar while batches go by, and leaves the line of each epoch above it.
+    """Draws a bar while batches are processed, and leaves the line of each epoch above it.
 
-    It never waits for a step: what it shows are the newest numbers that were there when it looked.
-
-    Args:
-        called: the method.
-        console: rich's, which can draw.
+    It never waits for a step: it shows the newest numbers that the devices have computed.
     """
 
     def __init__(self, called: str, console: Any) -> None:
         super().__init__(called)
         self._console = console
         self._bar: Any = None
-        self._report: Snapshot | None = None
-        self._shown: list[str] = []
-        self._looked = 0.0
 
     def _begin(self) -> None:
         super()._begin()
-        self._report, self._shown, self._looked = None, [], 0.0
+        self._snapshot: Snapshot | None = None
+        self._shown: list[str] = []
+        self._updated = 0.0
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Moves the bar."""
-        super().on_train_batch_end(batch)
-        self._look(self.model.trainer.setup.tracker)
-
-    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Moves the bar."""
-        super().on_test_batch_end(batch)
-        if not self._in_fit:
-            self._look(self.model.trainer.setup.tested)
-
-    def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Moves the bar."""
-        super().on_predict_batch_end(batch)
-        self._look(None)
-
-    def _look(self, tracker: Any) -> None:
+    def _count(self, batch: int, tracker: Tracker | None) -> None:
+        super()._count(batch, tracker)
         now = time.perf_counter()
-        if now - self._looked < BETWEEN:
+        if now - self._updated < BETWEEN:
             return
-        self._looked = now
-        if self._report is not None and self._report.is_ready:
-            self._shown, self._report = _numbers(self._report.logs()), None
-        if self._report is None and tracker is not None:
-            self._report = Snapshot(tracker)
+        self._updated = now
+        if self._snapshot is not None and self._snapshot.is_ready:
+            self._shown, self._snapshot = _numbers(self._snapshot.logs()), None
+        if self._snapshot is None and tracker is not None:
+            self._snapshot = Snapshot(tracker)
         self._draw()
 
     def _draw(self) -> None:
@@ -209,9 +171,8 @@ class Bar(Lines):
 
 
 def _numbers(logs: dict[str, Any] | None) -> list[str]:
-    """Writes the numbers that are single ones."""
-    single = {name: float(value) for name, value in (logs or {}).items() if not np.ndim(value)}
-    return [f"{name}: {_short(value)}" for name, value in single.items()]
+    scalars = {name: float(v) for name, v in (logs or {}).items() if not np.ndim(v)}
+    return [f"{name}: {_short(value)}" for name, value in scalars.items()]
 
 
 def _short(value: float) -> str:
@@ -219,7 +180,7 @@ def _short(value: float) -> str:
 
 
 def _drawing_console() -> Any:
-    """Gives rich's console where it can redraw a line: in a terminal, or a notebook with widgets."""
+    """Returns a console if it can redraw a line: in a terminal, or a notebook with widgets."""
     from rich.console import Console
 
     console = Console()

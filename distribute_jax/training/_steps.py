@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,7 @@ from distribute_jax.training._objective import with_added_losses
 def forward(
     module: nnx.Module, setup: Setup, x: PyTree, *, training: bool
 ) -> tuple[PyTree, jax.Array | None]:
-    """Calls the module in its dtype policy's precision.
-
-    Returns:
-        The outputs, and this replica's part of what the module's layers add to the loss, if any.
-    """
+    """Returns the outputs, and this replica's part of what the module's layers add to the loss."""
     keywords = {
         **mode_keywords(setup.call, training=training),
         **linen_keywords(module, training=training),
@@ -39,35 +35,30 @@ def forward(
 
 
 def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
-    """Takes one step of gradient descent, and adds the batch to loss and metrics."""
-    x, y, given = unpack_x_y_sample_weight(batch)
+    """Updates the module, and adds the batch to loss and metrics."""
+    x, y, sample_weight = unpack_x_y_sample_weight(batch)
     optimizer, tracker = setup.optimizer, setup.tracker
 
     def loss_fn(module: nnx.Module) -> tuple[jax.Array, tuple[Any, ...]]:
         outputs, added = forward(module, setup, x, training=True)
-        weight = class_weighted(setup.class_weight, y, outputs, given)
+        weight = class_weighted(setup.class_weight, y, outputs, sample_weight)
         parts = setup.objective(y, outputs, weight)
         total = setup.objective.total(parts, added)
         return optimizer.scale_loss(total), (total, parts, outputs, weight)
 
     grad = nnx.grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt), has_aux=True)
     gradients, (total, parts, outputs, weight) = grad(module)
-    update(setup, module, gradients)
+    if setup.objective.losses:
+        optimizer.update(module, gradients)
+    else:  # a penalty alone has the same gradients on all replicas, which update would refuse to sum
+        summed = get_replica_context().all_reduce("sum", gradients)
+        optimizer.update(module, summed, skip_gradients_aggregation=True)
     tracker.update_loss(setup.objective, total, parts, real_examples(rows_of(x)))
     tracker.update_metrics(y, outputs, weight)
 
 
-def update(setup: Setup, module: nnx.Module, gradients: Any) -> None:
-    """Updates the module; a penalty alone has the same gradients everywhere, which is no mistake."""
-    if setup.objective.losses:
-        setup.optimizer.update(module, gradients)
-        return
-    summed = get_replica_context().all_reduce("sum", gradients)
-    setup.optimizer.update(module, summed, skip_gradients_aggregation=True)
-
-
 def test(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
-    """Adds a batch to loss and metrics, in evaluation mode; the module stays as it is."""
+    """Adds a batch to loss and metrics, in evaluation mode; the module is not changed."""
     x, y, weight = unpack_x_y_sample_weight(batch)
     outputs, added = forward(nnx.clone(module), setup, x, training=False)
     if setup.objective.losses or added is not None:
@@ -78,22 +69,23 @@ def test(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
 
 
 def predict(module: nnx.Module, setup: Setup, batch: PyTree) -> PyTree:
-    """Gives the outputs, in evaluation mode; the module stays as it is."""
+    """Returns the outputs, in evaluation mode; the module is not changed."""
     x, _, _ = unpack_x_y_sample_weight(batch)
     return forward(nnx.clone(module), setup, x, training=False)[0]
 
 
 @promoting
-def class_weighted(weights: tuple[tuple[int, float], ...], y: Any, outputs: Any, given: Any) -> Any:
+def class_weighted(
+    weights: tuple[tuple[int, float], ...], y: Any, outputs: Any, sample_weight: Any
+) -> Any:
     """Multiplies the sample weights by those of the classes; a class that is not named counts 1.
 
-    Labels of the outputs' shape are one-hot, as Keras takes them; with a dim less they are class
-    numbers, one for each example or, in a sequence, for each token.
+    Labels of the outputs' shape are one-hot, as in Keras; with a dim less they are class numbers, one
+    for each example or, in a sequence, for each token.
     """
     if not weights:
-        return given
-    nested = (dict, list, tuple)
-    if isinstance(y, nested) or isinstance(outputs, nested) or isinstance(given, nested):
+        return sample_weight
+    if any(isinstance(tree, (dict, list, tuple)) for tree in (y, outputs, sample_weight)):
         raise ArgumentError(
             "class_weight is for a model with a single output, and this one has several. Pass "
             "sample_weight for each output instead."
@@ -106,70 +98,48 @@ def class_weighted(weights: tuple[tuple[int, float], ...], y: Any, outputs: Any,
     factor = jnp.ones(labels.shape, jnp.float32)
     for label, weight in weights:
         factor = jnp.where(labels == label, weight, factor)
-    return factor if given is None else factor * aligned_weights("class_weight", given, factor)
+    if sample_weight is None:
+        return factor
+    return factor * aligned_weights("class_weight", sample_weight, factor)
 
 
-class Step:
-    """A step of a compiled model, which it does not keep alive: the key of a program holds the step.
+Step: TypeAlias = Callable[..., Any]
+
+STEPS = {"train": train, "test": test, "predict": predict}
+
+
+def bind_step(
+    kind: str, module: nnx.Module, setup: Setup, constants: tuple[Any, ...], model: Any = None
+) -> Step:
+    """Returns a step of positional arguments for ``run``.
 
     Args:
         kind: ``"train"``, ``"test"`` or ``"predict"``.
-        module: what the step calls.
-        setup: what ``compile`` decided.
+        module: what the step trains or calls.
+        setup: what else it uses.
+        constants: what it reads of the setup: the user's functions, and numbers.
+        model: the model, if it overrides ``train_step``; nothing that it holds may hold the step.
     """
-
-    def __init__(self, kind: str, module: nnx.Module, setup: Setup) -> None:
-        self.__name__ = f"{kind}_step"
-        self._run = {"train": train, "test": test, "predict": predict}[kind]
-        self._parts = weakref.ref(module), weakref.ref(setup)
-
-    def __call__(self, batch: PyTree) -> Any:
-        """Runs the step on this replica's share of a batch."""
-        module, setup = (part() for part in self._parts)
-        return self._run(cast("nnx.Module", module), cast("Setup", setup), batch)
-
-
-def bound(
-    step: Callable[..., Any], module: nnx.Module, setup: Setup, functions: tuple[Any, ...]
-) -> Callable[..., Any]:
-    """Makes a step of positional arguments, for ``run``.
-
-    Args:
-        step: takes a batch.
-        module: what it trains or calls.
-        setup: what else it reaches: ``run`` looks for state in a step's closure, and not inside the
-            library's own objects.
-        functions: the user's functions that it calls.
-    """
+    # ``run`` finds state in a step's closure, and not inside the library's own objects, so all of it is
+    # named there. It holds modules weakly, so the key of a program must not hold the setup either.
     optimizer, tracker, tested = setup.optimizer, setup.tracker, setup.tested
+    step, setup_ref = STEPS[kind], weakref.ref(setup)
 
     def run_step(*batch: Any) -> Any:
-        _ = module, optimizer, tracker, tested, functions  # named, so that they are in the closure
-        return step(batch)
-
-    run_step.__name__ = run_step.__qualname__ = getattr(step, "__name__", "step")
-    return run_step
-
-
-def bound_to(
-    model: Any, module: nnx.Module, setup: Setup, functions: tuple[Any, ...]
-) -> Callable[..., Any]:
-    """Makes a step of a model's own ``train_step``, as ``bound`` does of another.
-
-    The model stands in the closure by itself, where ``run`` holds it weakly. Nothing that the model
-    reaches may hold the step, or a strategy would keep both.
-    """
-    optimizer, tracker, tested = setup.optimizer, setup.tracker, setup.tested
+        _ = optimizer, tracker, tested, constants
+        return step(module, cast("Setup", setup_ref()), batch)
 
     def train_step(*batch: Any) -> Any:
-        _ = module, optimizer, tracker, tested, functions
+        _ = module, optimizer, tracker, tested, constants
         return model.train_step(batch)
 
-    return train_step
+    bound = run_step if model is None else train_step
+    bound.__name__ = bound.__qualname__ = f"{kind}_step"
+    return bound
 
 
 _SWITCHES = ("deterministic", "use_running_average")
-"""Attributes of Flax's layers that are True in evaluation."""
+"""Attributes of Flax's layers that are True in evaluation mode."""
 
 _KEYWORDS = {
     "training": True,
@@ -183,42 +153,37 @@ _KEYWORDS = {
 
 @contextmanager
 def mode(module: nnx.Module, *, training: bool) -> Iterator[None]:
-    """Puts every layer into training or evaluation mode for the block, and back into its own."""
-    found = [
+    """Puts every layer into training or evaluation mode for the block, and restores its own mode."""
+    before = [
         (node, name, getattr(node, name))
         for _, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Module)
         for name in _SWITCHES
         if name in vars(node)
     ]
-    for node, name, _ in found:
+    for node, name, _ in before:
         setattr(node, name, not training)
     try:
         yield
     finally:
-        for node, name, old in found:
+        for node, name, old in before:
             setattr(node, name, old)
 
 
 def mode_keywords(call: Callable[..., Any], *, training: bool) -> dict[str, bool]:
-    """Gives the keywords by which a module's own ``__call__`` wants to know the mode."""
+    """Returns the keywords by which a module's ``__call__`` gets the mode."""
     known = inspect.signature(call).parameters
     return {name: value == training for name, value in _KEYWORDS.items() if name in known}
 
 
 def linen_keywords(module: nnx.Module, *, training: bool) -> dict[str, Any]:
-    """Gives the keyword by which a Linen module may change its statistics in training."""
+    """Returns the keyword that names the collections a Linen module may change, such as batch_stats."""
     if not isinstance(module, nnx.bridge.ToNNX) or not training:
         return {}
-    return {"mutable": nnx_collections(module)}
-
-
-def nnx_collections(module: nnx.Module) -> list[str]:
-    """Names the collections of a bridged Linen module that are no weights, such as batch_stats."""
     kinds = {
         type(variable)
         for _, variable in nnx.iter_graph(module)
         if isinstance(variable, nnx.Variable)
         and not isinstance(variable, (nnx.Param, nnx.RngState))
     }
-    return sorted(nnx.variablelib.variable_name_from_type(kind) for kind in kinds)
+    return {"mutable": sorted(nnx.variablelib.variable_name_from_type(kind) for kind in kinds)}

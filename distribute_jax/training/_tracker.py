@@ -1,12 +1,12 @@
-"""What a model reports: running loss, metrics and the user's logs; errors in the words of ``fit``."""
+"""What a model reports: running loss, metrics and a user's logs; hints about errors in a step."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Mapping
+from itertools import chain, count
 from typing import Any
 
 import jax
@@ -21,63 +21,51 @@ from distribute_jax._messages import PyTree, leaf_text, listed, promoting
 from distribute_jax._values import PerReplica
 from distribute_jax.metrics import AUC, Average, Metric, Precision, Recall
 from distribute_jax.strategies import Strategy, get_replica_context
-from distribute_jax.training._metric_names import named
-from distribute_jax.training._objective import Objective, at, named as named_output, weight_at
+from distribute_jax.training._metric_names import per_example
+from distribute_jax.training._objective import Objective, at, output_name, weight_at
 
 _OF_STATE = {"auc": AUC, "precision": Precision, "recall": Recall}
-"""Names of metrics that are no mean over the examples."""
+"""Names of metrics that are not a mean over the examples."""
 
 _BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Where a word begins in the name of a class; AUC is one."""
+"""The start of a word in the name of a class; AUC is one word."""
 
 
 class LossMean(Metric):
-    """The mean over the batches of a loss, each batch weighing as much as it has examples."""
+    """The mean of a loss over the batches, weighted by their numbers of examples."""
 
     def __init__(self) -> None:
-        """Starts with nothing."""
         self.total = nnx.metrics.MetricState(jnp.zeros((), float))
         self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
 
     @promoting
     def add(self, part: jax.Array, examples: tuple[Any, Any]) -> None:
-        """Adds this replica's part of a loss.
-
-        Args:
-            part: summed over the replicas it is the loss of the global batch.
-            examples: how many real ones this replica and the global batch have.
-        """
-        here, everywhere = examples
-        self.total[...] += (part * everywhere).astype(self.total[...].dtype)
-        self.count[...] += here
+        """Adds this replica's part of a loss; ``examples`` counts those of this replica and of the batch."""
+        local, total = examples
+        self.total[...] += (part * total).astype(self.total[...].dtype)
+        self.count[...] += local
 
     @promoting
     def compute(self) -> jax.Array:
-        """Gives the mean; NaN where nothing was added."""
+        """Returns the mean; NaN if nothing was added."""
         return self.total[...] / self.count[...]
 
 
 class FunctionMean(Average):
-    """The mean over the examples of what a function of targets and outputs gives for each.
+    """The mean over the examples of a function, or name, of targets and outputs.
 
-    Args:
-        identifier: the function, or its name as in Keras.
-        objective: the losses of the model, which ``"accuracy"`` follows.
-        key: the output that is measured; None for the only one.
-        weighted: whether sample weights count.
+    ``"accuracy"`` follows the loss of the same output, which is under ``key`` in the objective.
     """
 
     def __init__(self, identifier: Any, objective: Objective, key: Any, weighted: bool) -> None:
         super().__init__()
-        self.identifier, self.objective, self.key, self.weighted = (
-            identifier, objective, key, weighted,
-        )  # fmt: skip
+        self.identifier, self.key, self.weighted = identifier, key, weighted
+        self.objective = objective
 
     @promoting
     def update_from(self, y: Any, outputs: Any, weight: Any) -> None:
-        """Adds a batch."""
         loss = self.objective.losses.get(self.key)
-        _, function = named(self.identifier, loss, y, outputs)
+        function = per_example(self.identifier, loss, y, outputs)
         self.update(values=function(y, outputs), sample_weight=weight if self.weighted else None)
 
 
@@ -86,38 +74,31 @@ class Tracker(nnx.Module):
 
     Args:
         objective: the losses.
-        metrics: what ``compile`` got: names, functions or metric objects, in a list, or in a dict by
-            output.
-        weighted: likewise, those which sample weights count in.
+        metrics: names, functions or metric objects, in a list, or in a dict by output.
+        weighted: likewise, those in which sample weights count.
     """
 
     def __init__(self, objective: Objective, metrics: Any, weighted: Any) -> None:
         self.loss = LossMean()
         self.parts = nnx.Dict({name: LossMean() for name in objective.names().values()})
-        found: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         self._keys: dict[str, tuple[Any, bool]] = {}
-        for given, counts in ((metrics, False), (weighted, True)):
-            for key, name, metric in _slots(given, objective, weighted=counts):
-                if any(metric is other for other in found.values()):
+        for argument, is_weighted in ((metrics, False), (weighted, True)):
+            for key, name, metric in _slots(argument, objective, weighted=is_weighted):
+                if any(metric is other for other in by_name.values()):
                     raise ArgumentError(
                         f"compile got one {type(metric).__name__} object twice, which would mix its "
                         "numbers. Make an object for each place."
                     )
-                name = _unused(name, found)
-                found[name] = metric
-                self._keys[name] = (key, counts)
-        self.metrics = nnx.Dict(found)
-        self._place()
-
-    def _place(self) -> None:
-        """Puts metrics that the user made outside of the scope where the others lie."""
-        lies = self.loss.total.get_raw_value().sharding
-        for _, variable in nnx.iter_graph(self.metrics):
-            if isinstance(variable, nnx.Variable):
-                variable.set_raw_value(put(variable.get_raw_value(), lies))
+                name = _unused(name, by_name)
+                by_name[name] = metric
+                self._keys[name] = (key, is_weighted)
+        self.metrics = nnx.Dict(by_name)
+        sharding = self.loss.total.get_raw_value().sharding
+        for variable in variables(self.metrics):  # they may be made outside of the scope
+            variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def reset(self) -> None:
-        """Forgets everything."""
         for metric in (self.loss, *self.parts.values(), *self.metrics.values()):
             metric.reset()
 
@@ -131,7 +112,11 @@ class Tracker(nnx.Module):
         """Adds a batch to the metrics, inside a step."""
         for name, metric in self.metrics.items():
             key, weighted = self._keys[name]
-            one_y, one_output = _one(y, key, "targets"), _one(outputs, key, "outputs")
+            if key is None:
+                one_y, one_output = y, outputs
+            else:
+                one_y = None if y is None else at(y, key, "targets", "metric")
+                one_output = at(outputs, key, "outputs", "metric")
             one_weight = weight_at(weight, key)
             if isinstance(metric, FunctionMean):
                 metric.update_from(one_y, one_output, one_weight)
@@ -139,103 +124,82 @@ class Tracker(nnx.Module):
                 _update(name, metric, one_y, one_output, one_weight if weighted else None)
 
     def compute(self) -> dict[str, Any]:
-        """Gives loss and metrics by name, the loss first."""
+        """Returns loss and metrics by name, the loss first."""
         loss = {} if self.loss.count[...] == 0 else {"loss": self.loss.compute()}
         parts = {name: part.compute() for name, part in self.parts.items()}
         return {**loss, **parts, **_flat(self.metrics)}
 
 
 def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives the values of all metrics; one that gives several is named with each."""
-    found: dict[str, Any] = {}
+    """Returns the values of all metrics; of one with several values each has a name."""
+    values: dict[str, Any] = {}
     for name, metric in metrics.items():
         value = metric.compute()
         if hasattr(value, "_asdict"):
             value = value._asdict()
-        elif (
-            not isinstance(value, dict)
-            and not isinstance(value, jax.Array)
-            and hasattr(value, "__dataclass_fields__")
-        ):
+        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, jax.Array):
             value = vars(value)
-        if isinstance(value, dict):
-            found.update({f"{name}_{key}": one for key, one in value.items()})
-        else:
-            found[name] = value
-    return found
+        several = isinstance(value, dict)
+        values |= {f"{name}_{key}": v for key, v in value.items()} if several else {name: value}
+    return values
 
 
-def _slots(given: Any, objective: Objective, *, weighted: bool) -> list[tuple[Any, str, Any]]:
-    """Gives output, name and metric of each metric that compile got."""
-    if given is None:
+def _slots(metrics: Any, objective: Objective, *, weighted: bool) -> list[tuple[Any, str, Any]]:
+    """Returns output, name and metric of each metric that compile got."""
+    if metrics is None:
         return []
-    if isinstance(given, dict):
+    if isinstance(metrics, dict):
         return [
-            (key, f"{named_output(key)}_{name}", metric)
-            for key, some in given.items()
-            for _, name, metric in _of_output(_listed(some), objective, key, weighted=weighted)
+            (key, f"{output_name(key)}_{name}", metric)
+            for key, some in metrics.items()
+            for name, metric in _of_output(some, objective, key, weighted=weighted)
         ]
     key = None if objective.is_single else next(iter(objective.losses))
-    return _of_output(_listed(given), objective, key, weighted=weighted)
+    return [
+        (key, name, metric)
+        for name, metric in _of_output(metrics, objective, key, weighted=weighted)
+    ]
 
 
 def _of_output(
-    given: list[Any], objective: Objective, key: Any, *, weighted: bool
-) -> list[tuple[Any, str, Any]]:
-    found = []
-    for one in given:
-        if isinstance(one, str) and one.lower() in _OF_STATE:
-            found.append((key, one, _OF_STATE[one.lower()]()))
-        elif isinstance(one, nnx.metrics.Metric):
-            found.append((key, _metric_name(one), one))
-        elif isinstance(one, str) or callable(one):
-            name = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
-            found.append((key, name, FunctionMean(one, objective, key, weighted)))
+    metrics: Any, objective: Objective, key: Any, *, weighted: bool
+) -> Iterator[tuple[str, Any]]:
+    for metric in metrics if isinstance(metrics, (list, tuple)) else [metrics]:
+        if isinstance(metric, str) and metric.lower() in _OF_STATE:
+            yield metric, _OF_STATE[metric.lower()]()
+        elif isinstance(metric, nnx.metrics.Metric):
+            name = getattr(metric, "name", None)
+            in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
+            yield name if isinstance(name, str) else in_snake_case, metric
+        elif isinstance(metric, str) or callable(metric):
+            function_name = getattr(metric, "__name__", type(metric).__name__)
+            name = metric if isinstance(metric, str) else function_name
+            yield name, FunctionMean(metric, objective, key, weighted)
         else:
             raise ArgumentError(
-                f"compile got {one!r:.60} among its metrics. A metric is an nnx.Metric (or one of "
-                'dj.metrics), a function of (y_true, y_pred), or a name such as "accuracy".'
+                "metrics must be metrics of dj.metrics or nnx, functions of (y_true, y_pred), or names "
+                f'such as "accuracy"; got {metric!r:.60}.'
             )
-    return found
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _metric_name(metric: Any) -> str:
-    """Names a metric object: by its class, in snake case, as Keras does."""
-    own = getattr(metric, "name", None)
-    if isinstance(own, str):
-        return own
-    return _BEFORE_WORD.sub("_", type(metric).__name__).lower()
-
-
-def _unused(name: str, found: Mapping[str, Any]) -> str:
+def _unused(name: str, names: Container[str]) -> str:
     if name in {"loss", "val_loss"}:
-        raise ArgumentError(f"compile got a metric named {name!r}, which is the loss's own name.")
-    number = 1
-    chosen = name
-    while chosen in found:
-        chosen, number = f"{name}_{number}", number + 1
-    return chosen
-
-
-def _one(tree: Any, key: Any, what: str) -> Any:
-    return tree if key is None or tree is None else at(tree, key, what, "metric")
+        raise ArgumentError(f"compile got a metric named {name!r}, which is the name of the loss.")
+    numbered = (f"{name}_{number}" for number in count(1))
+    return next(one for one in chain([name], numbered) if one not in names)
 
 
 def _update(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
-    """Updates a metric object by keywords: Flax's for classifiers, and Keras's."""
+    """Updates a metric object by the keywords that it takes, Flax's or Keras's."""
     known = inspect.signature(metric.update).parameters
     words = {
-        "logits": outputs, "labels": y, "predictions": outputs, "targets": y,
-        "y_pred": outputs, "y_true": y,
-    }  # fmt: skip
+        **dict.fromkeys(("logits", "predictions", "y_pred"), outputs),
+        **dict.fromkeys(("labels", "targets", "y_true"), y),
+    }
     argname = getattr(metric, "argname", None)
     if isinstance(argname, str) and argname not in words and "labels" not in known:
         raise ArgumentError(
-            f"The metric {name} ({type(metric).__name__}) reads {argname}=, and fit gives "
+            f"The metric {name} ({type(metric).__name__}) reads {argname}=, and fit passes "
             f'{", ".join(words)}. Make it with one of these, as nnx.metrics.Average("y_pred").'
         )
     more: dict[str, Any] = {}
@@ -255,7 +219,7 @@ def _update(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
 
 
 def _spread(mask: jax.Array, metric: Any, words: Mapping[str, Any]) -> jax.Array:
-    """Gives the mask a place for each value, since Flax's metrics match dims from the right."""
+    """Returns the mask with an entry for each value, since Flax's metrics match dims from the right."""
     measured = words.get(getattr(metric, "argname", ""), words["labels"])
     if isinstance(metric, nnx.metrics.Accuracy):
         measured = words["labels"]
@@ -266,59 +230,55 @@ def _spread(mask: jax.Array, metric: Any, words: Mapping[str, Any]) -> jax.Array
 
 @jax.jit
 def copied(values: list[jax.Array]) -> list[jax.Array]:
-    """Copies arrays on the devices, without waiting for them."""
-    # The next step is given the state itself and takes its memory.
+    """Copies arrays on the devices, without waiting: the next step takes the memory of the state."""
     return [jnp.copy(value) for value in values]
 
 
 class Snapshot:
-    """Loss and metrics as they were when it was taken; reading waits until that step is done."""
+    """A copy of loss and metrics on the devices; reading waits for the steps before."""
 
     def __init__(self, tracker: Tracker) -> None:
-        """Takes a copy on the devices, which is dispatched and not waited for."""
         self._tracker = tracker
         with outside_mesh():
-            self._values = copied([_held_here(v) for v in variables(tracker)])
+            self._values = copied([_local_copy(v) for v in variables(tracker)])
         self._logs: dict[str, Any] | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether reading would not wait."""
         return all(value.is_ready() for value in self._values)
 
     def logs(self) -> dict[str, Any]:
-        """Gives the numbers by name."""
         if self._logs is None:
-            shown = nnx.clone(self._tracker)
+            tracker = nnx.clone(self._tracker)
             host = jax.device_get(self._values)
             with outside_mesh():
-                for variable, value in zip(variables(shown), host, strict=True):
+                for variable, value in zip(variables(tracker), host, strict=True):
                     variable.set_raw_value(value)
-                self._logs = {name: _plain(value) for name, value in shown.compute().items()}
+                self._logs = {name: _plain(value) for name, value in tracker.compute().items()}
         return self._logs
 
 
-def variables(tracker: Tracker) -> list[Any]:
-    """Gives every variable of a tracker, in an order that copies keep."""
+def variables(tracker: nnx.Pytree) -> list[Any]:
+    """Returns every variable, in an order that copies keep."""
     return [v for _, v in nnx.iter_graph(tracker) if isinstance(v, nnx.Variable)]
 
 
-def _held_here(variable: Any) -> Any:
-    """Gives the value as this process alone can copy it: perhaps only one of a job takes a report."""
+def _local_copy(variable: Any) -> Any:
+    """Returns the value as one process can copy it, since only the chief may take a snapshot."""
     value = variable.get_raw_value()
     if value.is_fully_addressable:
         return value
     if not value.is_fully_replicated:
         raise UnsupportedError(
             f"A metric of compile holds a {type(variable).__name__}, {leaf_text(value)}, of which each "
-            "process has a part. In a job of several processes a metric keeps what is the same on all: sum "
-            "it when it is written, in an nnx.metrics.MetricState or in a dj.Variable that is not ON_READ."
+            "process has a part. In a job of several processes its state must be the same on all: sum it "
+            "when it is written, in an nnx.metrics.MetricState or in a dj.Variable that is not ON_READ."
         )
     return value.addressable_data(0)
 
 
 def as_keras(logs: dict[str, Any], return_dict: bool) -> Any:
-    """Gives numbers as Keras returns them: a dict, a list, or the only one."""
+    """Returns numbers as Keras does: a dict, a list, or the only one."""
     if return_dict:
         return logs
     values = list(logs.values())
@@ -330,12 +290,12 @@ def _plain(value: Any) -> Any:
     return array.item() if array.ndim == 0 else array
 
 
-_MOST = 1000
+_UNREAD = 1000
 """Results that are left on the devices; reading each at once would wait for its step."""
 
 
-class OwnLogs:
-    """The running means of the numbers that an own step returns.
+class StepLogs:
+    """The running means of the numbers that a user's ``train_step`` returns.
 
     Args:
         strategy: what ran the step, and sums the parts of the replicas.
@@ -346,24 +306,22 @@ class OwnLogs:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything."""
         self._waiting: list[Any] = []
         self._sums: dict[str, tuple[float, int]] = {}
 
     def add(self, returned: Any) -> None:
-        """Takes what a dispatch returned, of one step or several."""
+        """Adds what a dispatch returned, of one step or several."""
         self._waiting.append(returned)
-        if len(self._waiting) == _MOST:
+        if len(self._waiting) == _UNREAD:
             self._read()
 
     def means(self) -> dict[str, float]:
-        """Gives the mean of each number so far."""
         self._read()
         return {name: total / count for name, (total, count) in self._sums.items()}
 
     @property
     def text(self) -> str:
-        """The state as text, for a backup: the names are known only after the first step."""
+        """The state as text, for a backup: the names are known after the first step only."""
         self._read()
         return json.dumps(self._sums)
 
@@ -377,16 +335,13 @@ class OwnLogs:
         for logs in waiting:
             if logs is not None and not isinstance(logs, dict):
                 raise ArgumentError(
-                    f"train_step returned {type(logs).__name__}. It returns a dict of numbers by "
-                    "name, each this replica's part of a value of the global batch, or None."
+                    f"train_step returned {type(logs).__name__}. It must return None, or a dict of numbers "
+                    "by name, each this replica's part of a value of the global batch."
                 )
             for name, value in (logs or {}).items():
-                whole = (
-                    self._strategy.reduce("sum", value, axis=None)
-                    if isinstance(value, PerReplica)
-                    else value
-                )
-                steps = np.ravel(jax.device_get(whole)).astype(np.float64)
+                if isinstance(value, PerReplica):
+                    value = self._strategy.reduce("sum", value, axis=None)
+                steps = np.ravel(jax.device_get(value)).astype(np.float64)
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + float(steps.sum()), count + steps.size
 
@@ -395,60 +350,35 @@ _WITHOUT = (
     "pass dj.data.from_arrays((x, y)).batch(n, drop_remainder=True) in place of arrays, or any data by "
     'strategy.distribute_dataset(data, dj.InputOptions(partial="drop")).'
 )
-_METRICS = """\
-These metrics of compile take the padding of a partial batch for examples:
-{lines}
-Or leave partial batches out: {without} The state is as before the batch."""
-
-_PADDING = f"In fit and evaluate, to leave partial batches out: {_WITHOUT}"
-
 _UNEQUAL = (
     'compile(verify="first") compared the first batch to {what}. A module gives the same on any number of '
-    "replicas where its forward pass takes each example by itself: no mean over dim 0, which is this "
+    "replicas if its forward pass takes each example by itself: no mean over dim 0, which is this "
     'replica\'s share alone; batch norm with axis_name="data". Dropout differs too: verify a module that '
     "was made with rate=0."
 )
 _KINDS = {"train": "train on", "test": "evaluate", "predict": "predict"}
 
 
-@contextmanager
-def inequality_explained(kind: str) -> Iterator[None]:
-    """Says who asked for the comparison with one device, and what usually makes a difference.
-
-    Args:
-        kind: ``"train"``, ``"test"`` or ``"predict"``.
-    """
-    try:
-        yield
-    except NotEqualError as error:
-        error.add_note(_UNEQUAL.format(what=_KINDS[kind]))
-        raise
-
-
-@contextmanager
-def padding_explained(tracker: Tracker) -> Iterator[None]:
-    """Names the metrics where it is they that saw the padding, and says how to do without it elsewhere.
-
-    Raises:
-        PaddingLeakError: in place of the one that was raised, or the same with a note.
-    """
-    try:
-        yield
-    except PaddingLeakError as error:
-        found = [
-            f"{name}: {_cure(metric)}"
-            for name, metric in tracker.metrics.items()
-            if f".metrics.{name}." in str(error)
-        ]
-        if found:
-            text = _METRICS.format(lines=listed(found), without=_WITHOUT)
-            raise PaddingLeakError(text) from error
-        error.add_note(_PADDING)
-        raise
+def failure_hint(kind: str, tracker: Tracker, error: Exception) -> str:
+    """Returns what to do about a step that differs from one device, or that depends on the padding."""
+    if isinstance(error, NotEqualError):
+        return _UNEQUAL.format(what=_KINDS[kind])
+    if not isinstance(error, PaddingLeakError):
+        return ""
+    without = f"In fit and evaluate, to leave partial batches out: {_WITHOUT}"
+    cures = [
+        f"{name}: {_cure(metric)}"
+        for name, metric in tracker.metrics.items()
+        if f".metrics.{name}." in str(error)
+    ]
+    if not cures:
+        return without
+    lines = listed(cures)
+    return f"These metrics of compile take padding for examples:\n{lines}\n{without}"
 
 
 def _cure(metric: Any) -> str:
-    """Says how a metric leaves the padding out."""
+    """Returns how a metric leaves the padding out."""
     name = type(metric).__name__
     if isinstance(metric, ours.Metric):
         return (

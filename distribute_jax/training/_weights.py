@@ -1,41 +1,40 @@
-"""A model's weights as a list of NumPy arrays, and its state in files."""
+"""A model's weights as a list of NumPy arrays and as a table, and its state in files."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import put
-from distribute_jax._messages import listed
+from distribute_jax._messages import is_array, is_key, listed
 from distribute_jax.strategies import Strategy
 from distribute_jax.variables import Variable
 
 
 def weight_variables(module: nnx.Module) -> list[tuple[str, nnx.Variable[Any]]]:
-    """Gives trained weights first, then statistics such as batch norm's, each by its path.
-
-    A ``dj.Variable`` stands among the weights or, where it is not trained, among the statistics.
-    """
-    found = [(path, v) for path, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)]
+    """Returns trained weights first, then statistics such as batch norm's, each with its path."""
+    variables = [(path, v) for path, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)]
     named: list[tuple[str, nnx.Variable[Any]]] = [
         (".".join(map(str, path)), v)
         for belongs in (is_trained, _is_kept)
-        for path, v in sorted(found, key=lambda item: tuple(map(str, item[0])))
+        for path, v in sorted(variables, key=lambda item: tuple(map(str, item[0])))
         if belongs(path, v)
     ]
     return named
 
 
 def is_trained(path: Any, variable: Any) -> bool:
-    """Tells, as a filter of NNX, what ``fit`` trains: ``nnx.Param``, and Variables that say so."""
+    """Filters what ``fit`` trains: ``nnx.Param``, and trainable ``dj.Variable``."""
     del path
     kind = variable.type if isinstance(variable, nnx.Variable) else None
     if kind is not None and issubclass(kind, Variable):
@@ -44,38 +43,95 @@ def is_trained(path: Any, variable: Any) -> bool:
 
 
 def _is_kept(path: Any, variable: Any) -> bool:
-    """Tells what belongs to a model and is not trained."""
+    """Filters the statistics of a model."""
     return isinstance(variable, (nnx.BatchStat, Variable)) and not is_trained(path, variable)
 
 
-def get_weights(module: nnx.Module) -> list[np.ndarray[Any, Any]]:
-    """Reads every weight to the host."""
-    return [np.asarray(jax.device_get(v[...])) for _, v in weight_variables(module)]
+COLUMNS = ("layer", "type", "parameters", "bytes", "dtype", "placement")
+NUMBERS = {"parameters", "bytes"}
 
 
-def set_weights(module: nnx.Module, weights: Sequence[Any]) -> None:
-    """Writes every weight where it lies, or none if any does not fit."""
-    variables = weight_variables(module)
-    if len(weights) != len(variables):
-        raise ArgumentError(
-            f"set_weights got {len(weights)} arrays, and the module has {len(variables)} weights: "
-            f"{', '.join(name for name, _ in variables[:10])}. Pass what get_weights() of such a "
-            "module gave."
+@dataclass
+class Layer:
+    """A module with its arrays, each with whether it is trained."""
+
+    path: str
+    kind: str
+    arrays: list[tuple[bool, Any]] = field(default_factory=list)
+
+    def row(self) -> tuple[str, ...]:
+        arrays = [array for _, array in self.arrays]
+        size, memory = sum(a.size for a in arrays), sum(map(_bytes, arrays))
+        dtypes = dict.fromkeys(str(array.dtype) for array in arrays)
+        placements = dict.fromkeys(map(_placement, arrays))
+        return (
+            self.path, self.kind, f"{size:,}", f"{memory:,}", ", ".join(dtypes), ", ".join(placements)
+        )  # fmt: skip
+
+
+def summary_text(module: nnx.Module) -> str:
+    """Returns the table of a module's layers."""
+    layers = layers_of(module)
+    rows = [COLUMNS, *(layer.row() for layer in layers)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(COLUMNS, row, widths, strict=True)
+        lines.append("  ".join(t.rjust(w) if n in NUMBERS else t.ljust(w) for n, t, w in cells))
+    lines.insert(1, "-" * max(map(len, lines)))
+    lines += ["", *_totals([item for layer in layers for item in layer.arrays])]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def layers_of(module: nnx.Module) -> list[Layer]:
+    """Returns every module that holds variables, each variable once, in the module's order."""
+    kinds: dict[tuple[Any, ...], str] = {}
+    variables = []
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable):
+            variables.append((tuple(path), node))
+        elif isinstance(node, nnx.Module) and not isinstance(node, (nnx.List, nnx.Dict)):
+            kinds[tuple(path)] = type(node).__name__
+    layers: dict[tuple[Any, ...], Layer] = {}
+    for path, variable in sorted(variables, key=lambda item: list(map(str, item[0][:-1]))):
+        owner = next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in kinds)
+        layer = layers.setdefault(
+            owner, Layer(".".join(map(str, owner)) or "(model)", kinds[owner])
         )
-    wrong = [
-        f"{name}: {np.shape(new)} instead of {v[...].shape}"
-        for (name, v), new in zip(variables, weights, strict=True)
-        if np.shape(new) != v[...].shape
+        trained = isinstance(variable, nnx.Param)
+        leaves = jax.tree.leaves(variable.get_raw_value())
+        layer.arrays += [(trained, a if is_array(a) else np.asarray(a)) for a in leaves]
+    return list(layers.values())
+
+
+def _totals(arrays: list[tuple[bool, Any]]) -> list[str]:
+    parts = (
+        ("Total", [array for _, array in arrays]),
+        ("Trainable", [array for trained, array in arrays if trained]),
+        ("Other", [array for trained, array in arrays if not trained]),
+    )
+    return [
+        f"{name}: {sum(a.size for a in part):,} parameters, {sum(map(_bytes, part)):,} bytes"
+        for name, part in parts
     ]
-    if wrong:
-        raise ArgumentError(f"set_weights got arrays of other shapes:\n{listed(wrong)}")
-    for (_, variable), new in zip(variables, weights, strict=True):
-        if isinstance(variable, Variable):
-            variable.assign(np.asarray(new, variable[...].dtype))
-            continue
-        old = variable.get_raw_value()
-        value = np.asarray(new, old.dtype)
-        variable.set_raw_value(put(value, old.sharding))
+
+
+def _bytes(array: Any) -> int:
+    """Returns the bytes of one copy of an array."""
+    return int(jax.random.key_data(array).nbytes if is_key(array) else array.nbytes)
+
+
+def _placement(array: Any) -> str:
+    if not isinstance(array, jax.Array):
+        return "host"
+    devices: list[Any] = list(array.sharding.device_set)
+    platform = devices[0].platform
+    if len(devices) == 1:
+        return f"{platform}:{devices[0].id}"
+    if array.sharding.is_fully_replicated:
+        return f"on each of {len(devices)} {platform}"
+    spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else array.sharding
+    return f"{spec} over {len(devices)} {platform}"
 
 
 class Stored(ABC):
@@ -88,25 +144,47 @@ class Stored(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Gives what a checkpoint holds."""
+        """Returns the tree of a checkpoint."""
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
-        """Gives every weight as a NumPy array: the trained ones first, then statistics."""
-        return get_weights(self.module)
+        """Returns every weight as a NumPy array: the trained ones first, then statistics."""
+        return [np.asarray(jax.device_get(v[...])) for _, v in weight_variables(self.module)]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets every weight; takes what ``get_weights`` gives."""
-        set_weights(self.module, weights)
+        """Sets every weight, from what ``get_weights`` returned; none if any has another shape."""
+        variables = weight_variables(self.module)
+        if len(weights) != len(variables):
+            raise ArgumentError(
+                f"set_weights got {len(weights)} arrays, and the module has {len(variables)} weights: "
+                f"{', '.join(name for name, _ in variables[:10])}."
+            )
+        wrong = [
+            f"{name}: {np.shape(new)} instead of {v[...].shape}"
+            for (name, v), new in zip(variables, weights, strict=True)
+            if np.shape(new) != v[...].shape
+        ]
+        if wrong:
+            raise ArgumentError(f"set_weights got arrays of other shapes:\n{listed(wrong)}")
+        for (_, variable), new in zip(variables, weights, strict=True):
+            if isinstance(variable, Variable):
+                variable.assign(np.asarray(new, variable[...].dtype))
+                continue
+            old = variable.get_raw_value()
+            variable.set_raw_value(put(np.asarray(new, old.dtype), old.sharding))
+
+    def summary(self, print_fn: Callable[[str], Any] = print) -> None:
+        """Prints a table of the layers, or passes its text to ``print_fn``."""
+        print_fn(summary_text(self.module))
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
-        """Saves weights, statistics, random streams and optimizer, to go on training from.
+        """Saves weights, statistics, random streams and the optimizer, to continue the training.
 
-        At every moment the folder holds the old checkpoint or the new one, whole. What is saved under
-        one strategy can be loaded under any other.
+        At every moment the folder holds the old checkpoint or the new one, complete. What was saved
+        under one strategy can be loaded under any other.
 
         Args:
-            path: a folder, which is made.
-            overwrite: whether an older checkpoint at this place is replaced.
+            path: a folder, which is created.
+            overwrite: whether to replace an older checkpoint there.
 
         Raises:
             CheckpointError: there is one and ``overwrite=False``.
@@ -129,7 +207,7 @@ class Stored(ABC):
             checkpoint.load(path, self._state())
 
     def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
-        """Saves the module alone: weights, statistics and random streams; see ``save``."""
+        """Saves the module only: weights, statistics and random streams; see ``save``."""
         with self.strategy.scope():
             checkpoint.save(path, {"module": self.module}, overwrite=overwrite)
 

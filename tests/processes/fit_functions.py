@@ -176,10 +176,10 @@ def grouped(strategy):
     """Which batches ended while the number of steps in a dispatch was measured, at unlike speeds."""
     model, ends = made(strategy, steps_per_execution="auto"), test_fit_numbers.Ends()
     data = strategy.distribute_dataset(dj.data.from_arrays((X[:8], Y[:8])).batch(8).repeat(150))
-    wait = model.trainer.together("train")._clock
-    model.trainer.together("train")._clock = lambda: (1 + jax.process_index()) * wait()
+    wait = model.trainer.steps_per_execution("train")._clock
+    model.trainer.steps_per_execution("train")._clock = lambda: (1 + jax.process_index()) * wait()
     model.fit(data, verbose=0, callbacks=[ends])
-    return {"ends": ends.ends, "size": model.trainer.together("train").size}
+    return {"ends": ends.ends, "size": model.trainer.steps_per_execution("train").size}
 
 
 def weights(strategy, folder):

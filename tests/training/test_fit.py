@@ -1,4 +1,4 @@
-"""``fit``, ``evaluate`` and ``predict``: what they take, what they give, and what they refuse."""
+"""``fit``, ``evaluate`` and ``predict``: what they accept, return and refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Y = (X @ np.array([1.0, -2.0, 0.5], np.float32) > 0).astype(np.int32)
 
 
 class Net(nnx.Module):
-    """Two layers, with dropout and batch norm on request."""
+    """Two layers, with optional dropout and batch norm."""
 
     def __init__(self, *, dropout: float = 0.0, norm: bool = False) -> None:
         rngs = nnx.Rngs(0)
@@ -108,12 +108,12 @@ def test_fit_equals_a_loop_of_run_on_one_device(strategy: dj.Strategy):
         "dict",
     ],
 )
-def test_every_kind_of_data_trains_alike(s4: dj.MirroredStrategy, kind: str):
+def test_every_kind_of_data_trains_to_the_same_weights(s4: dj.MirroredStrategy, kind: str):
     """The same batches in the same order, whatever brings them."""
-    if not hasattr(test_every_kind_of_data_trains_alike, "expected"):
+    if not hasattr(test_every_kind_of_data_trains_to_the_same_weights, "expected"):
         model = made(s4)
         model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-        test_every_kind_of_data_trains_alike.expected = weights_of(model)
+        test_every_kind_of_data_trains_to_the_same_weights.expected = weights_of(model)
     data: Any = {
         "list": list(batches()),
         "factory": batches,
@@ -132,7 +132,7 @@ def test_every_kind_of_data_trains_alike(s4: dj.MirroredStrategy, kind: str):
     else:
         model = made(s4)
         model.fit(data, epochs=2, verbose=0)
-    close(weights_of(model), test_every_kind_of_data_trains_alike.expected, 0)
+    close(weights_of(model), test_every_kind_of_data_trains_to_the_same_weights.expected, 0)
 
 
 def test_validation_and_its_numbers(s4: dj.MirroredStrategy):
@@ -309,7 +309,7 @@ def test_one_batch_at_a_time(s4: dj.MirroredStrategy):
 
 
 def test_weights_go_out_and_in(s4: dj.MirroredStrategy):
-    """set_weights writes what get_weights gave, in place; what does not fit is refused whole."""
+    """set_weights writes what get_weights returned, in place; arrays of other shapes change nothing."""
     model, other = made(s4), made(s4)
     model.fit(X, Y, batch_size=8, verbose=0)
     other.set_weights(model.get_weights())
@@ -333,7 +333,7 @@ def test_inside_and_outside_the_scope(s4: dj.MirroredStrategy, s2: dj.MirroredSt
 
 
 def test_a_module_built_elsewhere_is_refused(s4: dj.MirroredStrategy):
-    """The message says to build it inside the scope, and which arrays lie where."""
+    """The message says to build it inside the scope, and where its arrays are."""
     net = Net()
     with (
         s4.scope(),
@@ -342,7 +342,7 @@ def test_a_module_built_elsewhere_is_refused(s4: dj.MirroredStrategy):
         dj.Model(net)
 
 
-def test_logits_are_no_probabilities(s4: dj.MirroredStrategy):
+def test_logits_are_not_taken_for_probabilities(s4: dj.MirroredStrategy):
     """Keras's name means probabilities; the first batch is looked at before anything is trained."""
     model = made(s4, loss="sparse_categorical_crossentropy")
     before = model.get_weights()
@@ -369,13 +369,13 @@ def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
         (lambda: fresh.fit(X, Y), "compile"),
         (lambda: model.fit(X, Y[:5]), "x.* has 22.*y.* has 5"),
         (lambda: model.fit(list(batches()), batch_size=8), "batch_size"),
-        (lambda: model.fit(s4.distribute_dataset(batches), Y), "elements hold all"),
+        (lambda: model.fit(s4.distribute_dataset(batches), Y), "batches hold all"),
         (lambda: model.fit(X, Y, validation_split=1.5), "validation_split"),
         (lambda: model.fit(X, Y, epochs=-1), "epochs"),
         (lambda: model.fit(X, Y, steps_per_epoch=0), "steps_per_epoch"),
         (lambda: model.fit(X, Y, class_weight={"a": 1.0}), "class_weight"),
         (lambda: model.fit(X, Y, callbacks=[print]), "Callback"),
-        (lambda: model.fit([(X, Y, Y, Y)]), "4 parts"),
+        (lambda: model.fit([(X, Y, Y, Y)]), "tuple of 4"),
         (lambda: model.train_on_batch(list(batches())), "one batch"),
         (lambda: model.compile("adam", "mse", steps_per_execution=0), "steps_per_execution"),
         (lambda: model.compile("adam", "mse", clip_global_norm=-1.0), "clip_global_norm"),
@@ -443,7 +443,7 @@ def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
     np.testing.assert_array_equal(first, model.predict(X, verbose=0))
 
 
-def test_outputs_that_are_no_rows_are_refused(strategy: dj.Strategy):
+def test_outputs_that_are_not_rows_are_refused(strategy: dj.Strategy):
     """Joined in order they would have another shape on each number of replicas."""
 
     class Mean(Net):

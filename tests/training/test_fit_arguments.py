@@ -1,4 +1,4 @@
-"""What ``fit`` is given by mistake, or as Keras has it: refused in words, or taken for what it is."""
+"""Mistakes in the arguments of ``fit``, and inputs that have several meanings."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def made(strategy: dj.Strategy, kind: type = dj.Model, **options: Any) -> dj.Mod
     ("options", "words"),
     [
         ({"y": None}, "needs targets"),
-        ({"batch_size": 0}, "at least 1"),
-        ({"validation_freq": 0, "validation_data": (X, Y)}, "at least 1"),
+        ({"batch_size": 0}, "batch"),
+        ({"validation_freq": 0, "validation_data": (X, Y)}, "integer >= 1; got 0"),
         ({"y": [Y]}, "single loss"),
     ],
 )
@@ -84,7 +84,7 @@ class Two(nnx.Module):
 
 
 def test_a_list_or_tuple_of_equally_long_arrays_is_several_inputs(s4: dj.MirroredStrategy):
-    """In fit, its validation, evaluate and predict alike, as in Keras; batches in tuples mean the same."""
+    """In fit, its validation, evaluate and predict, as in Keras; batches in tuples mean the same."""
     with s4.scope():
         model = dj.Model(Two())
     model.compile(optax.sgd(0.0), loss="mse")
@@ -120,5 +120,7 @@ def test_a_module_that_fails_on_several_inputs_says_what_they_were_taken_for(
     """Three batches of equal length, for a module that unpacks two inputs."""
     with s4.scope():
         model = dj.Model(Two())
-    with pytest.raises(ValueError, match=r"3 inputs of each .*\(batch,\) for .*too many values"):
+    with pytest.raises(
+        ValueError, match=r"too many values(.|\n)*3 inputs of each .*\(batch,\) for"
+    ):
         model.predict([X, X, X], verbose=0)

@@ -119,11 +119,11 @@ def test_the_scale_doubles_after_many_good_updates():
     """After 2,000 of them, as in Keras; a fixed scale stays."""
     optimizer = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale="dynamic")
     optimizer.loss_scale.good_steps[...] = jnp.asarray(1999, jnp.int32)
-    optimizer.loss_scale.note(jnp.asarray(True))
+    optimizer.loss_scale.adjust(jnp.asarray(True))
     assert float(optimizer.loss_scale.scale[...]) == 2.0**16
     assert int(optimizer.loss_scale.good_steps[...]) == 0
     fixed = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale=8.0)
-    fixed.loss_scale.note(jnp.asarray(False))
+    fixed.loss_scale.adjust(jnp.asarray(False))
     assert float(fixed.loss_scale.scale[...]) == 8.0
 
 
@@ -155,7 +155,7 @@ def test_a_loop_of_ones_own_has_all_of_it(strategy: dj.Strategy):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
 
 
-def test_options_that_are_none_are_refused():
+def test_unknown_options_are_refused():
     """Each message names the option."""
     cases: list[tuple[dict[str, Any], str]] = [
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps"),

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_choice
 
 
 class Callback:
@@ -37,22 +38,21 @@ class Callback:
     """
 
     reads_late = False
-    """Whether the batch hooks leave ``logs`` unread, so that none is brought from the devices."""
+    """Whether the batch hooks ignore ``logs``, so that they are not copied from the devices."""
 
     _read: Callable[[], dict[str, Any]]
-    """Gives the logs of the batch that ended, for a callback that reads late and needs them now."""
+    """Returns the logs of the batch that ended, for a callback that reads late and needs them now."""
 
     def __init__(self) -> None:
-        """Starts without a model; ``fit`` sets it."""
         self.model: Any = None
         self.params: dict[str, Any] = {}
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Takes the facts about the run that begins."""
+        """Sets ``params``, before a run begins."""
         self.params = params
 
     def set_model(self, model: Any) -> None:
-        """Takes the model that runs."""
+        """Sets ``model``, before a run begins."""
         self.model = model
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -106,28 +106,10 @@ class Callback:
         """Called after a batch of ``predict``; ``logs`` has its ``outputs``."""
 
     def _release(self) -> None:
-        """Gives back files and the like; called when a run ends, also by an error."""
+        """Closes files and the like; called when a run ends, also by an error."""
 
 
-BATCH_ENDS = {
-    "train": ("on_train_batch_end", "on_batch_end"),
-    "test": ("on_test_batch_end",),
-    "predict": ("on_predict_batch_end",),
-}
-"""For each kind of run the hook at the end of a batch, and other names of it."""
-
-WITHOUT_LOGS = frozenset(
-    {"on_predict_end", *(name for name in vars(Callback) if name.endswith("_begin"))}
-)
-
-
-class Ran(Protocol):
-    """What went to the devices together."""
-
-    last: int
-    """Its last batch, counted in the epoch from 0."""
-    examples: int
-    """The real examples of all batches so far."""
+HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class CallbackList:
@@ -149,68 +131,59 @@ class CallbackList:
 
     def call(self, hook: str, *args: Any) -> None:
         """Calls one hook of every callback; a hook that has no logs yet gets an empty dict, as in Keras."""
-        if hook in WITHOUT_LOGS:
+        if hook.endswith("_begin") or hook == "on_predict_end":
             args = (*args, {})
         for callback in self._callbacks:
             getattr(callback, hook)(*args)
 
-    def batch_end(self, kind: str, ran: Ran, logs: Callable[[], dict[str, Any]]) -> None:
-        """Calls the hook at the end of a batch; ``logs`` makes the numbers if any callback reads them."""
-        self.params["examples"] = ran.examples
-        hooks = BATCH_ENDS[kind]
-        made = cache(logs)
+    def batch_end(
+        self, kind: str, batch: int, examples: int, logs: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Calls the hook at the end of a batch; ``logs`` is called if any callback reads them.
+
+        ``batch`` is the last of the dispatch, ``examples`` the real ones of the run so far.
+        """
+        self.params["examples"] = examples
+        hook = f"on_{kind}_batch_end"
+        read = cache(logs)
         for callback in self._callbacks:
-            if not any(_overrides(callback, hook) for hook in hooks):
-                continue
-            callback._read = made
-            getattr(callback, hooks[0])(ran.last, None if callback.reads_late else made())
+            if _overrides(callback, hook) or (
+                kind == "train" and _overrides(callback, "on_batch_end")
+            ):
+                callback._read = read
+                getattr(callback, hook)(batch, None if callback.reads_late else read())
 
     def release(self) -> None:
-        """Lets every callback give back its files, whatever became of the run."""
+        """Lets every callback close its files, also where one of them raises."""
         with ExitStack() as stack:
             for callback in reversed(self._callbacks):
                 stack.callback(callback._release)
 
 
 def _flat(callbacks: Any) -> Iterator[Callback]:
-    if callbacks is None:
-        return
     if isinstance(callbacks, (list, tuple)):
         for callback in callbacks:
             yield from _flat(callback)
     elif isinstance(callbacks, Callback):
         yield callbacks
-    else:
+    elif callbacks is not None:
         raise ArgumentError(
-            f"callbacks holds {callbacks!r:.80}, which is no dj.callbacks.Callback. {_remedy(callbacks)}"
+            "callbacks must be objects of dj.callbacks.Callback, as EarlyStopping(), or for a function "
+            f"LambdaCallback(on_epoch_end=function); got {callbacks!r:.80}."
         )
-
-
-def _remedy(given: Any) -> str:
-    if isinstance(given, type) and issubclass(given, Callback):
-        return f"It is the class; pass an object of it: callbacks=[{given.__name__}(…)]."
-    if callable(given):
-        return (
-            "To call a function, say which hook it is: "
-            "callbacks=[dj.callbacks.LambdaCallback(on_epoch_end=function)]."
-        )
-    return (
-        "Pass one, or a list of them: callbacks=[dj.callbacks.EarlyStopping()], or objects of a subclass "
-        "of dj.callbacks.Callback."
-    )
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
-    """Tells whether a callback has a hook of its own, in its class or set on the instance."""
-    own = getattr(callback, hook)
-    return getattr(own, "__func__", own) is not getattr(Callback, hook)
+    """True if a callback's hook is not that of ``Callback``; it may be set on the instance."""
+    method = getattr(callback, hook)
+    return getattr(method, "__func__", method) is not getattr(Callback, hook)
 
 
 Hook = Callable[..., Any]
 
 
 class LambdaCallback(Callback):
-    """Calls a function of yours at each hook that you name.
+    """Calls your functions at the hooks that you name.
 
     Args:
         on_epoch_begin: called with ``epoch, logs``.
@@ -222,7 +195,7 @@ class LambdaCallback(Callback):
         **kwargs: any other hook of ``Callback`` by its name, such as ``on_test_end``.
 
     Raises:
-        ValueError: a name that is no hook, or a value that cannot be called.
+        ValueError: a name that is not a hook, or a value that cannot be called.
 
     Example:
         >>> import distribute_jax as dj
@@ -256,16 +229,12 @@ class LambdaCallback(Callback):
             **kwargs,
         }
         for name, function in hooks.items():
-            if not name.startswith("on_") or not hasattr(Callback, name):
-                known = ", ".join(sorted(n for n in vars(Callback) if n.startswith("on_")))
-                raise ArgumentError(
-                    f"LambdaCallback got {name}=…, which is no hook. Hooks: {known}."
-                )
+            check_choice("A hook of LambdaCallback", name, HOOKS)
             if function is None:
                 continue
             if not callable(function):
                 raise ArgumentError(
-                    f"LambdaCallback got {name}={function!r}, which is no function."
+                    f"LambdaCallback({name}=…) must be a function; got {function!r}."
                 )
             setattr(self, name, function)
 
@@ -281,14 +250,12 @@ class History(Callback):
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         super().__init__()
         self.epoch: list[int] = []
         self.history: dict[str, list[Any]] = {}
         self._epochs: dict[str, list[int]] = {}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keeps the logs of an epoch."""
         self.epoch.append(epoch)
         for name, value in (logs or {}).items():
             self.history.setdefault(name, []).append(value)
@@ -303,41 +270,22 @@ class History(Callback):
         Raises:
             ImportError: matplotlib is missing.
         """
-        plot(self._epochs, self.history, path)
-
-
-def plot(
-    epochs: dict[str, list[int]], history: dict[str, list[Any]], path: str | os.PathLike[str]
-) -> None:
-    """Draws a panel for each number, with that of the validation in the same one; see ``History.plot``.
-
-    Args:
-        epochs: for each name the epochs of its numbers, from 0; they are drawn from 1.
-        history: for each name its numbers.
-        path: the PNG file.
-    """
-    figure_class = _figure_class()
-    single = {name: values for name, values in history.items() if not np.ndim(values[0])}
-    panels = [n for n in single if not (n.startswith("val_") and n[4:] in single)]
-    figure = figure_class(figsize=(6.4, 2.8 * max(len(panels), 1)), layout="constrained")
-    for place, name in enumerate(panels, 1):
-        axes = figure.add_subplot(len(panels), 1, place)
-        for label, key in (("training", name), ("validation", f"val_{name}")):
-            if key in single:
-                at = [epoch + 1 for epoch in epochs[key]]
-                axes.plot(at, single[key], marker=".", label=label)
-        axes.set(ylabel=name, xlabel="epoch")
-        axes.legend()
-    figure.savefig(path, format="png", dpi=120)
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "history.plot draws with matplotlib, which is not installed. Install it with pip install "
-            "'distribute-jax[plot]', or draw history.history with another library.",
-            name="matplotlib",
-        ) from error
-    return Figure
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "history.plot needs matplotlib: pip install 'distribute-jax[plot]'.",
+                name="matplotlib",
+            ) from error
+        scalars = {name: values for name, values in self.history.items() if not np.ndim(values[0])}
+        panels = [n for n in scalars if not (n.startswith("val_") and n[4:] in scalars)]
+        figure = Figure(figsize=(6.4, 2.8 * max(len(panels), 1)), layout="constrained")
+        for place, name in enumerate(panels, 1):
+            axes = figure.add_subplot(len(panels), 1, place)
+            for label, key in (("training", name), ("validation", f"val_{name}")):
+                if key in scalars:
+                    epochs = [epoch + 1 for epoch in self._epochs[key]]
+                    axes.plot(epochs, scalars[key], marker=".", label=label)
+            axes.set(ylabel=name, xlabel="epoch")
+            axes.legend()
+        figure.savefig(path, format="png", dpi=120)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_choice, check_int
 from distribute_jax.checkpoint import CheckpointManager
 from distribute_jax.checkpoint._agreement import by_chief
 from distribute_jax.checkpoint._manager import delete_all, finish_alone
@@ -20,16 +21,16 @@ class ModelCheckpoint(Monitor):
     """Saves the model after epochs, or every so many batches.
 
     Args:
-        filepath: where to; ``{epoch}``, counted from 1, ``{batch}`` and the names of the logs are
+        filepath: the folder; ``{epoch}``, counted from 1, ``{batch}`` and the names of the logs are
             filled in, as in ``"best-{epoch:02d}-{val_loss:.2f}"``.
         monitor: the number that says which is best.
         verbose: 1 to say what is saved.
-        save_best_only: whether only what is better than all before is saved; everything is, with a
-            warning, as long as the logs lack ``monitor``.
+        save_best_only: whether to save only if the number improved; as long as the logs lack
+            ``monitor`` everything is saved, with a warning.
         save_weights_only: whether ``model.save_weights`` is called in place of ``model.save``.
         mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
         save_freq: ``"epoch"``, or a number of batches.
-        initial_value_threshold: what the first one has to beat.
+        initial_value_threshold: the value that the first one must beat.
 
     Raises:
         ValueError: another ``mode`` or ``save_freq``; a name in ``filepath`` that the logs lack.
@@ -54,32 +55,34 @@ class ModelCheckpoint(Monitor):
         self.filepath, self.verbose = os.fspath(filepath), verbose
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
         self.best = initial_value_threshold
-        self._often = SaveFrequency("ModelCheckpoint", save_freq)
+        self._schedule = SaveSchedule(save_freq)
         self._epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Counts batches anew; the best so far stays."""
-        self._often.start()
+        self._schedule.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves, if it is time."""
-        if self._often.batch_is_due(batch):
+        if self._schedule.batch_is_due(batch):
             self._save(self._epoch, {"batch": batch + 1, **self._read()})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves, if it is time."""
-        self._often.epoch_ended()
-        if self._often.each_epoch:
+        self._schedule.resume_at(0)
+        if self._schedule.each_epoch:
             self._save(epoch, logs or {})
 
     def _save(self, epoch: int, logs: dict[str, Any]) -> None:
         if not self._is_wanted(epoch, logs):
             return
-        path = self._path(epoch, logs)
+        try:
+            path = self.filepath.format(epoch=epoch + 1, **logs)
+        except (KeyError, IndexError) as error:
+            raise ArgumentError(
+                f"ModelCheckpoint(filepath={self.filepath!r}) has {error} between braces, which is not "
+                f"among: {', '.join(['epoch', *logs])}."
+            ) from None
         if is_chief():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         say(self.verbose, f"Epoch {epoch + 1}: saving the model to {path}")
@@ -91,24 +94,14 @@ class ModelCheckpoint(Monitor):
     def _is_wanted(self, epoch: int, logs: dict[str, Any]) -> bool:
         if not self.save_best_only:
             return True
-        value = self.watched(logs, "saves every time")
+        value = self.value(logs, "saves every time")
         if value is None:
-            return not self.was_found
+            return not self.was_logged
         if not self.is_better(value, self.best):
             say(self.verbose, f"Epoch {epoch + 1}: {self.monitor} is not better than {self.best}")
             return False
         self.best = value
         return True
-
-    def _path(self, epoch: int, logs: dict[str, Any]) -> str:
-        try:
-            return self.filepath.format(epoch=epoch + 1, **logs)
-        except (KeyError, IndexError) as error:
-            names = ", ".join(["epoch", *logs])
-            raise ArgumentError(
-                f"ModelCheckpoint(filepath={self.filepath!r}) has {error} between braces, which is not "
-                f"among: {names}."
-            ) from None
 
 
 class BackupAndRestore(Callback):
@@ -120,14 +113,14 @@ class BackupAndRestore(Callback):
     arguments and data that come in the same order.
 
     Args:
-        backup_dir: a folder for this alone.
+        backup_dir: a folder that nothing else uses.
         save_freq: ``"epoch"``, or a number of batches; False to save before a preemption only.
-        double_checkpoint: whether the backup before the last one is kept too, for the case that the
-            last one is damaged.
+        double_checkpoint: whether the backup before the last one is kept too, in case the last one
+            is damaged.
         delete_checkpoint: whether the backups are deleted when the training ends.
-        save_before_preemption: whether the training is saved when a process is told to end (SIGTERM): all
-            processes save after the same batch and leave with ``SystemExit(42)``, by which
-            ``distribute-jax launch`` knows to start them again.
+        save_before_preemption: whether to save when a process gets SIGTERM: all processes save after
+            the same batch and exit with ``SystemExit(42)``, after which ``distribute-jax launch``
+            restarts them.
 
     Raises:
         ValueError: no folder; another ``save_freq``; nothing would ever be saved.
@@ -152,23 +145,19 @@ class BackupAndRestore(Callback):
     ) -> None:
         super().__init__()
         if not os.fspath(backup_dir):
-            raise ArgumentError(
-                "BackupAndRestore got an empty backup_dir. Name a folder for it alone."
-            )
+            raise ArgumentError("backup_dir must name a folder; got ''.")
         if save_freq is False and not save_before_preemption:
             raise ArgumentError(
-                "BackupAndRestore(save_freq=False) saves nothing. Pass save_before_preemption=True, or how "
-                "often to save."
+                "BackupAndRestore(save_freq=False) never saves without save_before_preemption=True."
             )
-        self._often = SaveFrequency("BackupAndRestore", save_freq, may_be_never=True)
-        self._watches = save_before_preemption
+        self._schedule = SaveSchedule(None if save_freq is False else save_freq)
+        self.save_before_preemption = save_before_preemption
         self._preemption: Preemption | None = None
         self._manager = CheckpointManager(backup_dir, max_to_keep=2 if double_checkpoint else 1)
         self.delete_checkpoint = delete_checkpoint
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Restores the last backup, if there is one, and lets ``fit`` go on behind it."""
-        self._often.start()
+        self._schedule.start()
         self._steps, self._last = 0, -1
         tree = self._tree(epoch=0, batch=0)
         number = self._manager.restore_latest(tree)
@@ -177,38 +166,34 @@ class BackupAndRestore(Callback):
             self.params["initial_epoch"] = tree["epoch"]
             self.params["initial_batch"] = tree["batch"]
             self.params["position"] = tree["position"]
-            self.model.trainer.own_logs.text = tree["own"]
-            self._often.go_on_from(tree["batch"])
+            self.model.trainer.step_logs.text = tree["own"]
+            self._schedule.resume_at(tree["batch"])
             self._steps, self._last = tree["steps"], tree["batch"] - 1
         report_step(self._steps)
-        if self._watches:
+        if self.save_before_preemption:
             self._preemption = Preemption(_GRACE_SECONDS).__enter__()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves, if it is time, and leaves, if all processes have agreed to."""
         self._steps += batch - self._last
         self._last = batch
         report_step(self._steps)
         leaves = self._preemption is not None and self._preemption.reached(self._steps)
-        if self._often.batch_is_due(batch) or leaves:
+        if self._schedule.batch_is_due(batch) or leaves:
             self._save(self._epoch, batch + 1)
         if leaves:
             self._manager.wait()
             raise SystemExit(SAVED)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves, if it is time."""
-        self._often.epoch_ended()
+        self._schedule.resume_at(0)
         self._last = -1
-        if self._often.each_epoch:
+        if self._schedule.each_epoch:
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Deletes the backups, if wanted."""
         preemption, self._preemption = self._preemption, None
         if preemption is not None:
             preemption.__exit__(None, None, None)
@@ -221,13 +206,13 @@ class BackupAndRestore(Callback):
         self._number += 1
 
     def _tree(self, *, epoch: int, batch: int) -> dict[str, Any]:
-        """Gives all that a training is, and what comes next."""
+        """Returns the state of the training, and where it goes on."""
         trainer = self.model.trainer
         return {
             "module": trainer.module,
             "optimizer": trainer.setup.optimizer,
             "tracker": trainer.setup.tracker,
-            "own": trainer.own_logs.text,
+            "own": trainer.step_logs.text,
             "epoch": epoch,
             "batch": batch,
             "steps": self._steps,
@@ -235,7 +220,7 @@ class BackupAndRestore(Callback):
         }
 
     def _release(self) -> None:
-        # Where an error ends the run, it goes first, and other processes may not come here.
+        # After an error this process may be the only one that comes here.
         preemption, self._preemption = self._preemption, None
         if preemption is not None:
             preemption.__exit__(SystemExit, None, None)
@@ -243,52 +228,38 @@ class BackupAndRestore(Callback):
 
 
 _GRACE_SECONDS = 30.0
-"""How long a process that was told to end may take to save."""
+"""How long a process may take to save after SIGTERM."""
 
 
-class SaveFrequency:
-    """Counts batches, also where several go to the devices together.
+class SaveSchedule:
+    """Decides after which batches to save; several batches may be in one dispatch.
 
     Args:
-        owner: the callback, for messages.
-        save_freq: ``"epoch"``, or a number of batches; False for never, where the callback saves otherwise.
-        may_be_never: whether it does.
+        save_freq: ``"epoch"``, or a number of batches; None for never.
     """
 
-    def __init__(self, owner: str, save_freq: str | int, *, may_be_never: bool = False) -> None:
-        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
-        never = may_be_never and save_freq is False
-        if save_freq != "epoch" and not whole and not never:
-            raise ArgumentError(
-                f'{owner}(save_freq={save_freq!r}): it is "epoch" or a number of batches, at least 1.'
-            )
-        self._every = save_freq if isinstance(save_freq, int) and whole else None
-        self._is_never = never
+    def __init__(self, save_freq: str | int | None) -> None:
+        self.each_epoch = save_freq == "epoch"
+        if isinstance(save_freq, str):
+            check_choice("save_freq, if not a number of batches,", save_freq, ("epoch",))
+        elif save_freq is not None:
+            check_int("save_freq", save_freq)
+        self._every = save_freq if isinstance(save_freq, int) else None
         self.start()
 
-    @property
-    def each_epoch(self) -> bool:
-        """Whether it is after epochs."""
-        return self._every is None and not self._is_never
-
     def start(self) -> None:
-        """Begins to count."""
         self._since = 0
         self._last = -1
 
-    def go_on_from(self, batch: int) -> None:
-        """Takes the batches before this one as counted, where a training goes on in an epoch."""
+    def resume_at(self, batch: int) -> None:
+        """Counts on from this batch of an epoch."""
         self._last = batch - 1
 
     def batch_is_due(self, batch: int) -> bool:
-        """Counts the batches up to this one, and tells whether it is time."""
+        """Counts the batches up to this one; True if it is time to save."""
         self._since += batch - self._last
         self._last = batch
         if self._every is None or self._since < self._every:
             return False
         self._since = 0
         return True
-
-    def epoch_ended(self) -> None:
-        """Takes note that the next batch is 0 again."""
-        self._last = -1

@@ -1,4 +1,4 @@
-"""Callbacks that look for problems: ``Profiler`` and ``TerminateOnNaN``."""
+"""Callbacks that look for problems: ``ProfilerCallback`` and ``TerminateOnNaN``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from distribute_jax.training.callbacks._callback import Callback
 class ProfilerCallback(Callback):
     """Records what JAX and the devices do in some batches of ``fit``, with ``jax.profiler``.
 
-    TensorBoard's profile plugin, XProf and Perfetto show it. The devices finish what was running before
-    the first of the batches, and those batches before the recording ends. Each process records its own.
+    TensorBoard's profile plugin, XProf and Perfetto show it. The devices finish earlier work before the
+    recording starts, and these batches before it ends. Each process records itself.
 
     Args:
-        log_dir: the folder; the profile lies in its ``plugins/profile``.
+        log_dir: the folder; the profile is in its ``plugins/profile``.
         batches: the first and the last batch, counted from 0 at the beginning of ``fit`` over all its
             epochs; or one batch. The first ones compile, so leave them out.
 
@@ -48,34 +48,30 @@ class ProfilerCallback(Callback):
         first, last = batches if isinstance(batches, tuple) else (batches, batches)
         if not 0 <= first <= last:
             raise ArgumentError(
-                f"ProfilerCallback(batches={batches!r}): give the first batch and the last, such as (10, 20)."
+                f"batches must be the first batch and the last, such as (10, 20); got {batches!r}."
             )
         self.log_dir, self.first, self.last = os.fspath(log_dir), first, last
         self._records = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Counts anew."""
         self._before = self._done = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Goes on counting."""
         self._before = self._done
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins to record, if it is time."""
-        if not self._records and self._done <= self.first < self._next(batch):
+        size = self.model.trainer.steps_per_execution("train").size
+        if not self._records and self._done <= self.first < self._before + batch + size:
             self._wait()
             jax.profiler.start_trace(self.log_dir)
             self._records = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends the recording, if it is time."""
         self._done = self._before + batch + 1
         if self._done > self.last:
             self._release()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends a recording that the training did not reach the end of, and says if there was none."""
         self._release()
         if self._done <= self.first:
             warnings.warn(
@@ -83,10 +79,6 @@ class ProfilerCallback(Callback):
                 f"{self._done} batches.",
                 stacklevel=2,
             )
-
-    def _next(self, batch: int) -> int:
-        """Gives the batch after the dispatch that begins; several may go to the devices together."""
-        return self._before + batch + int(self.model.trainer.together("train").size)
 
     def _wait(self) -> None:
         jax.block_until_ready(nnx.state(self.model.module))
@@ -101,7 +93,7 @@ class ProfilerCallback(Callback):
 
 
 BEHIND = 4
-"""Dispatches after which the processes of a job look at a loss; it is there by then, or about to be."""
+"""Dispatches after which the processes of a job look at a loss, which is computed by then or soon."""
 
 
 @jax.jit
@@ -112,12 +104,12 @@ def _finite(value: jax.Array) -> jax.Array:
 class TerminateOnNaN(Callback):
     """Ends the training when the loss is NaN or infinite, and names the first such leaf of the state.
 
-    The loop does not wait for the loss: it is looked at when the devices have it, a batch or so later,
-    and once more at the end of the epoch. The processes of a job have to end at the same batch, so that there
-    the loss is looked at a fixed number of dispatches later.
+    The loop does not wait for the loss: it is checked when the devices have computed it, a batch or so
+    later, and at the end of the epoch. The processes of a job must end at the same batch, so they check
+    it a fixed number of dispatches later.
 
     Attributes:
-        message: what was found; None as long as all is well.
+        message: what was found; None as long as the loss is finite.
 
     Source: https://keras.io/api/callbacks/terminate_on_nan/
     """
@@ -130,37 +122,32 @@ class TerminateOnNaN(Callback):
         self._waiting: deque[tuple[int, Any]] = deque()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets an earlier training."""
         self.message = None
         self._waiting.clear()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the loss of an earlier batch, if it is there, and asks for this one's."""
-        if self._waiting and self._is_time():
+        alone = current_job().is_alone
+        if self._waiting and (
+            self._waiting[0][1].is_ready() if alone else len(self._waiting) == BEHIND
+        ):
             before, finite = self._waiting.popleft()
             if not np.asarray(finite).all():
                 self._end(f"batch {before}")
                 return
-        if not current_job().is_alone or not self._waiting:
+        if not alone or not self._waiting:
             total = self.model.trainer.setup.tracker.loss.total.get_raw_value()
             self._waiting.append((batch, _finite(total)))
 
-    def _is_time(self) -> bool:
-        if not current_job().is_alone:
-            return len(self._waiting) == BEHIND
-        return bool(self._waiting[0][1].is_ready())
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the loss of the epoch."""
         self._waiting.clear()
         if self.message is None and not np.isfinite((logs or {}).get("loss", 0.0)).all():
             self._end(f"epoch {epoch}")
 
     def _end(self, when: str) -> None:
-        found = _first_bad(self.model.module) or _first_bad(self.model.optimizer, "optimizer.")
+        leaf = _first_bad(self.model.module) or _first_bad(self.model.optimizer, "optimizer.")
         where = (
-            f"The first leaf that is not finite: {found}."
-            if found
+            f"The first leaf that is not finite: {leaf}."
+            if leaf
             else "Weights and optimizer are still finite: look at the batch and the loss function."
         )
         self.message = (

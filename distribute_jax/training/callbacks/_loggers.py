@@ -13,23 +13,24 @@ import numpy as np
 
 from distribute_jax import summary
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training._weights import weight_variables
 from distribute_jax.training.callbacks._callback import Callback
-from distribute_jax.training.callbacks._checkpoints import SaveFrequency
+from distribute_jax.training.callbacks._checkpoints import SaveSchedule
 
 
 class CSVLogger(Callback):
-    """Writes a line of a CSV file for every epoch, by the first process only.
+    """Writes a line of a CSV file for every epoch, on the chief only.
 
     The columns are ``epoch`` and the names of the first epoch's logs in alphabetical order; an epoch
     without one of them has ``NA``. Columns for a validation that comes later are there from the start.
 
     Args:
         filename: the file.
-        separator: what stands between two values.
-        append: whether a file that exists is continued, as after an interruption.
+        separator: what separates two values.
+        append: whether to continue an existing file, as after an interruption.
 
     Source: https://keras.io/api/callbacks/csv_logger/
     """
@@ -43,7 +44,6 @@ class CSVLogger(Callback):
         self._keys: list[str] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Opens the file."""
         self._release()
         if not is_chief():
             return
@@ -54,7 +54,6 @@ class CSVLogger(Callback):
         self._file = path.open("a" if self.append else "w", newline="", encoding="utf-8")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes a line."""
         if self._file is None:
             return
         logs = logs or {}
@@ -69,7 +68,6 @@ class CSVLogger(Callback):
         self._file.flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Closes the file."""
         self._release()
 
     def _release(self) -> None:
@@ -83,16 +81,16 @@ def _text(value: Any) -> Any:
 
 
 WAITING = 32
-"""How many reports of batches may be on their way to the host."""
+"""How many snapshots of batches may be unread."""
 
 
 class TensorBoard(Callback):
-    """Writes event files that TensorBoard shows, by the first process only.
+    """Writes event files for TensorBoard, on the chief only.
 
     Training goes to ``log_dir/train``, validation to ``log_dir/validation``, with Keras's tags:
     ``epoch_loss`` at the epoch, ``batch_loss`` at the training step, ``evaluation_loss_vs_iterations``.
-    Batches are written when the devices have their numbers: the loop does not wait for them. For
-    profiles there is ``ProfilerCallback``.
+    Batches are written when the devices have computed their numbers: the loop does not wait. Profiles
+    are recorded by ``ProfilerCallback``.
 
     Args:
         log_dir: the folder.
@@ -117,32 +115,29 @@ class TensorBoard(Callback):
         update_freq: str | int = "epoch",
     ) -> None:
         super().__init__()
-        if isinstance(update_freq, str) and update_freq not in ("epoch", "batch"):
-            raise ArgumentError(
-                f'TensorBoard(update_freq={update_freq!r}): it is "epoch", "batch" or a number of batches.'
+        if isinstance(update_freq, str):
+            check_choice(
+                "update_freq, if not a number of batches,", update_freq, ("epoch", "batch")
             )
         self.log_dir, self.histogram_freq = Path(log_dir), histogram_freq
         self.write_steps_per_second = write_steps_per_second
-        self._often = SaveFrequency("TensorBoard", 1 if update_freq == "batch" else update_freq)
+        self._schedule = SaveSchedule(1 if update_freq == "batch" else update_freq)
         self._writers: dict[str, summary.SummaryWriter] = {}
         self._waiting: deque[tuple[int, Snapshot]] = deque()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Goes on from the optimizer's step."""
-        self._often.start()
+        self._schedule.start()
         self._step = int(np.asarray(self.model.optimizer.step[...]))
         self._waiting.clear()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the time."""
         self._since, self._first = time.perf_counter(), self._step
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Asks for the numbers if it is time, and writes those that are there."""
         self._step += batch + 1 - self._batches
         self._batches = batch + 1
-        due = self._often.batch_is_due(batch)
+        due = self._schedule.batch_is_due(batch)
         if due:
             self._waiting.append((self._step, Snapshot(self.model.trainer.setup.tracker)))
         self._write_batches(at_most=WAITING)
@@ -150,14 +145,12 @@ class TensorBoard(Callback):
             self._write("train", {"batch_steps_per_second": self._speed()}, self._step)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes the numbers of an evaluation at the training step."""
         step = int(np.asarray(self.model.optimizer.step[...]))
         named = {f"evaluation_{name}_vs_iterations": value for name, value in (logs or {}).items()}
         self._write("validation", named, step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the numbers of the epoch."""
-        self._often.epoch_ended()
+        self._schedule.resume_at(0)
         self._write_batches(at_most=0)
         logs = logs or {}
         train = {f"epoch_{k}": v for k, v in logs.items() if not k.startswith("val_")}
@@ -206,5 +199,5 @@ class TensorBoard(Callback):
     def _learning_rate(self) -> dict[str, float]:
         try:
             return {"epoch_learning_rate": self.model.learning_rate}
-        except ArgumentError:  # a rate that the optimizer keeps to itself
+        except ArgumentError:  # the rate is not part of the state
             return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
 from distribute_jax.training.callbacks._callback import Callback
 
@@ -19,61 +21,45 @@ FALLS = (
     *("poisson", "cosh", "perplexity"),
 )
 RISES = (
-    *(
-        "acc",
-        "auc",
-        "precision",
-        "recall",
-        "f1",
-        "f_1",
-        "f_beta",
-        "fbeta",
-        "iou",
-        "r2",
-        "similarity",
-    ),
-    *("sensitivity", "specificity"),
+    *("acc", "auc", "precision", "recall", "f1", "f_1", "f_beta", "fbeta", "iou", "r2"),
+    *("similarity", "sensitivity", "specificity"),
 )
-"""Parts of the names of metrics that are better when they are lower or higher; the first that fits."""
+"""Parts of the names of metrics that are better when lower or higher; the first that matches counts."""
 
 
 class Monitor(Callback):
-    """Watches one number, and knows whether another is better.
+    """Watches one number of the logs, and compares its values.
 
     Args:
         monitor: its name in the logs.
         mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
-        min_delta: by how much a number must be better to count as better.
+        min_delta: by how much a value must be better to count as better.
     """
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
         super().__init__()
-        if mode not in ("auto", "min", "max"):
-            raise ArgumentError(
-                f'{type(self).__name__}(mode={mode!r}): it is "auto", "min" or "max".'
-            )
+        check_choice(f"{type(self).__name__}: mode", mode, ("auto", "min", "max"))
         self.monitor, self.mode = monitor, mode
         self.min_delta = abs(min_delta)
-        self.was_found = False
+        self.was_logged = False
 
-    def watched(self, logs: dict[str, Any] | None, without: str = "does nothing") -> float | None:
-        """Gives the number; None where the logs lack it, with a warning if they always did.
+    def value(self, logs: dict[str, Any] | None, otherwise: str = "does nothing") -> float | None:
+        """Returns the number; None where the logs lack it, with a warning if they always did.
 
-        Args:
-            logs: the logs of an epoch or batch.
-            without: what the callback does without the number, for the warning.
+        The warning says what the callback does ``otherwise``.
         """
-        value = (logs or {}).get(self.monitor)
-        if value is None and not self.was_found:
-            warnings.warn(
-                f"{type(self).__name__} watches {self.monitor!r}, which is not in the logs, so it "
-                f"{without}. The logs have: {', '.join(logs or {}) or 'nothing'}."
-                + (" Pass validation_data to fit." if self.monitor.startswith("val_") else ""),
-                stacklevel=2,
-            )
-        if value is None:
+        logs = logs or {}
+        if self.monitor not in logs:
+            if not self.was_logged:
+                warnings.warn(
+                    f"{type(self).__name__} watches {self.monitor!r}, which is not in the logs, so it "
+                    f"{otherwise}. The logs have: {', '.join(logs) or 'nothing'}."
+                    + (" Pass validation_data to fit." if self.monitor.startswith("val_") else ""),
+                    stacklevel=2,
+                )
             return None
-        self.was_found = True
+        self.was_logged = True
+        value = logs[self.monitor]
         if np.ndim(value):
             raise ArgumentError(
                 f"{type(self).__name__} watches {self.monitor!r}, which is an array of shape "
@@ -82,7 +68,7 @@ class Monitor(Callback):
         return float(value)
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Tells whether a number is better, by at least ``min_delta``."""
+        """True if a value is better, by at least ``min_delta``; a NaN never is."""
         if than is None:
             return not math.isnan(value)
         if self._rises():
@@ -103,7 +89,7 @@ class Monitor(Callback):
 
 
 def say(verbose: int, text: str) -> None:
-    """Prints what a callback did, once for a job, where the user wants to know."""
+    """Prints what a callback did, on the chief only."""
     if verbose > 0 and is_chief():
         print(text)
 
@@ -118,8 +104,8 @@ class EarlyStopping(Monitor):
         verbose: 1 to say when it ends.
         mode: ``"min"``, ``"max"``, or ``"auto"``: by the name; loss and errors fall, accuracy rises.
         baseline: the number that has to be beaten too.
-        restore_best_weights: whether the weights of the best epoch are put back at the end.
-        start_from_epoch: epochs before this one, counted from 0, are not looked at.
+        restore_best_weights: whether the weights of the best epoch are restored at the end.
+        start_from_epoch: epochs before this one, counted from 0, are ignored.
 
     Attributes:
         stopped_epoch: the epoch after which the training ended; 0 if it was not ended.
@@ -154,12 +140,10 @@ class EarlyStopping(Monitor):
         self.best_weights: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets an earlier training."""
         self._start()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the number, and ends the training if it is time."""
-        value = self.watched(logs)
+        value = self.value(logs)
         if value is None or epoch < self.start_from_epoch:
             return
         if self.restore_best_weights and self.best_weights is None:
@@ -176,7 +160,6 @@ class EarlyStopping(Monitor):
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Puts the best weights back, if wanted."""
         if self.stopped_epoch:
             say(self.verbose, f"Epoch {self.stopped_epoch + 1}: early stopping")
         if self.best_weights is not None:
@@ -188,8 +171,8 @@ class EarlyStopping(Monitor):
 class ReduceLROnPlateau(Monitor):
     """Lowers the learning rate when a number has stopped improving.
 
-    The rate is state of the optimizer and changes where it lies: nothing is compiled anew. The logs get
-    it as ``learning_rate``.
+    The rate is part of the optimizer's state, so nothing is compiled again. The logs get it as
+    ``learning_rate``.
 
     Args:
         monitor: the number's name in the logs.
@@ -202,7 +185,7 @@ class ReduceLROnPlateau(Monitor):
         min_lr: the rate is never lowered below it.
 
     Raises:
-        ValueError: a factor of 1 or above; an optimizer whose rate is no state.
+        ValueError: a factor of 1 or above; an optimizer whose rate is not state.
 
     Source: https://keras.io/api/callbacks/reduce_lr_on_plateau/
     """
@@ -220,10 +203,7 @@ class ReduceLROnPlateau(Monitor):
     ) -> None:
         super().__init__(monitor, mode, min_delta)
         if not 0 < factor < 1:
-            raise ArgumentError(
-                f"ReduceLROnPlateau(factor={factor!r}): the rate is multiplied by it, so it lies between "
-                "0 and 1."
-            )
+            raise ArgumentError(f"factor must be between 0 and 1; got {factor!r}.")
         self.factor, self.patience, self.verbose = factor, patience, verbose
         self.cooldown, self.min_lr = cooldown, min_lr
         self._start()
@@ -233,16 +213,14 @@ class ReduceLROnPlateau(Monitor):
         self.wait = self.cooldown_counter = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets an earlier training, and checks that the rate can be set."""
         self._start()
         _ = self.model.learning_rate
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the number, and lowers the rate if it is time."""
         rate = self.model.learning_rate
         if logs is not None:
             logs["learning_rate"] = rate
-        value = self.watched(logs)
+        value = self.value(logs)
         if value is None:
             return
         if self.cooldown_counter:
@@ -253,21 +231,18 @@ class ReduceLROnPlateau(Monitor):
         elif not self.cooldown_counter:
             self.wait += 1
             if self.wait >= self.patience and rate > self.min_lr:
-                self._lower(epoch, max(rate * self.factor, self.min_lr))
-
-    def _lower(self, epoch: int, rate: float) -> None:
-        self.model.learning_rate = rate
-        say(
-            self.verbose,
-            f"Epoch {epoch + 1}: ReduceLROnPlateau lowers the learning rate to {rate:.6g}.",
-        )
-        self.cooldown_counter, self.wait = self.cooldown, 0
+                rate = self.model.learning_rate = max(rate * self.factor, self.min_lr)
+                self.cooldown_counter, self.wait = self.cooldown, 0
+                say(
+                    self.verbose,
+                    f"Epoch {epoch + 1}: ReduceLROnPlateau sets the rate to {rate:.6g}.",
+                )
 
 
 class LearningRateScheduler(Callback):
     """Sets the learning rate before every epoch.
 
-    The rate is part of the optimizer's state, so a new one needs no compilation. The logs get it as
+    The rate is part of the optimizer's state, so nothing is compiled again. The logs get it as
     ``learning_rate``.
 
     Args:
@@ -291,7 +266,6 @@ class LearningRateScheduler(Callback):
         self.schedule, self.verbose = schedule, verbose
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate."""
         old = self.model.learning_rate
         rate = self.schedule(epoch, old) if self._takes_rate else self.schedule(epoch)
         if np.ndim(rate) or not isinstance(rate, (float, int, np.floating)):
@@ -300,34 +274,22 @@ class LearningRateScheduler(Callback):
                 "return the new rate, a float."
             )
         self.model.learning_rate = float(rate)
-        say(
-            self.verbose,
-            f"Epoch {epoch + 1}: LearningRateScheduler sets the rate to {float(rate):.6g}.",
-        )
+        say(self.verbose, f"Epoch {epoch + 1}: LearningRateScheduler sets the rate to {rate:.6g}.")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds the rate to the logs."""
         if logs is not None:
             logs["learning_rate"] = self.model.learning_rate
 
 
 def _takes_rate(schedule: Callable[..., float]) -> bool:
-    """Whether a schedule takes the rate too, as Keras finds out by calling it."""
-    try:
-        signature = inspect.signature(schedule)
-    except ValueError:  # a builtin, which does not say
+    """True if a schedule takes the rate too, as Keras finds out by calling it."""
+    with contextlib.suppress(TypeError):
+        inspect.signature(schedule).bind(0, 0.0)
         return True
-    except TypeError:
-        raise ArgumentError(_SCHEDULE.format(schedule)) from None
-    for arguments in ((0, 0.0), (0,)):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return len(arguments) == 2
-    raise ArgumentError(_SCHEDULE.format(schedule))
-
-
-_SCHEDULE = (
-    "LearningRateScheduler({!r:.80}): schedule must be a function of (epoch) or of (epoch, learning_rate)."
-)  # fmt: skip
+    with contextlib.suppress(TypeError):
+        inspect.signature(schedule).bind(0)
+        return False
+    raise ArgumentError(
+        "LearningRateScheduler: schedule must be a function of (epoch) or of (epoch, learning_rate); "
+        f"got {schedule!r:.80}."
+    )

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.training import callbacks as inner
 
 HOOKS = [n for n in vars(dj.callbacks.Callback) if n.startswith("on_") and "on_batch" not in n]
 
@@ -175,13 +174,14 @@ def test_callbacks_may_be_one_or_a_nest(example: Any):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (dj.callbacks.EarlyStopping, r"EarlyStopping.*the class.*callbacks=\[EarlyStopping\(…\)\]"),
-        (print, r"print.*callbacks=\[dj\.callbacks\.LambdaCallback\(on_epoch_end="),
-        ("early", r"'early'.*callbacks=\[dj\.callbacks\.EarlyStopping\(\)\]"),
-        (3, r"holds 3.*callbacks=\[dj\.callbacks\.EarlyStopping\(\)\]"),
+        (dj.callbacks.EarlyStopping, r"EarlyStopping\(\).*got <class.*EarlyStopping'>"),
+        (print, r"LambdaCallback\(on_epoch_end=function\).*got <built-in function print>"),
+        ("early", r"objects of dj\.callbacks\.Callback.*got 'early'"),
     ],
 )
-def test_what_is_no_callback_is_refused_before_anything_runs(example: Any, given: Any, words: str):
+def test_anything_else_than_a_callback_is_refused_before_anything_runs(
+    example: Any, given: Any, words: str
+):
     """Alone and in a list; the message says what was found and how the line is to look."""
     for callbacks in (given, [given]):
         for call in (example.model.fit, example.model.evaluate):
@@ -194,7 +194,6 @@ def test_callbacks_are_a_module_of_their_own():
     """Imported as Keras's are, and named so in tracebacks."""
     module = importlib.import_module("distribute_jax.callbacks")
     assert module is dj.callbacks
-    assert module.__all__ == inner.__all__
     assert {getattr(module, name).__module__ for name in module.__all__} == {module.__name__}
 
 
@@ -213,9 +212,9 @@ def test_logs_are_only_brought_from_the_devices_when_a_callback_reads_them(
 
 def test_lambda_callbacks_know_keras_hooks_only():
     """A misspelt hook would never be called."""
-    with pytest.raises(ValueError, match=r"on_epoch_stop=…, which is no hook.*on_epoch_end"):
+    with pytest.raises(ValueError, match=r"on_epoch_end.*got 'on_epoch_stop'"):
         dj.callbacks.LambdaCallback(on_epoch_stop=print)
-    with pytest.raises(ValueError, match="no function"):
+    with pytest.raises(ValueError, match="must be a function; got 3"):
         dj.callbacks.LambdaCallback(on_epoch_end=3)
 
 

@@ -32,7 +32,7 @@ def test_epochs_are_written_under_keras_tags(example: Any, tmp_path: Path):
 
 
 def test_batches_are_written_at_their_training_step(example: Any, tmp_path: Path):
-    """Each number is that of its own batch, although it comes to the host later."""
+    """Each number is that of its batch, although it is copied to the host later."""
     seen = []
     note = dj.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: seen.append(logs["loss"]))
     example.fit(note, TensorBoard(tmp_path, update_freq="batch"), batch_size=2, epochs=2)
@@ -55,7 +55,7 @@ def test_every_so_many_batches_and_how_fast(example: Any, tmp_path: Path):
 
 
 def test_weights_are_written_as_histograms(example: Any, tmp_path: Path):
-    """Every second epoch: the one weight lies in the last bucket."""
+    """Every second epoch: the one weight is in the last bucket."""
     example.fit(TensorBoard(tmp_path, histogram_freq=2), epochs=3)
     found = [entry for entry in read(tmp_path / "train") if entry.plugin == "histograms"]
     assert [(entry.tag, entry.step) for entry in found] == [("w/histogram", 0), ("w/histogram", 2)]
@@ -66,5 +66,5 @@ def test_weights_are_written_as_histograms(example: Any, tmp_path: Path):
 
 def test_another_frequency_is_refused():
     """The message lists what there is."""
-    with pytest.raises(ValueError, match='"epoch", "batch" or a number'):
+    with pytest.raises(ValueError, match="'epoch', 'batch'; got 'step'"):
         TensorBoard(update_freq="step")

@@ -33,7 +33,7 @@ ReduceLROnPlateau = dj.callbacks.ReduceLROnPlateau
 def test_training_ends_when_the_number_stops_improving(
     example: Any, feed: Any, numbers: list[float], options: Any, epochs: int
 ):
-    """The number of epochs is Keras's; a NaN is no improvement, nor is it a best to beat."""
+    """The number of epochs is Keras's; a NaN is neither an improvement nor the best value."""
     stop = EarlyStopping("number_error", **options)
     history = example.fit(feed(number_error=[*numbers, *[9.0] * 9]), stop, epochs=len(numbers))
     assert len(history.epoch) == epochs
@@ -58,7 +58,7 @@ def test_without_restoring_the_last_weights_stay(example: Any, capsys: pytest.Ca
     assert "Epoch 2: early stopping" in capsys.readouterr().out
 
 
-def test_the_rate_falls_on_a_plateau_and_nothing_is_compiled_anew(example: Any, feed: Any):
+def test_the_rate_falls_on_a_plateau_and_nothing_is_compiled_again(example: Any, feed: Any):
     """Two epochs without improvement halve it, two epochs of cooldown follow, never below min_lr."""
     example.fit()
     example.reset()
@@ -72,7 +72,7 @@ def test_the_rate_falls_on_a_plateau_and_nothing_is_compiled_anew(example: Any, 
     assert example.w == pytest.approx(np.prod(factors), rel=1e-5)
 
 
-def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_anew(
+def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_again(
     example: Any, capsys: pytest.CaptureFixture[str]
 ):
     """The weights follow the rates, which the history holds."""
@@ -89,8 +89,8 @@ def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_anew(
     assert "Epoch 3: LearningRateScheduler sets the rate to 0.0025" in capsys.readouterr().out
 
 
-def test_a_schedule_that_gives_no_number_is_refused(example: Any):
-    """None is what a schedule without a return statement gives."""
+def test_a_schedule_that_does_not_return_a_number_is_refused(example: Any):
+    """A schedule without a return statement returns None."""
     with pytest.raises(
         ValueError, match=r"returned None for epoch 0\. It must return the new rate"
     ):
@@ -154,7 +154,7 @@ def test_a_number_that_is_not_there_is_a_warning_that_lists_what_is(example: Any
         assert len(example.fit(callback("val_loss"), epochs=2).epoch) == 2
 
 
-def test_epochs_without_validation_are_no_fault(example: Any, feed: Any):
+def test_epochs_without_validation_are_not_a_fault(example: Any, feed: Any):
     """With validation_freq=2 every second epoch has no val_loss; only the first ever misses it."""
     options = {"validation_data": (example.x, example.y), "validation_freq": 2}
     with pytest.warns(UserWarning, match="watches 'val_loss'") as found:
@@ -181,13 +181,13 @@ def test_a_name_that_does_not_say_which_way_is_better_needs_a_mode(example: Any,
     """As in Keras 3: a guess would be wrong half the time."""
     with pytest.raises(ValueError, match=r'Pass mode="max" or mode="min"'):
         example.fit(feed(reward=[1, 2]), EarlyStopping("reward"), epochs=2)
-    with pytest.raises(ValueError, match='"auto", "min" or "max"'):
+    with pytest.raises(ValueError, match="'auto', 'min', 'max'; got 'lower'"):
         EarlyStopping(mode="lower")
     with pytest.raises(ValueError, match="between 0 and 1"):
         ReduceLROnPlateau(factor=1.0)
 
 
-def test_a_loss_that_is_no_number_ends_the_training_and_the_first_bad_leaf_is_named(example: Any):
+def test_a_loss_that_is_not_finite_ends_the_training_and_the_first_bad_leaf_is_named(example: Any):
     """The rate 1e30 makes w infinite in a step or two."""
     example.model.learning_rate = 1e30
     guard = dj.callbacks.TerminateOnNaN()
@@ -199,7 +199,7 @@ def test_a_loss_that_is_no_number_ends_the_training_and_the_first_bad_leaf_is_na
     assert "the training ends" in guard.message
 
 
-def test_a_batch_that_is_no_number_is_told_from_bad_weights(example: Any):
+def test_a_bad_batch_is_distinguished_from_bad_weights(example: Any):
     """One NaN among the targets, and a rate of 0: the weight stays finite only where it is not touched."""
     y = example.y.copy()
     y[0] = np.inf

@@ -10,7 +10,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.training import _trainer
-from distribute_jax.training._trainer import Together
+from distribute_jax.training._trainer import StepsPerExecution
 
 
 class Clock:
@@ -34,19 +34,19 @@ class Clock:
 def test_the_group_doubles_while_it_is_worth_it(dispatch: float, batch: float, size: int):
     """With a made-up clock the size is the one that the costs imply, and it stays."""
     clock = Clock(dispatch, batch)
-    together = Together("auto", wait=lambda: None, clock=lambda: clock.now)
+    steps = StepsPerExecution("auto", wait=lambda: None, clock=lambda: clock.now)
     for _ in range(1000):
-        clock.run(together.size)
-        together.note(together.size)
-    assert (together.size, together.is_settled) == (size, True)
+        clock.run(steps.size)
+        steps.note(steps.size)
+    assert (steps.size, steps.is_settled) == (size, True)
 
 
 def test_the_rest_of_an_epoch_is_not_measured():
     """Dispatches of fewer batches than the group tell nothing about it."""
-    together = Together("auto", wait=lambda: None, clock=lambda: 0.0)
-    together.size = 4
-    together.note(3)
-    assert together._started is None
+    steps = StepsPerExecution("auto", wait=lambda: None, clock=lambda: 0.0)
+    steps.size = 4
+    steps.note(3)
+    assert steps._started is None
 
 
 def test_fit_measures_and_ends_at_the_same_weights(
@@ -64,7 +64,7 @@ def test_fit_measures_and_ends_at_the_same_weights(
             model.compile(optax.sgd(0.01), "mse", steps_per_execution=steps)
         model.fit(x, y, batch_size=8, epochs=12, shuffle=False, verbose=0)
         models.append(model)
-    assert models[1].trainer.together("train").size >= 8
+    assert models[1].trainer.steps_per_execution("train").size >= 8
     one, other = (jax.tree.leaves(nnx.state(model.module)) for model in models)
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
