@@ -1,4 +1,4 @@
-"""The base class of cluster resolvers, and helpers for environment variables, ranks and devices."""
+"""The base classes of cluster resolvers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import abc
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 
@@ -17,8 +16,7 @@ from distribute_jax.cluster_resolver._spec import ClusterSpec
 CHIEF = "chief"
 WORKER = "worker"
 EVALUATOR = "evaluator"
-TRAINING_JOBS = (CHIEF, WORKER)
-"""The jobs whose tasks compute together, in the order of their process ids."""
+_KINDS = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU"}
 
 
 class ClusterResolver(abc.ABC):
@@ -27,22 +25,19 @@ class ClusterResolver(abc.ABC):
     A resolver answers TensorFlow's questions, in tasks: ``cluster_spec()``, ``task_type``, ``task_id``,
     ``master()``, ``num_accelerators()``. From these it derives what ``jax.distributed`` needs, in processes:
     ``num_processes``, ``process_id`` and ``coordinator_address``. The chief, if there is one, is process 0;
-    the workers follow in the order of their indices. Tasks of other jobs (``ps``, ``evaluator``) are no
+    the workers follow in the order of their indices. Tasks of other jobs (``ps``, ``evaluator``) are not
     processes of the training job and are not counted; an ``evaluator`` stands alone, as process 0 of 1.
 
     Making a resolver and asking it starts nothing: no backend (``num_accelerators`` apart, which counts
     JAX's devices), no connection between the processes.
 
-    To describe a cluster in a way of your own, define ``cluster_spec`` and ``master``.
+    To describe another kind of cluster, define ``cluster_spec``.
 
     Example:
         >>> import distribute_jax as dj
         >>> class Fixed(dj.cluster_resolver.ClusterResolver):
         ...     def cluster_spec(self):
         ...         return dj.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
-        ...
-        ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
-        ...         return ""
         >>> resolver = Fixed()
         >>> resolver.task_type, resolver.task_id = "worker", 1
         >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
@@ -52,48 +47,57 @@ class ClusterResolver(abc.ABC):
     """
 
     variables: ClassVar[tuple[str, ...]] = ()
-    """The environment variables that show, all together, that this resolver has something to say."""
+    """The environment variables that, all together, show that a process is in such a cluster."""
+
+    _hint: ClassVar[str] = ""
+    """What to do where a variable is missing or malformed."""
 
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
     _environment: str = ""
-    _training_jobs: tuple[str, ...] = TRAINING_JOBS
+    _training_jobs: tuple[str, ...] = (CHIEF, WORKER)
+    """The jobs whose tasks compute together, in the order of their process ids."""
 
     @classmethod
     def is_present(cls) -> bool:
-        """Tells whether the surroundings of this process are those that the resolver reads.
+        """Returns whether this process runs in a cluster that the resolver can read.
 
         Returns:
-            True where all its ``variables`` are set; always False for a resolver that is told the cluster.
+            True if all its ``variables`` are set; always False for a resolver that is told the cluster.
         """
-        return bool(cls.variables) and len(present(cls.variables)) == len(cls.variables)
+        return bool(cls.variables) and all(name in os.environ for name in cls.variables)
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Gives the cluster as it is now.
+        """Returns the cluster as it is now.
 
         Returns:
             The jobs and the addresses of their tasks; an empty one where there is no cluster.
         """
 
-    @abc.abstractmethod
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Gives the address of a task.
+        """Returns the address of a task.
 
         Args:
-            task_type: its job; the resolver's own choice if None.
-            task_id: its index in the job.
+            task_type: its job; that of the resolver's default task if None. The default task is this
+                process; where only the first address is known, the first.
+            task_id: its index in the job; that of the default task if None.
             rpc_layer: put in front as ``rpc_layer://``; that of the resolver if None.
 
         Returns:
-            The address; empty where there is none.
+            The address; empty if it is not known.
         """
+        default_type, default_id = self._default_task()
+        task_type = default_type if task_type is None else task_type
+        task_id = default_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        return with_layer(
+            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
+        )
 
     def num_accelerators(
         self,
@@ -101,7 +105,7 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> Mapping[str, int]:
-        """Gives the number of accelerators by kind, such as ``{"GPU": 8}``; CPUs do not count.
+        """Returns the number of accelerators by kind, such as ``{"GPU": 8}``; CPUs do not count.
 
         This asks JAX for its devices and so starts the backend: call it after the strategy was made.
 
@@ -116,17 +120,7 @@ class ClusterResolver(abc.ABC):
         Raises:
             ArgumentError: JAX was started with fewer processes than the task's.
         """
-        del config_proto
-        if task_type is None or task_id is None:
-            return count_accelerators(jax.devices())
-        process = self._process_of(self.cluster_spec(), (task_type, task_id))
-        if process >= jax.process_count():
-            raise ArgumentError(
-                f"{type(self).__name__}.num_accelerators({task_type!r}, {task_id}): this is process "
-                f"{process}, and JAX runs with {jax.process_count()} process(es). Make the strategy, "
-                "which starts the others, before asking for their devices."
-            )
-        return count_accelerators(d for d in jax.devices() if d.process_index == process)
+        return self._count_accelerators(task_type, task_id)
 
     @property
     def environment(self) -> str:
@@ -136,7 +130,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process; None where it is not known. May be set."""
-        return self._found_task_type() if self._task_type is None else self._task_type
+        return self._detected_task_type() if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -145,7 +139,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job; None where it is not known. May be set."""
-        return self._found_task_id() if self._task_id is None else self._task_id
+        return self._detected_task_id() if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -154,7 +148,7 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """What ``master`` puts in front of addresses; None for nothing. May be set."""
-        return self._found_rpc_layer() if self._rpc_layer is None else self._rpc_layer
+        return self._detected_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -163,7 +157,7 @@ class ClusterResolver(abc.ABC):
     @property
     def num_processes(self) -> int:
         """How many processes train together; 1 for an evaluator, and where there is no cluster."""
-        spec = self._own_cluster()
+        spec = self._training_cluster()
         return len(self._processes(spec)) if spec else 1
 
     @property
@@ -173,19 +167,19 @@ class ClusterResolver(abc.ABC):
         Raises:
             ClusterError: the resolver does not know which task this is, or the task does not train.
         """
-        spec = self._own_cluster()
-        return self._process_of(spec, self._own_task()) if spec else 0
+        spec = self._training_cluster()
+        return self._process_of(spec, self._this_task()) if spec else 0
 
     @property
     def coordinator_address(self) -> str | None:
-        """Where process 0 is to be met, as ``host:port``; None where there is nobody to meet.
+        """The address at which process 0 listens, as ``host:port``; None for a process alone.
 
-        With several processes None means that only JAX can tell: see ``detection_method``.
+        With several processes None means that only JAX knows it: see ``detection_method``.
 
         Raises:
             ClusterError: the address of process 0 has no port.
         """
-        spec = self._own_cluster()
+        spec = self._training_cluster()
         if not spec:
             return None
         first = self._processes(spec)[0]
@@ -209,160 +203,159 @@ class ClusterResolver(abc.ABC):
         """
         return None
 
-    def _found_task_type(self) -> str | None:
-        """Gives the job of this process as the surroundings tell it; what was set wins."""
+    def _detected_task_type(self) -> str | None:
         return None
 
-    def _found_task_id(self) -> int | None:
-        """Gives the index of this process as the surroundings tell it; what was set wins."""
+    def _detected_task_id(self) -> int | None:
         return None
 
-    def _found_rpc_layer(self) -> str | None:
-        """Gives the rpc layer that the surroundings name; what was set wins."""
+    def _detected_rpc_layer(self) -> str | None:
         return None
 
-    def _own_cluster(self) -> ClusterSpec:
-        """Gives the cluster; an empty one where this process stands alone."""
+    def _default_task(self) -> tuple[str | None, int | None]:
+        """Returns the task whose address ``master()`` returns."""
+        return self.task_type, self.task_id
+
+    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+        if task_type is None or task_id is None:
+            return count_by_kind(jax.devices())
+        process = self._process_of(self.cluster_spec(), (task_type, task_id))
+        if process >= jax.process_count():
+            raise ArgumentError(
+                f"{type(self).__name__}.num_accelerators({task_type!r}, {task_id}): this is process "
+                f"{process}, and JAX runs with {jax.process_count()} process(es). Make the strategy, "
+                "which starts the others, before asking for their devices."
+            )
+        return count_by_kind(d for d in jax.devices() if d.process_index == process)
+
+    def _training_cluster(self) -> ClusterSpec:
+        """Returns the cluster; an empty one for an evaluator, which stands alone."""
         return ClusterSpec({}) if self.task_type == EVALUATOR else self.cluster_spec()
 
     def _processes(self, spec: ClusterSpec) -> list[tuple[str, int]]:
-        """Gives the tasks that train together, in the order of their process ids."""
-        found = [
-            (j, i) for j in self._training_jobs if j in spec.jobs for i in spec.task_indices(j)
+        """Returns the tasks that train together, in the order of their process ids."""
+        name = type(self).__name__
+        tasks = [
+            (job, i)
+            for job in self._training_jobs
+            if job in spec.jobs
+            for i in spec.task_indices(job)
         ]
-        if not found:
+        if not tasks:
             raise ClusterError(
-                f"{type(self).__name__}: the cluster {spec!r:.300} has no task that trains. Name the "
-                "job of the processes that train 'worker'; one of them may be a job 'chief' of its own."
+                f"{name}: the cluster {spec!r:.300} has no task that trains. Call the job of the "
+                "processes that train 'worker'; one of them may be in a job 'chief'."
             )
-        check_addresses(spec, found, type(self).__name__)
-        return found
+        chiefs = [task for task in tasks if task[0] == CHIEF]
+        if len(chiefs) > 1:
+            raise ClusterError(
+                f"{name}: the cluster has {len(chiefs)} chiefs; at most one is allowed."
+            )
+        addresses = Counter(address for task in tasks if (address := spec.task_address(*task)))
+        for address, number in addresses.items():
+            if number > 1:  # the second process could not listen there
+                raise ClusterError(f"{name}: {number} tasks have the same address {address!r}.")
+        return tasks
 
     def _process_of(self, spec: ClusterSpec, task: tuple[str, int]) -> int:
-        """Gives the process id of a task, or raises for one that does not train."""
         processes = self._processes(spec)
         if task not in processes:
+            shown = ", ".join(map(str, processes[:8])) + (", …" if len(processes) > 8 else "")
             raise ClusterError(
-                f"{type(self).__name__}: task {task!r} is no process of the training job, whose tasks are "
-                f"{_some(processes)}. Set task_type and task_id to one of these, or the cluster so "
-                "that it has this task. Tasks of the jobs 'ps' and 'evaluator' do not train."
+                f"{type(self).__name__}: task {task!r} is not one of the {len(processes)} tasks that "
+                f"train, {shown}. Set task_type and task_id to one of these, or change the cluster. "
+                "Tasks of the jobs 'ps' and 'evaluator' do not train."
             )
         return processes.index(task)
 
-    def _own_task(self) -> tuple[str, int]:
-        """Gives the task of this process, or raises where nobody said which it is."""
+    def _this_task(self) -> tuple[str, int]:
         if self.task_type is None or self.task_id is None:
             raise ClusterError(
-                f"{type(self).__name__}: the cluster is known, and which of its tasks this process "
-                f"is, is not (task_type={self.task_type!r}, task_id={self.task_id!r}). Set both on "
+                f"{type(self).__name__}: the cluster is known, but not which of its tasks this process "
+                f"is (task_type={self.task_type!r}, task_id={self.task_id!r}). Set both on "
                 "the resolver, for example resolver.task_type, resolver.task_id = 'worker', 0."
             )
         return self.task_type, self.task_id
 
-
-def check_addresses(spec: ClusterSpec, tasks: list[tuple[str, int]], resolver: str) -> None:
-    """Refuses two tasks at one address, of which the second could never start."""
-    chiefs = [task for task in tasks if task[0] == CHIEF]
-    if len(chiefs) > 1:
-        raise ClusterError(
-            f"{resolver}: the cluster has {len(chiefs)} chiefs, {_some(chiefs)}. There is at most "
-            "one; make the others workers."
-        )
-    seen: dict[str, tuple[str, int]] = {}
-    for task in tasks:
-        address = spec.task_address(*task)
-        if address and address in seen:
+    def _variable(self, name: str) -> str:
+        """Returns an environment variable that must be set."""
+        if name not in os.environ:
             raise ClusterError(
-                f"{resolver}: the tasks {seen[address]} and {task} have the same address {address!r}. "
-                "Give each process its own; on one machine they differ in the port."
+                f"{type(self).__name__}: {name} not found in environment. {self._hint}"
             )
-        seen[address] = task
+        return os.environ[name]
+
+    def _number(self, name: str) -> int:
+        """Returns an environment variable that must be an int >= 0."""
+        text = self._variable(name).strip()
+        if not (text.isascii() and text.isdigit()):
+            raise ClusterError(
+                f"{type(self).__name__}: {name}={text!r} must be an int >= 0. {self._hint}"
+            )
+        return int(text)
+
+    def _rank_and_size(self, rank_name: str, size_name: str) -> tuple[int, int]:
+        """Returns two environment variables, of which the first must be below the second."""
+        rank, size = self._number(rank_name), self._number(size_name)
+        if rank >= size:
+            raise ClusterError(
+                f"{type(self).__name__}: {rank_name}={rank} must be below {size_name}={size}. "
+                "Do the two variables come from different launches?"
+            )
+        return rank, size
+
+
+class RankClusterResolver(ClusterResolver):
+    """The base of resolvers for launchers that number the processes, all of which are workers.
+
+    Only the address of rank 0 is known; those of the others are empty.
+    """
+
+    _rank_names: ClassVar[tuple[str, str]]
+    """The variables with the rank and with the number of processes."""
+    _local_rank_name: ClassVar[str]
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the workers, of which only the first has an address."""
+        size = self._rank_and_size(*self._rank_names)[1]
+        return ClusterSpec({WORKER: [self._first_address(), *[""] * (size - 1)]})
+
+    @property
+    def local_process_id(self) -> int | None:
+        """The rank among the processes of this machine, if the launcher sets it."""
+        return self._number(self._local_rank_name) if self._local_rank_name in os.environ else None
+
+    @abc.abstractmethod
+    def _first_address(self) -> str:
+        """Returns the address of rank 0, empty where it is not known."""
+
+    def _detected_task_type(self) -> str | None:
+        return WORKER
+
+    def _detected_task_id(self) -> int | None:
+        return self._rank_and_size(*self._rank_names)[0]
+
+    def _default_task(self) -> tuple[str | None, int | None]:
+        return WORKER, 0
 
 
 def with_port(address: str, whose: str) -> str:
-    """Gives an address of the form ``host:port`` as it is, or raises."""
+    """Returns an address of the form ``host:port`` as it is, or raises."""
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ClusterError(
-            f"{whose}, whose address is {address!r}. The other processes meet there, so it must be "
+            f"{whose}, whose address is {address!r}. The other processes connect to it, so it must be "
             "host:port with a port from 1 to 65535, such as 'host0:2222'."
         )
     return address
 
 
 def with_layer(address: str, rpc_layer: str | None) -> str:
-    """Gives an address with ``rpc_layer://`` in front, if there is a layer."""
+    """Returns an address with ``rpc_layer://`` in front, if there is a layer."""
     return f"{rpc_layer}://{address}" if rpc_layer and address else address
 
 
-def _some(tasks: list[tuple[str, int]]) -> str:
-    shown = ", ".join(map(str, tasks[:8]))
-    return f"{shown}, … ({len(tasks)} in all)" if len(tasks) > 8 else shown
-
-
-def value_of(name: str, resolver: str, hint: str) -> str:
-    """Gives a variable that must be set; ``hint`` says who would have set it."""
-    if name not in os.environ:
-        raise ClusterError(f"{resolver}: {name} not found in environment. {hint}")
-    return os.environ[name]
-
-
-def number_of(name: str, resolver: str, hint: str) -> int:
-    """Gives a variable that must be set and hold a number, 0 or more."""
-    text = value_of(name, resolver, hint)
-    if not (text.strip().isascii() and text.strip().isdigit()):
-        raise ClusterError(
-            f"{resolver}: {name}={text!r} in the environment must be a number, 0 or more. {hint}"
-        )
-    return int(text)
-
-
-def check_rank(rank: int, size: int, names: tuple[str, str], resolver: str) -> None:
-    """Refuses a rank that is no rank among so many processes."""
-    if rank >= size:
-        raise ClusterError(
-            f"{resolver}: {names[0]}={rank}, and {names[1]}={size}. Ranks count from 0, so each must be "
-            "below the number of processes; the two variables come from different launches."
-        )
-
-
-def present(names: Iterable[str]) -> list[str]:
-    """Gives those of the variables that are set."""
-    return [name for name in names if name in os.environ]
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """One launch as one process sees it."""
-
-    rank: int
-    size: int
-    first: str
-    """The address of rank 0; empty where it is not known."""
-
-    def spec(self) -> ClusterSpec:
-        """Gives a cluster of workers, of which only the first one's address is known."""
-        return ClusterSpec({WORKER: [self.first, *[""] * (self.size - 1)]})
-
-    def master(self, task_type: str | None, task_id: int | None, rpc_layer: str | None) -> str:
-        """Gives the address of a task, that of rank 0 where none is named."""
-        if task_type is None or task_id is None:
-            task_type, task_id = WORKER, 0
-        return with_layer(self.spec().task_address(task_type, task_id), rpc_layer)
-
-
-_KINDS = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU"}
-
-
-class HasPlatform(Protocol):
-    """What is asked of a device."""
-
-    @property
-    def platform(self) -> str:
-        """The name of its backend."""
-
-
-def count_accelerators(devices: Iterable[HasPlatform]) -> dict[str, int]:
-    """Gives the number of devices by TensorFlow's name of their kind; CPUs are no accelerators."""
+def count_by_kind(devices: Iterable[Any]) -> dict[str, int]:
+    """Returns the number of accelerators by TensorFlow's name of their kind."""
     kinds = [device.platform for device in devices if device.platform != "cpu"]
     return dict(Counter(_KINDS.get(kind, kind.upper()) for kind in kinds))

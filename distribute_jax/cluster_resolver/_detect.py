@@ -1,9 +1,11 @@
-"""Which resolver the surroundings of this process call for."""
+"""Which resolver fits the environment of this process."""
 
 from __future__ import annotations
 
+import os
+
 from distribute_jax._errors import NoClusterError
-from distribute_jax.cluster_resolver._base import ClusterResolver, present
+from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._kubernetes import KubernetesClusterResolver
 from distribute_jax.cluster_resolver._launched import LaunchedClusterResolver
 from distribute_jax.cluster_resolver._open_mpi import OpenMPIClusterResolver
@@ -36,17 +38,17 @@ _LOOKS_FOR = {
 
 
 def detect() -> ClusterResolver:
-    """Finds the cluster that this process was started in.
+    """Returns the resolver of the cluster that this process was started in.
 
     Looked for are, in this order: ``distribute-jax launch``, ``TF_CONFIG``, torchrun, Open MPI, Slurm,
     SageMaker, a TPU, and an Indexed Job of Kubernetes; the first that is there is taken. What the user wrote
-    comes before the launcher, and the launcher before the platform it runs on. Nothing is asked over a
-    network to find out. A cluster that is there and described wrongly is an error, never passed over.
+    comes before the launcher, and the launcher before the platform it runs on. No network is used to find
+    out. A cluster that is there and described wrongly is an error, never passed over.
 
-    JAX detects Open MPI, Slurm, TPUs and Kubernetes as well, and only inside ``jax.distributed.initialize``,
-    where it knows no TF_CONFIG and no torchrun, and says nothing of what it looked for. It is left the one
-    question that it answers better: where rank 0 is under Open MPI 5 (``detection_method``). Slurm, Open MPI
-    and TPUs are met at the ports that it would take.
+    JAX detects Open MPI, Slurm, TPUs and Kubernetes as well, but only inside ``jax.distributed.initialize``,
+    without TF_CONFIG and torchrun, and without a list of what it looked for. It is asked the one question
+    that it answers better: where rank 0 is under Open MPI 5 (``detection_method``). The ports for Slurm,
+    Open MPI and TPUs are those that it would take.
 
     Returns:
         A resolver made without arguments.
@@ -76,7 +78,7 @@ def detect() -> ClusterResolver:
 def _looked_for(resolver: type[ClusterResolver]) -> str:
     if resolver in _LOOKS_FOR:
         return _LOOKS_FOR[resolver]
-    missing = [name for name in resolver.variables if name not in present(resolver.variables)]
-    found = present(resolver.variables)
+    present = [name for name in resolver.variables if name in os.environ]
+    missing = [name for name in resolver.variables if name not in os.environ]
     text = " and ".join(resolver.variables)
-    return f"{text} (found {', '.join(found)}; missing {', '.join(missing)})" if found else text
+    return f"{text} (found {', '.join(present)}; missing {', '.join(missing)})" if present else text

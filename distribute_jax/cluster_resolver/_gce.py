@@ -8,20 +8,20 @@ from typing import Any
 from urllib.parse import quote
 
 from distribute_jax._errors import ClusterError
-from distribute_jax.cluster_resolver._base import ClusterResolver, with_layer
+from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._http import google_service, metadata_server
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
 API_ROOT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"
-"""Where gcloud, too, is told to find another Compute Engine API."""
+"""The variable by which gcloud, too, uses another Compute Engine API."""
 _API = "https://compute.googleapis.com/compute/v1/"
 
 
 class GCEClusterResolver(ClusterResolver):
     """The running instances of an instance group on Google Compute Engine, sorted by address.
 
-    Compute Engine does not know which task a process is, so ``task_id`` must be given, and be another one on
-    each instance; None finds it by the address of this instance, so that all can run the same line.
+    Compute Engine does not know which task a process is, so ``task_id`` must differ between the instances;
+    None finds it by the address of this instance, so that all can run the same line.
 
     Args:
         project: the name of the project.
@@ -31,12 +31,13 @@ class GCEClusterResolver(ClusterResolver):
         task_type: the job of all instances; it cannot be changed later.
         task_id: the index of this process; None asks the metadata server which instance this is.
         rpc_layer: put in front of addresses.
-        credentials: ``"default"`` for those of this machine, None, a token, or an object that has one.
-        service: the Compute Engine API as ``googleapiclient.discovery.build("compute", "v1")`` gives it;
-            asked directly if None.
-        timeout: seconds within which each answer must have come.
+        credentials: ``"default"`` for those of this machine, None, a token, or credentials of google.auth.
+        service: the Compute Engine API as ``googleapiclient.discovery.build("compute", "v1")`` returns it;
+            asked through google-auth if None.
+        timeout: seconds to wait for each answer.
 
     Raises:
+        MissingPackageError: at a call: google-auth or requests is not installed.
         ClusterError: at a call: a service does not answer, or no instance runs; a ``RuntimeError``.
 
     Example:
@@ -73,29 +74,14 @@ class GCEClusterResolver(ClusterResolver):
         self._timeout = timeout
 
     def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``: the instances that run now."""
-        found = self._by_client() if self._service is not None else self._by_http()
-        addresses = sorted(f"{ip}:{self._port}" for ip in found)
+        """Returns the instances that run now."""
+        addresses = sorted(f"{ip}:{self._port}" for ip in map(_internal_ip, self._instances()))
         if not addresses:
             raise ClusterError(
                 f"GCEClusterResolver: no instance of the group {self._group!r} in {self._place} is "
                 "running. Start the group, or check its name."
             )
         return ClusterSpec({self._job: addresses})
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """See ``ClusterResolver.master``: of this task where none is named."""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return with_layer(address, rpc_layer or self._rpc_layer)
 
     @property
     def task_type(self) -> str | None:
@@ -113,17 +99,20 @@ class GCEClusterResolver(ClusterResolver):
     def _job(self) -> str:
         return self._task_type or "worker"
 
-    def _found_task_id(self) -> int | None:
-        own = metadata_server(self._timeout).text("/instance/network-interfaces/0/ip").strip()
+    def _detected_task_id(self) -> int | None:
+        ip = metadata_server(self._timeout).text("/instance/network-interfaces/0/ip").strip()
         addresses = self.cluster_spec().job_tasks(self._job)
-        if f"{own}:{self._port}" not in addresses:
+        if f"{ip}:{self._port}" not in addresses:
             raise ClusterError(
-                f"GCEClusterResolver: this instance, {own}, is none of the group {self._group!r}: "
+                f"GCEClusterResolver: this instance, {ip}, is not in the group {self._group!r}: "
                 f"{addresses}. Run the program on its instances, or pass task_id."
             )
-        return addresses.index(f"{own}:{self._port}")
+        return addresses.index(f"{ip}:{self._port}")
 
-    def _by_http(self) -> Iterator[str]:
+    def _instances(self) -> Iterator[dict[str, Any]]:
+        if self._service is not None:
+            yield from self._instances_of_client()
+            return
         root = os.environ.get(API_ROOT, _API)
         api = google_service("The Compute Engine API", root, self._credentials, self._timeout)
         zone = "/projects/{project}/zones/{zone}".format(**self._place)
@@ -132,12 +121,12 @@ class GCEClusterResolver(ClusterResolver):
         while True:
             answer = api.json(listing + page, body={"instanceState": "RUNNING"})
             for item in answer.get("items", []):
-                yield _internal_ip(api.json(f"{zone}/instances/{quote(_name(item))}"))
+                yield api.json(f"{zone}/instances/{quote(_name(item))}")
             if not answer.get("nextPageToken"):
                 return
             page = f"?pageToken={quote(answer['nextPageToken'], safe='')}"
 
-    def _by_client(self) -> Iterator[str]:
+    def _instances_of_client(self) -> Iterator[dict[str, Any]]:
         groups = self._service.instanceGroups()
         request = groups.listInstances(
             **self._place, instanceGroup=self._group, body={"instanceState": "RUNNING"}
@@ -145,13 +134,12 @@ class GCEClusterResolver(ClusterResolver):
         while request is not None:
             answer = request.execute()
             for item in answer.get("items", []):
-                instance = self._service.instances().get(**self._place, instance=_name(item))
-                yield _internal_ip(instance.execute())
+                yield self._service.instances().get(**self._place, instance=_name(item)).execute()
             request = groups.listInstances_next(previous_request=request, previous_response=answer)
 
 
 def _name(item: dict[str, Any]) -> str:
-    """Gives the name of an instance, which is listed as ``https://…/zones/us-east1-d/instances/name``."""
+    # An instance is listed as https://…/zones/us-east1-d/instances/name.
     return str(item["instance"]).rpartition("/")[2]
 
 

@@ -1,32 +1,39 @@
 """Resolves the pods of a Kubernetes job.
 
-The pods of a Job ``train`` whose template has the subdomain ``pods`` are met at ``train-0.pods``,
-``train-1.pods``, …; those of a JobSet ``big`` with the replicated job ``slice`` at
-``big-slice-0-0.big``, where the first number is the Job's and the second the pod's. Each knows its own
-number by JOB_COMPLETION_INDEX.
+The pods of a Job ``train`` whose template has the subdomain ``pods`` have the names ``train-0.pods``,
+``train-1.pods``, …; those of a JobSet ``big`` with the replicated job ``slice`` ``big-slice-0-0.big``,
+where the first number is the Job's and the second the pod's. JOB_COMPLETION_INDEX is the number of this pod.
 """
 
 from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
-from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageError
-from distribute_jax.cluster_resolver._base import (
-    WORKER,
-    ClusterResolver,
-    Ranks,
-    check_rank,
-    number_of,
-    value_of,
-    with_layer,
+from distribute_jax._errors import (
+    ArgumentError,
+    ClusterError,
+    MissingPackageError,
+    ServiceError,
 )
-from distribute_jax.cluster_resolver._http import SERVICE_HOST, KubernetesClient
+from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver
+from distribute_jax.cluster_resolver._http import retry_policy
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
+INDEX = "JOB_COMPLETION_INDEX"
+NUM_PROCESSES = "NUM_PROCESSES"
+COORDINATOR = "COORDINATOR_ADDRESS"
+NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
 _LABELS = {WORKER: ["job-name=tensorflow"]}
+_JOB_SET = "jobset.sigs.k8s.io/"
+_SECONDS = 10.0
+_RIGHTS = (
+    "A pod may ask if its service account has a Role with the verbs get and list on pods and jobs."
+)
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -38,19 +45,16 @@ class KubernetesExecutableLocation(enum.Enum):
     WITHIN_CLUSTER = 0
     """In a pod: the API is asked with the pod's service account."""
     OFF_CLUSTER = 1
-    """Elsewhere: the API is asked as the kubeconfig file says, through the package ``kubernetes``."""
-
-
-INDEX = "JOB_COMPLETION_INDEX"
+    """Elsewhere: the API is asked as the kubeconfig file says."""
 
 
 class KubernetesClusterResolver(ClusterResolver):
     """The pods of a Kubernetes job.
 
-    In a pod of an Indexed Job or of a JobSet, and without ``job_to_label_mapping``, the pods are those of the
-    Job, numbered as Kubernetes numbers them, slice by slice. If the manifest sets ``NUM_PROCESSES`` and
-    ``COORDINATOR_ADDRESS`` nothing is asked (and only the first address is known); otherwise the API is asked
-    once for the Job.
+    In a pod of an Indexed Job or of a JobSet, and without ``job_to_label_mapping`` and ``override_client``,
+    the pods are those of the Job, numbered as Kubernetes numbers them, slice by slice. If the manifest sets
+    ``NUM_PROCESSES`` and ``COORDINATOR_ADDRESS`` nothing is asked (and only the first address is known);
+    otherwise the API is asked for the Job, through the package ``kubernetes``.
 
     Otherwise the pods are found by their labels, sorted by name, at their own addresses; all must be running.
     A pod finds its own task by its name; elsewhere set ``task_type`` and ``task_id``.
@@ -60,14 +64,14 @@ class KubernetesClusterResolver(ClusterResolver):
             ``{"worker": ["job-name=tensorflow"]}`` if None.
         tf_server_port: the port of every task.
         rpc_layer: put in front of addresses.
-        override_client: a ``KubernetesClient``, or an object with ``list_pod_for_all_namespaces`` such as
+        override_client: an object with ``list_pod_for_all_namespaces`` such as
             ``kubernetes.client.CoreV1Api()``.
         executable_location: a ``KubernetesExecutableLocation``.
 
     Raises:
-        ArgumentError: a client is given and the location says to make another.
+        ArgumentError: ``executable_location`` is not one.
         ClusterError: at a call: the API does not answer, or a pod does not run; a ``RuntimeError``.
-        MissingPackageError: at a call: off the cluster, without the package ``kubernetes``.
+        MissingPackageError: at a call: the API has to be asked, without the package ``kubernetes``.
 
     Example:
         >>> import distribute_jax as dj, os
@@ -86,7 +90,8 @@ class KubernetesClusterResolver(ClusterResolver):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver
     """
 
-    variables: ClassVar[tuple[str, ...]] = (SERVICE_HOST, INDEX)
+    variables: ClassVar[tuple[str, ...]] = ("KUBERNETES_SERVICE_HOST", INDEX)
+    _hint = "Kubernetes sets it in the pods of a Job with completionMode: Indexed."
 
     def __init__(
         self,
@@ -98,103 +103,147 @@ class KubernetesClusterResolver(ClusterResolver):
     ) -> None:
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ArgumentError(
-                f"KubernetesClusterResolver(executable_location={executable_location!r}): pass "
-                "KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER."
+                "executable_location must be KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER; "
+                f"got {executable_location!r}."
             )
-        self._mapping = job_to_label_mapping
+        self._selectors = job_to_label_mapping or _LABELS
         self._port = tf_server_port
         self._rpc_layer = rpc_layer
-        self._given_client = override_client
-        self._location = executable_location
+        self._client = override_client
+        self._is_off_cluster = executable_location is KubernetesExecutableLocation.OFF_CLUSTER
+        self._may_be_indexed = not (job_to_label_mapping or override_client or self._is_off_cluster)
 
     def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``: the pods as they are now."""
-        if not self._is_indexed():
-            return ClusterSpec({job: [a for _, a in self._pods(job)] for job in self._selectors()})
-        ranks = from_environment(self._port)
-        return ranks.spec() if ranks else ClusterSpec({WORKER: self._indexed()[0]})
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """See ``ClusterResolver.master``: empty where no task is named."""
-        if task_type is None or task_id is None:
-            return ""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return with_layer(address, rpc_layer or self._rpc_layer)
-
-    def _is_indexed(self) -> bool:
-        own = self._given_client is None or isinstance(self._given_client, KubernetesClient)
-        within = self._location is KubernetesExecutableLocation.WITHIN_CLUSTER
-        return not self._mapping and own and within and INDEX in os.environ
-
-    def _indexed(self) -> tuple[list[str], int]:
-        return from_api(self._given_client or KubernetesClient(), self._port)
-
-    def _found_task_type(self) -> str | None:
-        return self._found_task()[0]
-
-    def _found_task_id(self) -> int | None:
-        return self._found_task()[1]
-
-    def _found_task(self) -> tuple[str | None, int | None]:
-        """Finds this pod among those of the job, or by its name among those with the labels."""
+        """Returns the pods as they are now."""
         if self._is_indexed():
-            ranks = from_environment(self._port)
-            return WORKER, ranks.rank if ranks else self._indexed()[1]
-        own = os.environ.get(HOSTNAME)
-        for job in self._selectors() if own else {}:
-            names = [name for name, _ in self._pods(job)]
-            if own in names:
-                return job, names.index(own)
+            return ClusterSpec({WORKER: self._indexed()[0]})
+        return ClusterSpec({job: [ip for _, ip in self._pods(job)] for job in self._selectors})
+
+    def _default_task(self) -> tuple[str | None, int | None]:
         return None, None
 
-    def _selectors(self) -> Mapping[str, Sequence[str]]:
-        return self._mapping or _LABELS
+    def _detected_task_type(self) -> str | None:
+        return self._detected_task()[0]
+
+    def _detected_task_id(self) -> int | None:
+        return self._detected_task()[1]
+
+    def _detected_task(self) -> tuple[str | None, int | None]:
+        if self._is_indexed():
+            return WORKER, self._indexed()[1]
+        name = os.environ.get("HOSTNAME")
+        for job in self._selectors if name else ():
+            names = [pod for pod, _ in self._pods(job)]
+            if name in names:
+                return job, names.index(name)
+        return None, None
+
+    def _is_indexed(self) -> bool:
+        return self._may_be_indexed and INDEX in os.environ
+
+    def _indexed(self) -> tuple[list[str], int]:
+        """Returns the addresses of the pods of the Job, and the number of this one."""
+        if not {NUM_PROCESSES, COORDINATOR} <= os.environ.keys():
+            return self._from_job()
+        rank_name = "PROCESS_ID" if "PROCESS_ID" in os.environ else INDEX
+        rank, size = self._rank_and_size(rank_name, NUM_PROCESSES)
+        first = os.environ[COORDINATOR]
+        first = first if ":" in first else f"{first}:{self._port}"
+        return [first, *[""] * (size - 1)], rank
+
+    def _from_job(self) -> tuple[list[str], int]:
+        index, host = self._number(INDEX), self._variable("HOSTNAME")
+        name = host.removesuffix(f"-{index}")
+        if name == host:
+            raise ClusterError(
+                f"KubernetesClusterResolver: HOSTNAME={host!r} does not end in -{index}, the pod's number, "
+                "so the name of its Job is not known. Do not set hostname in the template, or set "
+                f"{NUM_PROCESSES} and {COORDINATOR} in it."
+            )
+        job = self._ask("BatchV1Api", "read_namespaced_job", name, _namespace() or "default")
+        pods = job.spec.completions or job.spec.parallelism or 1
+        subdomain = job.spec.template.spec.subdomain
+        _check_job(name, index, pods, job.spec.parallelism or 1, subdomain)
+        labels = job.metadata.labels or {}
+        if f"{_JOB_SET}job-index" in labels:
+            number = int(labels[f"{_JOB_SET}job-index"])
+            jobs = int(labels.get(f"{_JOB_SET}replicatedjob-replicas", 1))
+            stem = name.removesuffix(f"-{number}")
+            hosts = [f"{stem}-{job}-{pod}" for job in range(jobs) for pod in range(pods)]
+        else:
+            number, hosts = 0, [f"{name}-{pod}" for pod in range(pods)]
+        return [f"{host}.{subdomain}:{self._port}" for host in hosts], number * pods + index
 
     def _pods(self, job: str) -> list[tuple[str, str]]:
-        """Gives name and address of each pod of a job, sorted by name."""
-        client = self._client()
-        found = {}
-        for selector in self._selectors()[job]:
-            for pod in client.list_pod_for_all_namespaces(label_selector=selector).items:
-                found[pod.metadata.name] = f"{_running_ip(pod)}:{self._port}"
-        if not found:
+        """Returns name and address of each pod of a job, sorted by name."""
+        pods = {}
+        for selector in self._selectors[job]:
+            for pod in self._list(selector).items:
+                pods[pod.metadata.name] = f"{_running_ip(pod)}:{self._port}"
+        if not pods:
             raise ClusterError(
                 f"KubernetesClusterResolver: no pod of the job {job!r} has the labels "
-                f"{list(self._selectors()[job])}. Pass job_to_label_mapping={{{job!r}: ['job-name=…']}}."
+                f"{list(self._selectors[job])}. Pass job_to_label_mapping={{{job!r}: ['job-name=…']}}."
             )
-        return sorted(found.items())
+        return sorted(pods.items())
 
-    def _client(self) -> Any:
-        if self._given_client is not None:
-            return self._given_client
-        if self._location is KubernetesExecutableLocation.WITHIN_CLUSTER:
-            return KubernetesClient()
+    def _list(self, selector: str) -> Any:
+        if self._client is not None:
+            return self._client.list_pod_for_all_namespaces(label_selector=selector)
+        namespace = "" if self._is_off_cluster else _namespace()
+        if namespace:  # a service account seldom may list the pods of all namespaces
+            return self._ask("CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector)
+        return self._ask("CoreV1Api", "list_pod_for_all_namespaces", label_selector=selector)
+
+    def _ask(self, api: str, method: str, *args: str, **options: str) -> Any:
+        """Calls a method of the package ``kubernetes``, with the pod's account or the kubeconfig file."""
         try:
             from kubernetes import client, config
+            from urllib3.exceptions import HTTPError
         except ImportError as error:
             raise MissingPackageError(
-                "KubernetesClusterResolver(executable_location=OFF_CLUSTER) reads the kubeconfig "
-                "file through the package kubernetes: pip install kubernetes. Or run `kubectl proxy` "
-                "and pass "
-                "override_client=dj.cluster_resolver.KubernetesClient('http://127.0.0.1:8001', "
-                "namespace='default')."
+                "KubernetesClusterResolver asks the API through the package kubernetes: "
+                f"pip install 'distribute-jax[kubernetes]', or set {NUM_PROCESSES} and {COORDINATOR}."
             ) from error
-        config.load_kube_config()
-        return client.CoreV1Api()
+        configuration = client.Configuration()
+        try:
+            if self._is_off_cluster:
+                config.load_kube_config(client_configuration=configuration)
+            else:
+                config.load_incluster_config(configuration)
+        except config.ConfigException as error:
+            raise ClusterError(
+                f"KubernetesClusterResolver: {error} Outside of a pod pass executable_location="
+                "KubernetesExecutableLocation.OFF_CLUSTER, or an override_client."
+            ) from None
+        configuration.retries = retry_policy()
+        call: Callable[..., Any] = getattr(
+            getattr(client, api)(client.ApiClient(configuration)), method
+        )
+        try:
+            return call(*args, _request_timeout=_SECONDS, **options)
+        except client.ApiException as error:
+            raise ServiceError(
+                f"The Kubernetes API: {method}{args} answered {error.status} {error.reason}. {_RIGHTS}",
+                error.status,
+            ) from None
+        except HTTPError as error:
+            raise ServiceError(
+                f"The Kubernetes API: no answer from {configuration.host} within {_SECONDS:g} s "
+                f"({type(error).__name__}: {error})."
+            ) from None
+
+
+def _namespace() -> str:
+    return NAMESPACE.read_text(encoding="utf-8").strip() if NAMESPACE.is_file() else ""
 
 
 def _running_ip(pod: Any) -> str:
     name, phase, ip = pod.metadata.name, pod.status.phase, pod.status.pod_ip
     if phase != "Running":
         raise ClusterError(
-            f'KubernetesClusterResolver: Pod "{name}" is not running; phase: "{phase}". All must run; '
-            "wait for it "
-            "(kubectl wait), or select the pods by labels that the finished ones lack."
+            f'KubernetesClusterResolver: Pod "{name}" is not running; phase: "{phase}". All must run; wait '
+            "for it (kubectl wait), or select the pods by labels that the finished ones lack."
         )
     if not ip:
         raise ClusterError(
@@ -203,74 +252,18 @@ def _running_ip(pod: Any) -> str:
     return str(ip)
 
 
-HOSTNAME = "HOSTNAME"
-NUM_PROCESSES = "NUM_PROCESSES"
-PROCESS_ID = "PROCESS_ID"
-COORDINATOR = "COORDINATOR_ADDRESS"
-
-_NAME = "KubernetesClusterResolver"
-_HINT = "Kubernetes sets it in the pods of a Job with completionMode: Indexed."
-_LABEL = "jobset.sigs.k8s.io/"
-
-
-def from_environment(port: int) -> Ranks | None:
-    """Gives the pods if the manifest says how many there are and where the first is, otherwise None."""
-    if not {NUM_PROCESSES, COORDINATOR} <= os.environ.keys():
-        return None
-    own = PROCESS_ID if PROCESS_ID in os.environ else INDEX
-    rank, size = (number_of(name, _NAME, _HINT) for name in (own, NUM_PROCESSES))
-    check_rank(rank, size, (own, NUM_PROCESSES), _NAME)
-    address = os.environ[COORDINATOR]
-    return Ranks(rank, size, address if ":" in address else f"{address}:{port}")
-
-
-def from_api(client: KubernetesClient, port: int) -> tuple[list[str], int]:
-    """Asks the API for the Job of this pod; gives the addresses of all pods, and the place of this one."""
-    index = number_of(INDEX, _NAME, _HINT)
-    host = value_of(HOSTNAME, _NAME, "Every container has it; do not unset it.")
-    name = host.removesuffix(f"-{index}")
-    if name == host:
+def _check_job(name: str, index: int, pods: int, parallelism: int, subdomain: str | None) -> None:
+    text = f"KubernetesClusterResolver: the Job {name!r}"
+    if pods != parallelism:
         raise ClusterError(
-            f"{_NAME}: {HOSTNAME}={host!r} does not end in -{index}, the pod's number, so the name of "
-            f"its Job is not known. Do not set hostname in the template, or set {NUM_PROCESSES} and "
-            f"{COORDINATOR} in it."
+            f"{text} has {pods} completions and runs {parallelism} at a time, so its pods could never meet. "
+            "Set spec.parallelism to spec.completions."
         )
-    job = client.read_job(name)
-    pods, subdomain = _pods(name, job), _subdomain(name, job)
-    hosts, number = _hosts(name, job, pods)
-    check_rank(index, pods, (INDEX, "completions"), _NAME)
-    return [f"{host}.{subdomain}:{port}" for host in hosts], number * pods + index
-
-
-def _hosts(name: str, job: dict[str, Any], pods: int) -> tuple[list[str], int]:
-    """Gives the names of all pods, and the number of this Job among those of its JobSet."""
-    labels = job.get("metadata", {}).get("labels") or {}
-    if f"{_LABEL}job-index" not in labels:
-        return [f"{name}-{pod}" for pod in range(pods)], 0
-    number = int(labels[f"{_LABEL}job-index"])
-    jobs = int(labels.get(f"{_LABEL}replicatedjob-replicas", 1))
-    stem = name.removesuffix(f"-{number}")
-    return [f"{stem}-{job}-{pod}" for job in range(jobs) for pod in range(pods)], number
-
-
-def _pods(name: str, job: dict[str, Any]) -> int:
-    spec = job.get("spec", {})
-    parallelism = int(spec.get("parallelism") or 1)
-    completions = int(spec.get("completions") or parallelism)
-    if completions != parallelism:
-        raise ClusterError(
-            f"{_NAME}: the Job {name!r} has {completions} completions and runs {parallelism} at a "
-            "time, so its pods could never meet. Set spec.parallelism to spec.completions."
-        )
-    return completions
-
-
-def _subdomain(name: str, job: dict[str, Any]) -> str:
-    subdomain = job.get("spec", {}).get("template", {}).get("spec", {}).get("subdomain")
+    if index >= pods:
+        raise ClusterError(f"{text} has {pods} completions, so {INDEX}={index} is not one of them.")
     if not subdomain:
         raise ClusterError(
-            f"{_NAME}: the pods of the Job {name!r} have no names by which the others find them. Add "
-            f"a headless Service (clusterIP: None, selector job-name: {name}) and name it in "
-            "spec.template.spec.subdomain; a JobSet does both by itself."
+            f"{text} does not give its pods names that the others can resolve. Add a headless Service "
+            f"(clusterIP: None, selector job-name: {name}) and name it in spec.template.spec.subdomain; "
+            "a JobSet does both by itself."
         )
-    return str(subdomain)

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from distribute_jax._errors import ClusterError
-from distribute_jax.cluster_resolver._base import (
-    WORKER,
-    ClusterResolver,
-    Ranks,
-    check_rank,
-    number_of,
-    value_of,
-    with_port,
-)
-from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._base import RankClusterResolver, with_port
 
 NUM_PROCESSES = "DISTRIBUTE_JAX_NUM_PROCESSES"
 PROCESS_ID = "DISTRIBUTE_JAX_PROCESS_ID"
@@ -29,7 +20,7 @@ JOB = "DISTRIBUTE_JAX_JOB"
 ATTEMPT = "DISTRIBUTE_JAX_ATTEMPT"
 """How often the job was started before: 0, 1, …"""
 HOST = "DISTRIBUTE_JAX_HOST"
-"""The address that process 0 listens on: 127.0.0.1 where all processes are on one machine."""
+"""The address that process 0 listens on."""
 MEETING = "DISTRIBUTE_JAX_MEETING"
 """A folder of this job on this machine, which nobody else can read."""
 STATUS = "DISTRIBUTE_JAX_STATUS"
@@ -37,16 +28,14 @@ STATUS = "DISTRIBUTE_JAX_STATUS"
 
 VARIABLES = (NUM_PROCESSES, PROCESS_ID, LOCAL_PROCESS_ID, JOB, ATTEMPT, HOST, MEETING, STATUS)
 
-_NAME = "LaunchedClusterResolver"
-_HINT = "Start the program with distribute-jax launch."
 _POLL = 0.02
 
 
-class LaunchedClusterResolver(ClusterResolver):
+class LaunchedClusterResolver(RankClusterResolver):
     """The processes that ``distribute-jax launch``, or ``dj.testing.LocalCluster``, has started.
 
     All are workers. Process 0 picks a port that nobody listens on, once for each start of the job, and
-    tells the others through a folder that only this job knows; they wait for it, so that
+    writes it into a folder that only this job knows; the others wait for it, so that
     ``coordinator_address``, ``cluster_spec`` and ``master`` may take as long as process 0 takes to ask.
 
     Args:
@@ -54,8 +43,8 @@ class LaunchedClusterResolver(ClusterResolver):
         timeout: how many seconds to wait for process 0.
 
     Raises:
-        ClusterError: at a call: a variable is missing or malformed, or process 0 did not say in time
-            where it is; a ``RuntimeError``.
+        ClusterError: at a call: a variable is missing or malformed, or process 0 did not write its
+            address in time; a ``RuntimeError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -69,90 +58,56 @@ class LaunchedClusterResolver(ClusterResolver):
     """
 
     variables: ClassVar[tuple[str, ...]] = (NUM_PROCESSES, PROCESS_ID, HOST, MEETING, ATTEMPT)
+    _rank_names = (PROCESS_ID, NUM_PROCESSES)
+    _local_rank_name = LOCAL_PROCESS_ID
+    _hint = "Start the program with distribute-jax launch."
 
     def __init__(self, rpc_layer: str | None = None, timeout: float = 60.0) -> None:
         self._rpc_layer = rpc_layer
         self._timeout = timeout
 
-    def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``: workers, whose addresses but the first are empty."""
-        return self._ranks().spec()
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """See ``ClusterResolver.master``: of process 0 where no task is named."""
-        return self._ranks().master(task_type, task_id, rpc_layer or self._rpc_layer)
-
     @property
     def num_processes(self) -> int:
-        """See ``ClusterResolver``; waits for nobody."""
-        return _own()[1]
+        """How many processes train together; does not wait for process 0."""
+        return self._rank_and_size(PROCESS_ID, NUM_PROCESSES)[1]
 
     @property
     def process_id(self) -> int:
-        """See ``ClusterResolver``; waits for nobody."""
-        return _own()[0]
+        """Which of the processes this one is; does not wait for process 0."""
+        return self._rank_and_size(PROCESS_ID, NUM_PROCESSES)[0]
 
-    @property
-    def local_process_id(self) -> int | None:
-        """See ``ClusterResolver``: the number among the processes that one supervisor started."""
-        return number_of(LOCAL_PROCESS_ID, _NAME, _HINT) if LOCAL_PROCESS_ID in os.environ else None
-
-    def _found_task_type(self) -> str | None:
-        return WORKER
-
-    def _found_task_id(self) -> int | None:
-        return _own()[0]
-
-    def _ranks(self) -> Ranks:
-        process, processes = _own()
-        meeting = Path(value_of(MEETING, _NAME, _HINT))
-        attempt = number_of(ATTEMPT, _NAME, _HINT)
-        host = value_of(HOST, _NAME, _HINT)
-        return Ranks(
-            process, processes, _meeting_point(process, meeting, attempt, host, self._timeout)
+    def _first_address(self) -> str:
+        file = Path(self._variable(MEETING)) / f"coordinator-{self._number(ATTEMPT)}"
+        if self.process_id == 0:
+            return _publish_address(file, self._variable(HOST))
+        return with_port(
+            self._wait_for(file), f"LaunchedClusterResolver: process 0 wrote to {file}"
         )
 
-
-def coordinator_file(meeting: Path, attempt: int) -> Path:
-    """Gives the file in which process 0 says where it listens."""
-    return meeting / f"coordinator-{attempt}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that nobody sees half written."""
-    part = path.with_name(f".{path.name}-{os.getpid()}")
-    part.write_text(text)
-    part.replace(path)
-
-
-def _own() -> tuple[int, int]:
-    process, processes = (number_of(name, _NAME, _HINT) for name in (PROCESS_ID, NUM_PROCESSES))
-    check_rank(process, processes, (PROCESS_ID, NUM_PROCESSES), _NAME)
-    return process, processes
-
-
-def _meeting_point(process: int, meeting: Path, attempt: int, host: str, timeout: float) -> str:
-    file = coordinator_file(meeting, attempt)
-    if process == 0:
-        return _chosen(file, host)
-    return with_port(_awaited(file, process, timeout), f"{_NAME}: process 0 wrote to {file}")
+    def _wait_for(self, file: Path) -> str:
+        limit = time.monotonic() + self._timeout
+        while not file.exists():
+            if time.monotonic() > limit:
+                raise ClusterError(
+                    f"LaunchedClusterResolver: process {self.process_id} waited {self._timeout:g} s for the "
+                    f"address of process 0, and {file} is missing. Process 0 has ended, or has not yet asked "
+                    "for the coordinator: make the strategy in every process, and as the first thing."
+                )
+            time.sleep(_POLL)
+        return file.read_text()
 
 
 @functools.cache
-def _chosen(file: Path, host: str) -> str:
-    """Picks where process 0 listens, once in this process, and tells the others."""
+def _publish_address(file: Path, host: str) -> str:
+    """Picks the port on which process 0 listens, once in this process, and writes it for the others."""
     address = _free_address(host)
-    write_whole(file, address)
+    part = file.with_name(f".{file.name}-{os.getpid()}")
+    part.write_text(address)
+    part.replace(file)  # nobody sees it half written
     return address
 
 
 def _free_address(host: str) -> str:
-    """Picks a port that nobody listens on, not even one who would share it."""
     try:
         family, kind, protocol, _, (address, *_) = socket.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM
@@ -163,20 +118,7 @@ def _free_address(host: str) -> str:
             port = probe.getsockname()[1]
     except OSError as error:
         raise ClusterError(
-            f"{_NAME}: process 0 cannot listen on {host!r} ({HOST}): {error}. It must be an address of "
-            "this machine."
+            f"LaunchedClusterResolver: process 0 cannot listen on {host!r} ({HOST}): {error}. It must be "
+            "an address of this machine."
         ) from error
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _awaited(file: Path, process: int, timeout: float) -> str:
-    limit = time.monotonic() + timeout
-    while not file.exists():
-        if time.monotonic() > limit:
-            raise ClusterError(
-                f"{_NAME}: process {process} waited {timeout:g} s for process 0 to say where it listens, "
-                f"and {file} is missing. Process 0 has ended, or has not yet asked for the coordinator: "
-                "make the strategy in every process, and as the first thing."
-            )
-        time.sleep(_POLL)
-    return file.read_text()

@@ -7,24 +7,13 @@ import re
 from typing import ClassVar
 
 from distribute_jax._errors import ClusterError
-from distribute_jax.cluster_resolver._base import (
-    WORKER,
-    ClusterResolver,
-    Ranks,
-    check_rank,
-    number_of,
-)
-from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._base import RankClusterResolver
 
 SIZE = "OMPI_COMM_WORLD_SIZE"
 RANK = "OMPI_COMM_WORLD_RANK"
-LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 LAUNCHER = "OMPI_MCA_orte_hnp_uri"
 
-_NAME = "OpenMPIClusterResolver"
-_HINT = "Start the program with Open MPI's mpirun."
-
-# Samples of where the launcher of Open MPI 4 is to be found:
+# Samples of the launcher's address under Open MPI 4:
 #   1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
 #   1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d:c083:150e::3000:2]:43370
 _URI = re.compile(
@@ -33,7 +22,7 @@ _URI = re.compile(
 _PORTS = range(61440, 65536)
 
 
-class OpenMPIClusterResolver(ClusterResolver):
+class OpenMPIClusterResolver(RankClusterResolver):
     """The processes that Open MPI's ``mpirun`` has started.
 
     All are workers, and the rank in the communicator of all is the index. Only the address of rank 0 is
@@ -45,7 +34,7 @@ class OpenMPIClusterResolver(ClusterResolver):
     ``detection_method`` is ``"mpi4py"``, by which JAX asks MPI itself, unless an address is passed.
 
     Args:
-        coordinator_address: where rank 0 is to be met, as ``host:port``; found as described if None.
+        coordinator_address: where rank 0 listens, as ``host:port``; found as described if None.
         rpc_layer: put in front of addresses.
 
     Raises:
@@ -69,6 +58,9 @@ class OpenMPIClusterResolver(ClusterResolver):
     """
 
     variables: ClassVar[tuple[str, ...]] = (SIZE, RANK)
+    _rank_names = (RANK, SIZE)
+    _local_rank_name = "OMPI_COMM_WORLD_LOCAL_RANK"
+    _hint = "Start the program with Open MPI's mpirun."
 
     def __init__(
         self, coordinator_address: str | None = None, rpc_layer: str | None = None
@@ -76,60 +68,30 @@ class OpenMPIClusterResolver(ClusterResolver):
         self._coordinator_address = coordinator_address
         self._rpc_layer = rpc_layer
 
-    def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``: workers, whose addresses but the first are empty."""
-        return self._ranks().spec()
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """See ``ClusterResolver.master``: of rank 0 where no task is named."""
-        return self._ranks().master(task_type, task_id, rpc_layer or self._rpc_layer)
-
-    def _found_task_type(self) -> str | None:
-        return WORKER
-
-    def _found_task_id(self) -> int | None:
-        return self._ranks().rank
-
     @property
     def coordinator_address(self) -> str | None:
-        """See ``ClusterResolver``: None under Open MPI 5, where only JAX with mpi4py can tell."""
-        return super().coordinator_address if self._first() else None
+        """The address of rank 0; None under Open MPI 5, where only JAX with mpi4py can find it."""
+        return super().coordinator_address if self._first_address() else None
 
     @property
     def detection_method(self) -> str | None:
-        """See ``ClusterResolver``: mpi4py where Open MPI does not tell where rank 0 is."""
-        return None if self._first() else "mpi4py"
+        """``"mpi4py"`` where Open MPI does not tell where rank 0 is, otherwise None."""
+        return None if self._first_address() else "mpi4py"
 
-    @property
-    def local_process_id(self) -> int | None:
-        """See ``ClusterResolver``: the rank among the processes of this machine, if it is set."""
-        return number_of(LOCAL_RANK, _NAME, _HINT) if LOCAL_RANK in os.environ else None
-
-    def _ranks(self) -> Ranks:
-        rank, size = (number_of(name, _NAME, _HINT) for name in (RANK, SIZE))
-        check_rank(rank, size, (RANK, SIZE), _NAME)
-        return Ranks(rank, size, self._first())
-
-    def _first(self) -> str:
-        """Gives the address of rank 0, empty where it is not known."""
+    def _first_address(self) -> str:
         if self._coordinator_address is not None:
             return self._coordinator_address
         return parse_launcher(os.environ[LAUNCHER]) if LAUNCHER in os.environ else ""
 
 
 def parse_launcher(uri: str) -> str:
-    """Gives the first address of the launcher, with a port made from the id of the job."""
-    found = _URI.match(uri)
-    if found is None:
+    """Returns the first address of the launcher, with a port made from the id of the job."""
+    match = _URI.match(uri)
+    if match is None:
         raise ClusterError(
-            f"{_NAME}: {LAUNCHER}={uri!r} is not of the form 'id.0;tcp://address,…:port'. Pass "
-            "OpenMPIClusterResolver(coordinator_address='host:port') with the host of rank 0."
+            f"OpenMPIClusterResolver: {LAUNCHER}={uri!r} is not of the form 'id.0;tcp://address,…:port'. "
+            "Pass OpenMPIClusterResolver(coordinator_address='host:port') with the host of rank 0."
         )
-    host = found["v4"] or f"[{found['v6']}]"
+    host = match["v4"] or f"[{match['v6']}]"
     # The id is a multiple of 4096, so that consecutive jobs would otherwise share one port.
-    return f"{host}:{_PORTS[int(found['job']) // len(_PORTS) % len(_PORTS)]}"
+    return f"{host}:{_PORTS[int(match['job']) // len(_PORTS) % len(_PORTS)]}"

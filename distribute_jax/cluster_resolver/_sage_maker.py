@@ -7,14 +7,8 @@ import os
 from typing import ClassVar
 
 from distribute_jax._errors import ClusterError
-from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, value_of, with_layer
+from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver
 from distribute_jax.cluster_resolver._spec import ClusterSpec
-
-HOSTS = "SM_HOSTS"
-CURRENT_HOST = "SM_CURRENT_HOST"
-
-_NAME = "SageMakerClusterResolver"
-_HINT = "Not running in a SageMaker training job?"
 
 
 class SageMakerClusterResolver(ClusterResolver):
@@ -25,7 +19,7 @@ class SageMakerClusterResolver(ClusterResolver):
         task_type: the job of this process.
         task_id: its index in the job.
         rpc_layer: put in front of addresses.
-        environment: what ``environment`` gives.
+        environment: the value of ``environment``.
 
     Raises:
         ClusterError: at a call: a variable is missing or malformed; a ``RuntimeError``.
@@ -41,7 +35,8 @@ class SageMakerClusterResolver(ClusterResolver):
     Source: https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
     """
 
-    variables: ClassVar[tuple[str, ...]] = (HOSTS, CURRENT_HOST)
+    variables: ClassVar[tuple[str, ...]] = ("SM_HOSTS", "SM_CURRENT_HOST")
+    _hint = "Not running in a SageMaker training job?"
 
     def __init__(
         self,
@@ -58,50 +53,36 @@ class SageMakerClusterResolver(ClusterResolver):
         self._environment = environment or ""
 
     def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``: the hosts, sorted by name."""
-        return ClusterSpec({"worker": [f"{host}:{self._port}" for host in _hosts()]})
+        """Returns the hosts as workers, sorted by name."""
+        return ClusterSpec({WORKER: [f"{host}:{self._port}" for host in self._hosts()]})
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """See ``ClusterResolver.master``: of this task, and empty for a single host."""
-        spec = self.cluster_spec()
-        if spec.num_tasks("worker") <= 1:
-            return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            task_type, task_id = self._own_task()
-        return with_layer(spec.task_address(task_type, task_id), rpc_layer or self._rpc_layer)
+        """Returns the address of a task, of this one by default; empty for a single host."""
+        return super().master(task_type, task_id, rpc_layer) if len(self._hosts()) > 1 else ""
 
-    def _found_task_type(self) -> str | None:
+    def _detected_task_type(self) -> str | None:
         return WORKER
 
-    def _found_task_id(self) -> int | None:
-        return _own_index()
+    def _detected_task_id(self) -> int | None:
+        hosts, this_host = self._hosts(), os.environ.get("SM_CURRENT_HOST")
+        if this_host not in hosts:
+            raise ClusterError(
+                f"SageMakerClusterResolver: SM_CURRENT_HOST={this_host!r} is not one of the hosts {hosts} "
+                "in SM_HOSTS. SageMaker sets both; do not set them by hand."
+            )
+        return hosts.index(this_host)
 
-
-def _hosts() -> list[str]:
-    text = value_of(HOSTS, _NAME, _HINT)
-    try:
-        hosts = json.loads(text)
-    except json.JSONDecodeError:
-        hosts = None
-    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
-        raise ClusterError(
-            f'{_NAME}: {HOSTS}={text!r:.200} must be a JSON list of hosts, such as ["algo-1", "algo-2"].'
-        )
-    return sorted(hosts)
-
-
-def _own_index() -> int:
-    hosts, own = _hosts(), os.environ.get(CURRENT_HOST)
-    if own not in hosts:
-        raise ClusterError(
-            f"{_NAME}: {CURRENT_HOST}={own!r} is none of the hosts {hosts} that {HOSTS} names. "
-            "SageMaker sets both; do not set them by hand."
-        )
-    return hosts.index(own)
+    def _hosts(self) -> list[str]:
+        text = self._variable("SM_HOSTS")
+        try:
+            hosts = json.loads(text)
+        except json.JSONDecodeError:
+            hosts = None
+        if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) for h in hosts):
+            raise ClusterError(
+                f"SageMakerClusterResolver: SM_HOSTS={text!r:.200} must be a JSON list of hosts, such as "
+                '["algo-1", "algo-2"].'
+            )
+        return sorted(hosts)

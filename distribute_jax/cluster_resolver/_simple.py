@@ -14,15 +14,15 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: the jobs and their addresses.
-        master: what ``master()`` gives when no task is asked for.
+        master: the value of ``master()`` without a task.
         task_type: the job of this process.
         task_id: its index in the job.
-        environment: what ``environment`` gives.
-        num_accelerators: what ``num_accelerators()`` gives; JAX's devices are counted if None.
+        environment: the value of ``environment``.
+        num_accelerators: the value of ``num_accelerators()``; JAX's devices are counted if None.
         rpc_layer: put in front of the address of a task that is asked for.
 
     Raises:
-        ArgumentTypeError: ``cluster_spec`` is no ``ClusterSpec``; a ``TypeError``.
+        ArgumentTypeError: ``cluster_spec`` is not a ``ClusterSpec``; a ``TypeError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -46,8 +46,7 @@ class SimpleClusterResolver(ClusterResolver):
     ) -> None:
         if not isinstance(cluster_spec, ClusterSpec):
             raise ArgumentTypeError(
-                f"SimpleClusterResolver(cluster_spec={cluster_spec!r:.200}): cluster_spec must be a "
-                "ClusterSpec. Wrap a dict: dj.cluster_resolver.ClusterSpec({'worker': ['host:port', …]})."
+                f"cluster_spec must be a dj.cluster_resolver.ClusterSpec; got {cluster_spec!r:.200}."
             )
         self._cluster_spec = cluster_spec
         self._master = master
@@ -58,39 +57,29 @@ class SimpleClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``: the one that was given."""
+        """Returns the cluster that the constructor was passed."""
         return self._cluster_spec
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """See ``ClusterResolver.master``: the task that is asked for, otherwise the given master."""
+        """Returns the address of a task; the constructor's ``master`` if none is named."""
         if task_type is None or task_id is None:
             return self._master
-        address = self._cluster_spec.task_address(task_type, task_id)
-        return with_layer(address, rpc_layer or self._rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> Mapping[str, int]:
-        """See ``ClusterResolver.num_accelerators``: the numbers that were given, for every task."""
+    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         if self._num_accelerators is not None:
             return self._num_accelerators
-        return super().num_accelerators(task_type, task_id, config_proto)
+        return super()._count_accelerators(task_type, task_id)
 
 
 class UnionResolver(ClusterResolver):
     """The clusters of several resolvers as one.
 
     The tasks of a job that several of them have are joined: lists in the order of the resolvers; where
-    one has indices with gaps, by index. What is not said about this process, and the master, is what the
-    first resolver says.
+    one has indices with gaps, by index. The master, and what is not passed about this process, are those
+    of the first resolver.
 
     Args:
         *resolvers: the resolvers, at least one.
@@ -100,7 +89,7 @@ class UnionResolver(ClusterResolver):
 
     Raises:
         ArgumentError: no resolver was given; a ``ValueError``.
-        ArgumentTypeError: one of them is no ``ClusterResolver``; a ``TypeError``.
+        ArgumentTypeError: one of them is not a ``ClusterResolver``; a ``TypeError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -122,14 +111,12 @@ class UnionResolver(ClusterResolver):
     ) -> None:
         if not resolvers:
             raise ArgumentError(
-                "UnionResolver(): at least one ClusterResolver is required. Pass those to join: "
-                "UnionResolver(resolver, other)."
+                "UnionResolver: at least one ClusterResolver is required; got none."
             )
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise ArgumentTypeError(
-                    f"UnionResolver: all arguments must be ClusterResolvers, and {resolver!r:.200} is not. "
-                    "Wrap a ClusterSpec in dj.cluster_resolver.SimpleClusterResolver."
+                    f"UnionResolver: all arguments must be ClusterResolvers; got {resolver!r:.200}."
                 )
         self._resolvers = resolvers
         self._task_type = task_type
@@ -137,53 +124,43 @@ class UnionResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``.
+        """Returns the joined cluster.
 
         Raises:
-            TaskConflictError: two resolvers give one index an address; a ``KeyError``.
+            TaskConflictError: two resolvers have different addresses for one index; a ``KeyError``.
         """
         specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         jobs = {job for spec in specs for job in spec}
-        return ClusterSpec({job: _joined(job, [s[job] for s in specs if job in s]) for job in jobs})
+        return ClusterSpec({job: _join(job, [s[job] for s in specs if job in s]) for job in jobs})
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """See ``ClusterResolver.master``: the task that is asked for, otherwise what the first says."""
+        """Returns the address of a task; the master of the first resolver if none is named."""
         layer = rpc_layer or self._rpc_layer
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=layer)
         return with_layer(self.cluster_spec().task_address(task_type, task_id), layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> Mapping[str, int]:
-        """See ``ClusterResolver.num_accelerators``: what the first resolver says."""
-        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
-
     @property
     def environment(self) -> str:
-        """What the first resolver says."""
+        """The environment of the first resolver."""
         return self._resolvers[0].environment
 
-    def _found_task_type(self) -> str | None:
+    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+        return self._resolvers[0].num_accelerators(task_type, task_id)
+
+    def _detected_task_type(self) -> str | None:
         return self._resolvers[0].task_type
 
-    def _found_task_id(self) -> int | None:
+    def _detected_task_id(self) -> int | None:
         return self._resolvers[0].task_id
 
-    def _found_rpc_layer(self) -> str | None:
+    def _detected_rpc_layer(self) -> str | None:
         return self._resolvers[0].rpc_layer
 
 
-def _joined(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
-    """Joins the tasks that several clusters give one job."""
+def _join(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
     lists = [part for part in parts if isinstance(part, list)]
     if len(lists) == len(parts):
         return [address for part in lists for address in part]
@@ -194,8 +171,7 @@ def _joined(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | di
         if twice:
             raise TaskConflictError(
                 f"UnionResolver: Duplicate keys detected when merging two ClusterSpecs: job {job!r} "
-                f"has the tasks {twice} in two clusters, of which one has gaps between its indices, "
-                "so that they cannot be appended. Give each task an index of its own."
+                f"has the tasks {twice} in two clusters, of which one has gaps between its indices."
             )
         joined |= tasks
     return joined

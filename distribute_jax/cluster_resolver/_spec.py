@@ -15,7 +15,7 @@ class ClusterSpec:
     """The jobs of a cluster, and the address of each of their tasks.
 
     A task is one process of a job: ``("worker", 1)`` is the second worker. Indices may leave gaps. An
-    address is ``host:port``; an empty one says that the task exists and where it runs is not known.
+    address is ``host:port``; an empty one means that the task exists and that its address is not known.
 
     Args:
         cluster: a ``ClusterSpec``, or a dict from the name of a job to the list of its addresses, or to a
@@ -41,10 +41,10 @@ class ClusterSpec:
             cluster = cluster.as_dict()
         if not isinstance(cluster, Mapping):
             raise ArgumentTypeError(
-                f"ClusterSpec({cluster!r:.200}): the cluster must be a dict from names of jobs to lists of "
-                "addresses, such as {'worker': ['host0:2222', 'host1:2222']}, or a ClusterSpec."
+                "ClusterSpec: the cluster must be a ClusterSpec or a dict from names of jobs to addresses, "
+                f"such as {{'worker': ['host0:2222', 'host1:2222']}}; got {cluster!r:.200}."
             )
-        self._jobs = {_job_name(job): _tasks(job, cluster[job]) for job in sorted(cluster, key=str)}
+        self._jobs = {job: _tasks(job, cluster[job]) for job in sorted(cluster, key=str)}
 
     @property
     def jobs(self) -> list[str]:
@@ -52,7 +52,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Gives the number of tasks of a job.
+        """Returns the number of tasks of a job.
 
         Args:
             job_name: one of ``jobs``.
@@ -66,7 +66,7 @@ class ClusterSpec:
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Gives the indices of the tasks of a job.
+        """Returns the indices of the tasks of a job.
 
         Args:
             job_name: one of ``jobs``.
@@ -80,7 +80,7 @@ class ClusterSpec:
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Gives the address of one task.
+        """Returns the address of one task.
 
         Args:
             job_name: one of ``jobs``.
@@ -101,13 +101,13 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Gives the addresses of a job, by index.
+        """Returns the addresses of a job, by index.
 
         Args:
             job_name: one of ``jobs``.
 
         Returns:
-            A list in which the address of task i stands at i, and None where there is no task.
+            A list with the address of task i at i, and None where there is no task.
 
         Raises:
             ArgumentError: there is no such job; a ``ValueError``.
@@ -116,7 +116,7 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Gives the cluster as a dict that makes an equal one.
+        """Returns the cluster as a dict that makes an equal one.
 
         Returns:
             For each job a list of addresses or, where its indices leave gaps, a dict.
@@ -151,41 +151,29 @@ class ClusterSpec:
         return self._jobs[job_name]
 
 
-def _job_name(job: object) -> str:
+def _tasks(job: object, tasks: object) -> dict[int, str]:
+    """Returns the addresses of a job by index, sorted."""
     if not isinstance(job, str):
-        raise ArgumentTypeError(
-            f"ClusterSpec: the name of a job must be a string, and {job!r} is not."
-        )
-    return job
-
-
-def _tasks(job: str, tasks: object) -> dict[int, str]:
-    """Gives the addresses of a job by index, sorted."""
+        raise ArgumentTypeError(f"ClusterSpec: the name of a job must be a string; got {job!r}.")
     if isinstance(tasks, Mapping):
         pairs = list(tasks.items())
     elif isinstance(tasks, (list, tuple)):
         pairs = list(enumerate(tasks))
     else:
         raise ArgumentTypeError(
-            f"ClusterSpec, job {job!r}: {tasks!r:.200} must be a list of addresses, or a dict from "
-            "the index of a task to its address."
+            f"ClusterSpec, job {job!r}: must be a list of addresses, or a dict from the index of a task to "
+            f"its address; got {tasks!r:.200}."
         )
     for index, address in pairs:
-        _check_task(job, index, address)
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise ArgumentTypeError(
+                f"ClusterSpec, job {job!r}: the index of a task must be an int; got {index!r}."
+            )
+        if index < 0:
+            raise ArgumentError(f"ClusterSpec, job {job!r}: indices must be >= 0; got {index}.")
+        if not isinstance(address, str):
+            raise ArgumentTypeError(
+                f"ClusterSpec, job {job!r}, task {index}: an address must be a string such as 'host:2222'; "
+                f"got {address!r:.200}."
+            )
     return dict(sorted(pairs))
-
-
-def _check_task(job: str, index: object, address: object) -> None:
-    if not isinstance(index, int) or isinstance(index, bool):
-        raise ArgumentTypeError(
-            f"ClusterSpec, job {job!r}: the index of a task must be an int, and {index!r} is not."
-        )
-    if index < 0:
-        raise ArgumentError(
-            f"ClusterSpec, job {job!r}: indices count from 0, and {index} does not."
-        )
-    if not isinstance(address, str):
-        raise ArgumentTypeError(
-            f"ClusterSpec, job {job!r}, task {index}: an address is a string such as 'host:2222', and "
-            f"{address!r:.200} is not."
-        )

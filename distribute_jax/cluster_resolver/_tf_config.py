@@ -12,27 +12,27 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, TFConfigError
-from distribute_jax.cluster_resolver._base import ClusterResolver, with_layer
+from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
 TF_CONFIG = "TF_CONFIG"
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster that the environment variable ``TF_CONFIG`` describes, read anew at each call.
+    """The cluster that the environment variable ``TF_CONFIG`` describes, read at each call.
 
-    Without the variable the cluster is empty: one process. What the constructor or a setter was given wins
+    Without the variable the cluster is empty: one process. Values passed to the constructor or a setter win
     over the variable.
 
     Args:
         task_type: the job of this process.
         task_id: its index in the job.
         rpc_layer: put in front of addresses.
-        environment: what ``environment`` gives.
+        environment: the value of ``environment``.
 
     Raises:
         TFConfigError: at a call: the variable is not JSON; a ``json.JSONDecodeError``.
@@ -63,64 +63,51 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
-        self._given_environment = environment
+        self._fixed_environment = environment
 
     @classmethod
     def is_present(cls) -> bool:
-        """Tells whether TF_CONFIG describes a cluster; ``{}`` does not, and malformed text raises."""
-        return bool(read_tf_config().cluster)
+        """Returns whether TF_CONFIG describes a cluster; ``{}`` does not, and malformed text raises."""
+        return bool(_read().cluster)
 
     def cluster_spec(self) -> ClusterSpec:
-        """See ``ClusterResolver.cluster_spec``: empty where TF_CONFIG is unset or has no cluster."""
-        return read_tf_config().cluster
+        """Returns the cluster; an empty one where TF_CONFIG is unset or has no cluster."""
+        return _read().cluster
 
     def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """See ``ClusterResolver.master``: of this task, and empty for a cluster of one task.
+        """Returns the address of a task, of this one by default; empty for a cluster of one task.
 
         A ``session_master`` in TF_CONFIG wins.
         """
-        config = read_tf_config()
+        config = _read()
         if config.session_master is not None:
             return config.session_master
         if sum(map(config.cluster.num_tasks, config.cluster.jobs)) <= 1:
             return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            task_type, task_id = self._own_task()
-        address = config.cluster.task_address(task_type, task_id)
-        return with_layer(address, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> Mapping[str, int]:
-        """See ``ClusterResolver.num_accelerators``: of this task where none is named."""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        return super().num_accelerators(task_type, task_id, config_proto)
+        return super().master(task_type, task_id, rpc_layer)
 
     @property
     def environment(self) -> str:
-        """What the constructor was given, or else TF_CONFIG says."""
-        given = self._given_environment
-        return read_tf_config().environment if given is None else given
+        """The environment passed to the constructor, or else that of TF_CONFIG."""
+        fixed = self._fixed_environment
+        return _read().environment if fixed is None else fixed
 
-    def _found_task_type(self) -> str | None:
-        return read_tf_config().task_type
+    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+        return super()._count_accelerators(
+            self.task_type if task_type is None else task_type,
+            self.task_id if task_id is None else task_id,
+        )
 
-    def _found_task_id(self) -> int | None:
-        return read_tf_config().task_id
+    def _detected_task_type(self) -> str | None:
+        return _read().task_type
 
-    def _found_rpc_layer(self) -> str | None:
-        return read_tf_config().rpc_layer
+    def _detected_task_id(self) -> int | None:
+        return _read().task_id
+
+    def _detected_rpc_layer(self) -> str | None:
+        return _read().rpc_layer
 
 
 _EXAMPLE = (
@@ -130,37 +117,30 @@ _EXAMPLE = (
 
 
 @dataclass(frozen=True)
-class TFConfig:
-    """The parts of TF_CONFIG; each is empty where the variable does not say."""
-
-    cluster: ClusterSpec = field(default_factory=lambda: ClusterSpec({}))
-    task_type: str | None = None
-    task_id: int | None = None
-    rpc_layer: str | None = None
-    environment: str = ""
-    session_master: str | None = None
+class _TFConfig:
+    cluster: ClusterSpec
+    task_type: str | None
+    task_id: int | None
+    rpc_layer: str | None
+    environment: str
+    session_master: str | None
 
 
-def read_tf_config() -> TFConfig:
-    """Reads the variable as it is now."""
-    return parse_tf_config(os.environ.get(TF_CONFIG, ""))
-
-
-def parse_tf_config(text: str) -> TFConfig:
-    """Reads the text of the variable; an empty one says nothing."""
-    config = _object(_loaded(text), "the whole") if text.strip() else {}
+def _read() -> _TFConfig:
+    text = os.environ.get(TF_CONFIG, "")
+    config = _object(_parse(text), "the whole") if text.strip() else {}
     task = _object(config.get("task") or {}, "its 'task'")
-    return TFConfig(
+    return _TFConfig(
         cluster=_cluster(config.get("cluster") or {}),
         task_type=_text(task, "type", "its task's 'type'"),
-        task_id=_index(task.get("index")),
+        task_id=None if task.get("index") is None else _index(task["index"], "its task's 'index'"),
         rpc_layer=_text(config, "rpc_layer", "its 'rpc_layer'"),
         environment=_text(config, "environment", "its 'environment'") or "",
         session_master=_text(config, "session_master", "its 'session_master'"),
     )
 
 
-def _loaded(text: str) -> Any:
+def _parse(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -174,52 +154,47 @@ def _loaded(text: str) -> Any:
 
 def _object(value: Any, part: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(part, value, "an object in braces")
+        raise _malformed(part, value, "an object in braces")
     return value
 
 
 def _cluster(cluster: Any) -> ClusterSpec:
+    jobs: dict[str, Any] = {}
     for job, tasks in _object(cluster, "its 'cluster'").items():
-        if not isinstance(tasks, (list, dict)):
-            raise _wrong(
-                f"the job {job!r} of its cluster", tasks, "a list of addresses 'host:port'"
-            )
         if isinstance(tasks, dict):  # JSON has strings for keys
-            cluster = {**cluster, job: {_key(job, key): tasks[key] for key in tasks}}
+            part = f"an index in the job {job!r} of its cluster"
+            jobs[job] = {_index(index, part): address for index, address in tasks.items()}
+        elif isinstance(tasks, list):
+            jobs[job] = tasks
+        else:
+            part = f"the job {job!r} of its cluster"
+            raise _malformed(part, tasks, "a list of addresses 'host:port'")
     try:
-        return ClusterSpec(cluster)
+        return ClusterSpec(jobs)
     except (ArgumentTypeError, ArgumentError) as error:
         raise ArgumentError(
             f"TF_CONFIG, its 'cluster': {error} It must be like {_EXAMPLE}."
         ) from None
 
 
-def _key(job: str, key: str) -> int:
-    if not (key.isascii() and key.isdigit()):
-        raise _wrong(f"an index in the job {job!r} of its cluster", key, "a number, 0 or more")
-    return int(key)
-
-
-def _text(holder: Mapping[str, Any], name: str, part: str) -> str | None:
-    value = holder.get(name)
+def _text(config: Mapping[str, Any], name: str, part: str) -> str | None:
+    value = config.get(name)
     if value is not None and not isinstance(value, str):
-        raise _wrong(part, value, "a string")
+        raise _malformed(part, value, "a string")
     return value
 
 
-def _index(value: Any) -> int | None:
-    """Gives the index of the task, which TensorFlow also takes as a string of digits."""
-    if value is None:
-        return None
+def _index(value: Any, part: str) -> int:
+    """Returns an index, which TensorFlow also takes as a string of digits."""
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     is_digits = isinstance(value, str) and value.isascii() and value.isdigit()
     if not (is_number or is_digits):
-        raise _wrong("its task's 'index'", value, "a number, 0 or more")
+        raise _malformed(part, value, "an int >= 0")
     return int(value)
 
 
-def _wrong(part: str, value: Any, wanted: str) -> ArgumentError:
+def _malformed(part: str, value: Any, expected: str) -> ArgumentError:
     return ArgumentError(
-        f"The environment variable TF_CONFIG is malformed: {part} is {value!r:.200} and must be {wanted}. "
+        f"The environment variable TF_CONFIG is malformed: {part} is {value!r:.200} and must be {expected}. "
         f"The variable must be like {_EXAMPLE}."
     )

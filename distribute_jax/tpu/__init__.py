@@ -1,4 +1,4 @@
-"""The cores of a TPU: how they lie, which of them make a replica, and in which order.
+"""The cores of a TPU: their coordinates, which of them make a replica, and in which order.
 
 ``experimental`` has the names that TensorFlow has in ``tf.tpu.experimental``.
 """

@@ -23,12 +23,12 @@ def experimental_connect_to_cluster(
     after it, find the processes connected.
 
     Args:
-        cluster_spec_or_resolver: who the processes are: a resolver, since a ``ClusterSpec`` does not say
-            which of them this is; ``dj.cluster_resolver.detect()`` if None.
+        cluster_spec_or_resolver: a resolver, since a ``ClusterSpec`` does not say which of the processes
+            this is; ``dj.cluster_resolver.detect()`` if None.
         cluster_options: how long the processes wait for each other.
 
     Raises:
-        ValueError: it is no resolver.
+        ValueError: it is not a resolver.
         RuntimeError: something has computed before (``BackendStartedError``), or the processes cannot
             meet (``ClusterError``).
         TimeoutError: a process did not come in time.
@@ -48,19 +48,19 @@ def initialize_tpu_system(
     *,
     cluster_options: ClusterOptions | None = None,
 ) -> Topology:
-    """Tells how the cores of all processes lie; connects the processes if that is not done.
+    """Returns the topology of the cores of all processes; connects the processes if that is not done.
 
     JAX starts a TPU by itself, so nothing else is initialized, and nothing is lost by a second call.
 
     Args:
-        cluster_resolver: who the processes are; ``dj.cluster_resolver.detect()`` if None.
+        cluster_resolver: knows the processes; ``dj.cluster_resolver.detect()`` if None.
         cluster_options: how long the processes wait for each other.
 
     Returns:
         The topology, from which ``DeviceAssignment.build`` makes replicas of several cores.
 
     Raises:
-        ValueError: it is no resolver.
+        ValueError: it is not a resolver.
         RuntimeError: as for ``experimental_connect_to_cluster``.
         TimeoutError: a process did not come in time.
 
@@ -78,8 +78,8 @@ def initialize_tpu_system(
 
 
 def connected(resolver: Any, options: Any, caller: str) -> ClusterResolver:
-    """Connects the processes that a resolver tells of, and gives the resolver."""
-    found = resolve_cluster(resolver, caller)
+    """Connects the processes of a resolver; returns the resolver."""
+    resolver = resolve_cluster(resolver, caller)
     timeouts = check_cluster_options(options, caller)
-    processes.start(found, timeouts, timeouts.step_seconds, caller)
-    return found
+    processes.start(resolver, timeouts, timeouts.step_seconds, caller)
+    return resolver

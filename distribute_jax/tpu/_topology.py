@@ -19,12 +19,12 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class Topology:
     """The cores of all processes, by their coordinates (x, y, z, core on the chip).
 
-    ``initialize_tpu_system`` gives one. A TPU tells the coordinates itself; several slices lie one after
-    the other along x. Devices that have no coordinates, such as simulated ones, are laid out as the chips of
-    a TPU v3 host, of two cores each and two chips wide, one host after the other along y.
+    ``initialize_tpu_system`` returns one. The devices of a TPU have coordinates; several slices are placed
+    one after the other along x. Devices without coordinates, such as simulated ones, are laid out as the
+    chips of a TPU v3 host, of two cores each and two chips wide, one host after the other along y.
 
     Args:
-        devices: all devices of all processes, as ``jax.devices()`` gives them; every process has as many.
+        devices: all devices of all processes, as in ``jax.devices()``; every process has as many.
 
     Raises:
         ValueError: there are no devices, or the processes do not have equally many.
@@ -43,8 +43,8 @@ class Topology:
         counts = set(Counter(device.process_index for device in by_process).values())
         if len(counts) != 1:
             raise ArgumentError(
-                f"Topology(devices={list(map(str, devices))[:8]}): every process has to have as many "
-                f"devices, one at least, but the numbers are {sorted(counts)}. Pass jax.devices()."
+                "Every process must have the same number of devices, one at least; the numbers are "
+                f"{sorted(counts)}. Pass jax.devices()."
             )
         self._devices, self._per_task = by_process, counts.pop()
         at = np.asarray(_coordinates(by_process, self._per_task), np.int32)
@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def mesh_shape(self) -> Ints:
-        """How many cores there are along each axis, int32 of shape (4,)."""
+        """The number of cores along each axis, int32 of shape (4,)."""
         return self._mesh_shape
 
     @property
@@ -66,7 +66,7 @@ class Topology:
 
     @property
     def device_coordinates(self) -> Ints:
-        """Where each device lies, int32 of shape (processes, devices of each, 4)."""
+        """The coordinates of each device, int32 of shape (processes, devices of each, 4)."""
         return self._coordinates
 
     @property
@@ -85,7 +85,7 @@ class Topology:
         return self._per_task
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Gives the process that has the device at these coordinates, as a number from 0 on.
+        """Returns the number of the process that has the device at these coordinates.
 
         Raises:
             ValueError: there is no device.
@@ -93,7 +93,7 @@ class Topology:
         return self._number_at(device_coordinates) // self._per_task
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Gives the number of the device at these coordinates among those of its process.
+        """Returns the number of the device at these coordinates among those of its process.
 
         Raises:
             ValueError: there is no device.
@@ -101,7 +101,7 @@ class Topology:
         return self._number_at(device_coordinates) % self._per_task
 
     def device_at_coordinates(self, device_coordinates: Sequence[int]) -> jax.Device:
-        """Gives the device at these coordinates.
+        """Returns the device at these coordinates.
 
         Raises:
             ValueError: there is no device.
@@ -109,9 +109,9 @@ class Topology:
         return self._devices[self._number_at(device_coordinates)]
 
     def _number_at(self, coordinates: Sequence[int]) -> int:
-        at = tuple(int(one) for one in coordinates)
+        at = tuple(map(int, coordinates))
         inside = len(at) == self.mesh_rank and all(
-            0 <= one < size for one, size in zip(at, self._mesh_shape, strict=True)
+            0 <= i < n for i, n in zip(at, self._mesh_shape, strict=True)
         )
         number = int(self._numbers[at]) if inside else -1
         if number < 0:
@@ -122,7 +122,6 @@ class Topology:
         return number
 
     def __repr__(self) -> str:
-        """Names the shape and the numbers of processes and devices."""
         return (
             f"Topology(mesh_shape={self._mesh_shape.tolist()}, num_tasks={self.num_tasks}, "
             f"num_tpus_per_task={self._per_task})"
@@ -144,7 +143,7 @@ def _coordinates(devices: Sequence[Any], per_task: int) -> list[tuple[int, ...]]
 
 
 def _simulated(number: int, per_task: int) -> tuple[int, ...]:
-    """Lays the devices of a process out as a host of a TPU v3, with what is odd in one row."""
+    """Returns the coordinates of a device on a TPU v3 host; odd numbers of devices are one column."""
     task, place = divmod(number, per_task)
     cores = 2 if per_task % 2 == 0 else 1
     chip, core = divmod(place, cores)
@@ -159,12 +158,12 @@ class DeviceAssignment:
     ``build`` divides the topology into blocks, and is simpler than the constructor.
 
     Args:
-        topology: what ``initialize_tpu_system`` gave.
+        topology: the result of ``initialize_tpu_system``.
         core_assignment: ints of shape (replicas, cores of each, 4): the coordinates of every core.
 
     Raises:
-        ValueError: ``topology`` is none, the array has another shape, names a core twice, or one that is
-            not there.
+        ValueError: ``topology`` is not one, the array has another shape, or names a core twice or one that
+            does not exist.
 
     Example:
         >>> import distribute_jax as dj, jax
@@ -182,15 +181,14 @@ class DeviceAssignment:
         cores = np.asarray(core_assignment, np.int32)
         if cores.ndim != 3 or cores.shape[-1] != topology.mesh_rank or not cores.size:
             raise ArgumentError(
-                f"DeviceAssignment(core_assignment=…) got an array of shape {cores.shape}. It has the "
-                f"coordinates of every core: (replicas, cores of each, {topology.mesh_rank})."
+                f"core_assignment must have shape (replicas, cores of each, {topology.mesh_rank}); got "
+                f"{cores.shape}."
             )
         each = [tuple(core) for core in cores.reshape(-1, cores.shape[-1]).tolist()]
         twice = sorted({core for core in each if each.count(core) > 1})
         if twice:
             raise ArgumentError(
-                f"DeviceAssignment(core_assignment=…) names the cores {twice[:4]} more than once. Every "
-                "core belongs to one replica, and is one of its cores."
+                f"core_assignment must name every core once; the cores {twice[:4]} are named more than once."
             )
         self._cores: Ints = cores
         self._devices = [
@@ -209,11 +207,11 @@ class DeviceAssignment:
         Replicas are numbered process by process.
 
         Args:
-            topology: what ``initialize_tpu_system`` gave.
+            topology: the result of ``initialize_tpu_system``.
             computation_shape: the cores of one replica along each of the axes (x, y, z, core);
                 ``[1, 1, 1, 2]`` takes the two cores of one chip. One core if None.
             computation_stride: how far apart the cores of a replica are along each axis; 1 if None.
-            num_replicas: how many replicas; the first blocks are taken.
+            num_replicas: the number of replicas; the first blocks are used.
 
         Returns:
             The assignment.
@@ -227,22 +225,16 @@ class DeviceAssignment:
         shape = _checked_shape(topology, "computation_shape", computation_shape)
         stride = _checked_shape(topology, "computation_stride", computation_stride)
         blocks = list(_blocks(topology, shape, stride))
-        is_int = isinstance(num_replicas, int) and not isinstance(num_replicas, bool)
-        if not is_int or not 1 <= num_replicas <= len(blocks):
+        if type(num_replicas) is not int or not 1 <= num_replicas <= len(blocks):
             raise ArgumentError(
-                f"DeviceAssignment.build(num_replicas={num_replicas!r}): {len(blocks)} replicas of "
-                f"computation_shape={shape.tolist()} and computation_stride={stride.tolist()} fit in "
-                f"{topology!r}. Ask for 1 to {len(blocks)} of them."
-                if blocks
-                else f"DeviceAssignment.build: computation_shape={shape.tolist()} with "
-                f"computation_stride={stride.tolist()} does not fit in {topology!r}. Choose a shape "
-                "that does, such as [1, 1, 1, 1]."
+                f"{len(blocks)} replicas of computation_shape={shape.tolist()} and "
+                f"computation_stride={stride.tolist()} fit in {topology!r}; got {num_replicas=!r}."
             )
         return DeviceAssignment(topology, blocks[:num_replicas])
 
     @property
     def topology(self) -> Topology:
-        """The topology."""
+        """The topology that the cores belong to."""
         return self._topology
 
     @property
@@ -266,39 +258,38 @@ class DeviceAssignment:
         return [list(replica) for replica in self._devices]
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Gives the coordinates of a core of a replica."""
+        """Returns the coordinates of a core of a replica."""
         return tuple(self._cores[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """Gives the replicas that have one of their cores in a process.
+        """Returns the replicas that have one of their cores in a process.
 
         Args:
             task_id: the number of the process.
             logical_core: which of the cores of a replica.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there are none.
         """
         inside = 0 <= logical_core < self.num_cores_per_replica
         tasks = [
             self._topology.task_ordinal_at_coordinates(replica[logical_core])
             for replica in (self._cores if inside else ())
         ]
-        found = [replica for replica, task in enumerate(tasks) if task == task_id]
-        if not found:
+        replicas = [replica for replica, task in enumerate(tasks) if task == task_id]
+        if not replicas:
             raise ArgumentError(
                 f"DeviceAssignment.lookup_replicas({task_id}, {logical_core}): no replica has its core "
                 f"{logical_core} in process {task_id}. There are {self._topology.num_tasks} processes, "
                 f"and replicas have {self.num_cores_per_replica} cores, both counted from 0."
             )
-        return found
+        return replicas
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """Gives the number of a core's device among those of its process."""
+        """Returns the number of a core's device among those of its process."""
         return self._topology.tpu_device_ordinal_at_coordinates(self._cores[replica, logical_core])
 
     def __repr__(self) -> str:
-        """Names the numbers of replicas and cores, and the topology."""
         return (
             f"DeviceAssignment(num_replicas={self.num_replicas}, "
             f"num_cores_per_replica={self.num_cores_per_replica}, topology={self._topology!r})"
@@ -308,43 +299,41 @@ class DeviceAssignment:
 def _checked_topology(topology: Any, caller: str) -> Topology:
     if not isinstance(topology, Topology):
         raise ArgumentError(
-            f"{caller}(topology={topology!r:.80}): this is no Topology. Pass what "
-            "dj.tpu.experimental.initialize_tpu_system(resolver) gives."
+            f"{caller}: topology must be the result of "
+            f"dj.tpu.experimental.initialize_tpu_system(resolver); got {topology!r:.80}."
         )
     return topology
 
 
-def _checked_shape(topology: Topology, name: str, given: Any) -> Ints:
-    shape = np.asarray([1] * topology.mesh_rank if given is None else given)
+def _checked_shape(topology: Topology, name: str, value: Any) -> Ints:
+    shape = np.asarray([1] * topology.mesh_rank if value is None else value)
     if shape.shape != (topology.mesh_rank,) or shape.dtype.kind not in "iu" or (shape < 1).any():
         raise ArgumentError(
-            f"DeviceAssignment.build({name}={given!r}): it is {topology.mesh_rank} ints of at least 1, "
-            "along the axes (x, y, z, core), such as [1, 1, 1, 2] for the two cores of a chip."
+            f"{name} must be {topology.mesh_rank} ints >= 1, along the axes (x, y, z, core); got {value!r}."
         )
     return shape.astype(np.int32)
 
 
 def _blocks(topology: Topology, shape: Ints, stride: Ints) -> Iterator[Ints]:
-    """Gives the cores of each block that is wholly there, process by process."""
+    """Yields the cores of each block without missing devices, process by process."""
     footprint = shape * stride
     inside = np.asarray(list(np.ndindex(*shape)), np.int32) * stride
     # With a stride, blocks are woven into each other: each starts where the last has left a core out.
+    axes = zip(topology.mesh_shape.tolist(), footprint.tolist(), stride.tolist(), strict=True)
     starts = itertools.product(
         *(
             [
                 base + offset
-                for base in range(0, size - print_ + 1, print_)
+                for base in range(0, size - length + 1, length)
                 for offset in range(step)
             ]
-            for size, print_, step in zip(
-                topology.mesh_shape.tolist(), footprint.tolist(), stride.tolist(), strict=True
-            )
+            for size, length, step in axes
         )
     )
     blocks = [np.asarray(start, np.int32) + inside for start in starts]
     missing = {tuple(core) for core in topology.missing_devices.tolist()}
-    there = [b for b in blocks if missing.isdisjoint(map(tuple, b.tolist()))]
-    yield from sorted(there, key=lambda b: topology.task_ordinal_at_coordinates(b[0]))
+    complete = [b for b in blocks if missing.isdisjoint(map(tuple, b.tolist()))]
+    yield from sorted(complete, key=lambda b: topology.task_ordinal_at_coordinates(b[0]))
 
 
 def in_topology_order(devices: Sequence[Any]) -> list[Any]:
@@ -353,42 +342,40 @@ def in_topology_order(devices: Sequence[Any]) -> list[Any]:
     JAX orders the chips of one process; over all processes its order may go back and forth between them,
     but the replicas of a process have to be one run, since its rows of a batch are one.
     """
-    known = sorted(devices, key=lambda device: (device.process_index, device.id))
-    by_process = [list(own) for _, own in itertools.groupby(known, lambda d: d.process_index)]
-    return [device for own in by_process for device in _of_one_process(own)]
-
-
-def _of_one_process(devices: list[Any]) -> list[Any]:
-    if devices[0].platform != "tpu":
+    devices = sorted(devices, key=lambda device: (device.process_index, device.id))
+    if all(device.platform != "tpu" for device in devices):
         return devices
-    return list(create_device_mesh((len(devices),), devices, allow_split_physical_axes=True).flat)
+    by_process = [list(local) for _, local in itertools.groupby(devices, lambda d: d.process_index)]
+    meshes = [
+        create_device_mesh((len(local),), local, allow_split_physical_axes=True)
+        for local in by_process
+    ]
+    return [device for mesh in meshes for device in mesh.flat]
 
 
-def checked_assignment(given: Any, caller: str) -> list[list[Any]]:
-    """Gives the devices of each replica of an assignment that a strategy can work with."""
-    if not isinstance(given, DeviceAssignment):
+def checked_assignment(assignment: Any, caller: str) -> list[list[Any]]:
+    """Returns the devices of each replica of an assignment that a strategy can work with."""
+    if not isinstance(assignment, DeviceAssignment):
         raise ArgumentError(
-            f"{caller}(experimental_device_assignment={given!r:.80}): this is no DeviceAssignment. Pass "
+            f"{caller}: experimental_device_assignment must be a DeviceAssignment, such as "
             "dj.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], "
-            "num_replicas=4), or leave it out: one replica for each core."
+            f"num_replicas=4), or None; got {assignment!r:.80}."
         )
-    replicas = given.devices
-    owners = [sorted({device.process_index for device in replica}) for replica in replicas]
-    split = [i for i, processes in enumerate(owners) if len(processes) > 1]
+    processes = [{device.process_index for device in r} for r in assignment.devices]
+    split = [i for i, owners in enumerate(processes) if len(owners) > 1]
     if split:
         raise ArgumentError(
-            f"{caller}: the cores of replicas {split[:4]} of {given!r} belong to processes "
-            f"{owners[split[0]]}. All cores of a replica belong to one process, which brings its rows: "
-            "choose a computation_shape that fits the devices of one process "
-            f"({given.topology.num_tpus_per_task})."
+            f"{caller}: the cores of replicas {split[:4]} of {assignment!r} belong to processes "
+            f"{sorted(processes[split[0]])}. All cores of a replica must belong to one process, which brings "
+            "its rows: choose a computation_shape that fits the devices of one process "
+            f"({assignment.topology.num_tpus_per_task})."
         )
-    order = [processes[0] for processes in owners]
-    counts = {order.count(task) for task in range(given.topology.num_tasks)}
+    order = [process for owners in processes for process in owners]
+    counts = {order.count(task) for task in range(assignment.topology.num_tasks)}
     if order != sorted(order) or len(counts) > 1:
         raise ArgumentError(
-            f"{caller}: the replicas of {given!r} belong to processes {order[:16]}. Each process has as "
-            "many replicas, which follow each other in the order of the processes: "
-            "DeviceAssignment.build gives such an order; choose num_replicas so that it takes as many of "
-            "each process."
+            f"{caller}: the replicas of {assignment!r} belong to processes {order[:16]}. Each process must "
+            "have as many replicas, in the order of the processes, as DeviceAssignment.build returns them: "
+            "choose num_replicas so that it uses as many devices of each process."
         )
-    return replicas
+    return assignment.devices

@@ -1,4 +1,4 @@
-"""An environment without a cluster, and a small HTTP server that plays the remote services."""
+"""An environment without a cluster, and a small HTTP server in the place of remote services."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name in NAMES or name.startswith(PREFIXES):
             monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    divided = dict(_slurm._undivided)
+    divided = dict(_slurm._gpus_before)
     yield
-    _slurm._undivided.clear()
-    _slurm._undivided.update(divided)
+    _slurm._gpus_before.clear()
+    _slurm._gpus_before.update(divided)
 
 
 class Server(ThreadingHTTPServer):
@@ -52,7 +52,6 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: dict[str, str | int | list[str | int]] = {}
         self.asked: list[tuple[str, str, dict[str, str], str]] = []
-        self.scheme = "http"
         self.released = threading.Event()
 
     @property
@@ -61,7 +60,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.host}"
+        return f"http://{self.host}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -84,13 +83,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.released.wait(20)
             return
         self.send_response(answer if isinstance(answer, int) else 200)
-        if answer == 302:
-            self.send_header("Location", "/elsewhere")
         self.end_headers()
-        if answer == "dribble":
-            while not self.server.released.wait(0.05):
-                self.wfile.write(b".")
-        elif isinstance(answer, str):
+        if isinstance(answer, str):
             self.wfile.write(answer.encode())
 
     def log_message(self, *_: object) -> None:

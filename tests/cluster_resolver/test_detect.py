@@ -1,4 +1,4 @@
-"""Which resolver is found where, and what is said where there is none."""
+"""Which resolver is used where, and the message where no cluster is found."""
 
 from __future__ import annotations
 

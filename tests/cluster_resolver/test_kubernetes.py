@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-import ssl
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import distribute_jax as dj
 from distribute_jax.cluster_resolver import (
-    KubernetesClient,
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
+    _kubernetes,
 )
 
 
@@ -45,7 +42,7 @@ def test_pods_are_workers_in_the_order_of_their_names():
     assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.2:8470", "10.0.0.1:8470"]}
     assert (resolver.task_type, resolver.task_id, resolver.master()) == (None, None, "")
     assert resolver.master("worker", 1) == "grpc://10.0.0.1:8470"
-    with pytest.raises(RuntimeError, match="which of its tasks this process is, is not"):
+    with pytest.raises(RuntimeError, match="not which of its tasks this process is"):
         _ = resolver.process_id
     resolver.task_type, resolver.task_id = "worker", 0
     assert (resolver.process_id, resolver.num_processes) == (0, 2)
@@ -58,7 +55,7 @@ def test_a_pod_finds_its_task_by_its_name(monkeypatch):
     assert (resolver.task_type, resolver.task_id, resolver.process_id) == ("worker", 1, 1)
 
 
-def test_jobs_have_selectors_of_their_own():
+def test_each_job_has_its_selectors():
     """A pod that two selectors find is one pod."""
     stub = Stub(
         a_1=[_pod("x", ip="1")], b_1=[_pod("x", ip="1"), _pod("y", ip="2")], c_1=[_pod("p", ip="3")]
@@ -89,152 +86,115 @@ def test_all_pods_must_run(pods, says):
         KubernetesClusterResolver(override_client=Stub(job_name_tensorflow=pods)).cluster_spec()
 
 
+@pytest.fixture
+def pod(server, monkeypatch, tmp_path):
+    """Makes this process a pod in the namespace ``team``, and the server the API."""
+
+    def load(configuration):
+        configuration.host = server.url
+        configuration.api_key["BearerToken"] = "bearer secret"
+
+    monkeypatch.setattr("kubernetes.config.load_incluster_config", load)
+    (tmp_path / "namespace").write_text("team")
+    monkeypatch.setattr(_kubernetes, "NAMESPACE", tmp_path / "namespace")
+
+
+LABELLED = "?labelSelector=job-name%3Dtensorflow"
 PODS = {
     "items": [
-        {"metadata": {"name": "a"}, "status": {"phase": "Running", "podIP": "10.0.0.1"}},
-        {"metadata": {"name": "b"}, "status": {"phase": "Running", "podIP": "10.0.0.2"}},
+        {"metadata": {"name": name}, "status": {"phase": "Running", "podIP": ip}, "spec": None}
+        for name, ip in (("a", "10.0.0.1"), ("b", "10.0.0.2"))
     ]
 }
 
 
-@pytest.fixture
-def account(tmp_path):
-    """The folder that Kubernetes puts into a pod."""
-    for name, text in {"token": "secret\n", "namespace": "team"}.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
+def test_a_pod_lists_those_of_its_namespace_with_its_token(server, pod):
+    """A service account seldom may list the pods of all namespaces."""
+    server.answers[f"/api/v1/namespaces/team/pods{LABELLED}"] = json.dumps(PODS)
+    spec = KubernetesClusterResolver().cluster_spec()
+    assert spec.as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+    assert server.asked[0][2]["authorization"] == "bearer secret"
 
 
-def test_the_api_is_asked_for_pods_page_by_page(server, account):
-    """In the pod's namespace, with its token, which Kubernetes changes now and then."""
-    place = "/api/v1/namespaces/team/pods?labelSelector=job-name%3Dtensorflow"
-    page = {"items": PODS["items"][:1], "metadata": {"continue": "x/y="}}
-    server.answers[place] = json.dumps(page)
-    server.answers[f"{place}&continue=x%2Fy%3D"] = json.dumps({"items": PODS["items"][1:]})
-    client = KubernetesClient(server.url, account=str(account))
-    resolver = KubernetesClusterResolver(override_client=client)
-    assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
-    (account / "token").write_text("newer")
-    resolver.cluster_spec()
-    tokens = [headers.get("authorization") for _, _, headers, _ in server.asked]
-    assert tokens == ["Bearer secret"] * 2 + ["Bearer newer"] * 2
+def test_off_the_cluster_the_kubeconfig_file_says_where_the_api_is(server, monkeypatch, tmp_path):
+    """And the pods of all namespaces are listed."""
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+        "users": [{"name": "u", "user": {"token": "mine"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config")
+    )
+    server.answers[f"/api/v1/pods{LABELLED}"] = json.dumps(PODS)
+    off = KubernetesClusterResolver(executable_location=KubernetesExecutableLocation.OFF_CLUSTER)
+    assert off.cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
+    assert server.asked[0][2]["authorization"] == "Bearer mine"
 
 
-def _certificate(folder: Path) -> tuple[str, str]:
-    """Makes a certificate for loopback and its key, which end with the test."""
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    options = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -batch"
-    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    made = ["openssl", "req", *options.split(), *names, *files]
-    subprocess.run(made, check=True, capture_output=True, timeout=60)
-    return certificate.read_text(), key.read_text()
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-def test_in_a_pod_the_api_is_found_and_its_certificate_is_checked(
-    server, account, monkeypatch, tmp_path
-):
-    """By the two variables; another certificate than the cluster's is refused."""
-    certificate, key = _certificate(tmp_path)
-    (account / "ca.crt").write_text(certificate)
-    (tmp_path / "pem").write_text(certificate + key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "pem")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    server.answers["/api/v1/namespaces/team/pods?labelSelector=a%3D1"] = json.dumps(PODS)
-    host, port = server.host.split(":")
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
-    client = KubernetesClient(account=str(account), timeout=5)
-    assert [pod.metadata.name for pod in client.list_pod_for_all_namespaces("a=1").items] == [
-        "a",
-        "b",
-    ]
-    (account / "ca.crt").unlink()
-    with pytest.raises(
-        RuntimeError, match=r"no answer from https://127.0.0.1:\d+/.*(?i:certificate)"
-    ):
-        client.list_pod_for_all_namespaces("a=1")
-
-
-def test_without_an_account_all_namespaces_are_listed(server, tmp_path):
-    """As through kubectl proxy, which needs no token."""
-    server.answers["/api/v1/pods?labelSelector=a%3D1"] = json.dumps({"items": []})
-    client = KubernetesClient(server.url + "/", account=str(tmp_path))
-    assert client.list_pod_for_all_namespaces("a=1").items == []
-    assert "authorization" not in server.asked[0][2]
-
-
-def test_outside_a_pod_the_api_is_not_found(tmp_path):
-    """And the message says what to run."""
-    with pytest.raises(RuntimeError, match=r"so this is no pod.*kubectl proxy"):
-        KubernetesClient(account=str(tmp_path)).read_job("a")
-    with pytest.raises(RuntimeError, match="so this is no pod"):
+def test_outside_a_pod_the_api_is_not_found():
+    """The message says what to pass."""
+    with pytest.raises(RuntimeError, match=r"Outside of a pod pass executable_location="):
         KubernetesClusterResolver().cluster_spec()
 
 
-def test_off_the_cluster_the_package_reads_the_kubeconfig(monkeypatch, tmp_path):
-    """Only there, unlike in TensorFlow, and only then is it imported."""
-    off = KubernetesClusterResolver(executable_location=KubernetesExecutableLocation.OFF_CLUSTER)
+def test_an_api_that_does_not_answer_is_named_in_time(server, pod, monkeypatch):
+    """It is not asked again."""
+    monkeypatch.setattr(_kubernetes, "_SECONDS", 0.3)
+    server.answers[f"/api/v1/namespaces/team/pods{LABELLED}"] = "silence"
+    with pytest.raises(dj.ServiceError, match=rf"no answer from {server.url} within 0.3 s"):
+        KubernetesClusterResolver().cluster_spec()
+    assert len(server.asked) == 1
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch):
+    """What to install stands in the message."""
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(ImportError, match="pip install kubernetes"):
-        off.cluster_spec()
-    monkeypatch.delitem(sys.modules, "kubernetes")
-    (tmp_path / "kubernetes").mkdir()
-    (tmp_path / "kubernetes/__init__.py").write_text(
-        "from types import SimpleNamespace as N\n"
-        "loaded = []\n"
-        "pod = N(metadata=N(name='a'), status=N(phase='Running', pod_ip='1'))\n"
-        "config = N(load_kube_config=lambda: loaded.append(1))\n"
-        "api = N(list_pod_for_all_namespaces=lambda label_selector: N(items=[pod]))\n"
-        "client = N(CoreV1Api=lambda: api)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert off.cluster_spec().as_dict() == {"worker": ["1:8470"]}
-    assert sys.modules.pop("kubernetes").loaded == [1]
+    with pytest.raises(dj.MissingPackageError, match=r"distribute-jax\[kubernetes\]"):
+        KubernetesClusterResolver().cluster_spec()
 
 
-def test_a_location_that_is_none_is_refused():
-    """A bool is no place."""
+def test_another_location_is_refused():
+    """Such as a bool."""
     with pytest.raises(ValueError, match="WITHIN_CLUSTER or OFF_CLUSTER"):
         KubernetesClusterResolver(executable_location=True)
 
 
 def _job(completions=4, parallelism=4, subdomain="pods", labels=None):
-    pod = {"subdomain": subdomain} if subdomain else {}
+    pod = {"containers": [{"name": "train"}]} | ({"subdomain": subdomain} if subdomain else {})
     spec = {"completions": completions, "parallelism": parallelism, "template": {"spec": pod}}
     return json.dumps({"metadata": {"labels": labels}, "spec": spec})
 
 
 @pytest.fixture
-def pod(server, account, monkeypatch):
-    """Plays a pod of a Job; gives its resolver."""
+def indexed(server, pod, monkeypatch):
+    """Makes this process a pod of a Job; returns its resolver."""
 
     def play(job, index, host, answer):
         monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
         monkeypatch.setenv("HOSTNAME", host)
         server.answers[f"/apis/batch/v1/namespaces/team/jobs/{job}"] = answer
-        client = KubernetesClient(server.url, account=str(account))
-        return KubernetesClusterResolver(override_client=client, tf_server_port=1)
+        return KubernetesClusterResolver(tf_server_port=1)
 
     return play
 
 
-def test_the_pods_of_an_indexed_job_are_met_at_their_names(pod):
+def test_the_pods_of_an_indexed_job_have_its_names(indexed):
     """The API is asked for the Job alone: which pods run already does not matter."""
-    resolver = pod("train", 2, "train-2", _job())
+    resolver = indexed("train", 2, "train-2", _job())
     names = ["train-0.pods:1", "train-1.pods:1", "train-2.pods:1", "train-3.pods:1"]
     assert resolver.cluster_spec().as_dict() == {"worker": names}
     assert (resolver.num_processes, resolver.process_id) == (4, 2)
     assert resolver.coordinator_address == "train-0.pods:1"
 
 
-def test_the_jobs_of_a_job_set_are_one_cluster(pod):
+def test_the_jobs_of_a_job_set_are_one_cluster(indexed):
     """Slice by slice, in the order of the Jobs."""
     key = "jobset.sigs.k8s.io/"
     labels = {f"{key}job-index": "1", f"{key}replicatedjob-replicas": "3"}
-    resolver = pod("big-slice-1", 1, "big-slice-1-1", _job(2, 2, "big", labels))
+    resolver = indexed("big-slice-1", 1, "big-slice-1-1", _job(2, 2, "big", labels))
     workers = resolver.cluster_spec().job_tasks("worker")
     assert workers[:3] == ["big-slice-0-0.big:1", "big-slice-0-1.big:1", "big-slice-1-0.big:1"]
     assert (resolver.num_processes, resolver.process_id) == (6, 3)
@@ -245,16 +205,16 @@ def test_the_jobs_of_a_job_set_are_one_cluster(pod):
     ("host", "answer", "says"),
     [
         ("train-2", _job(4, 2), "could never meet. Set spec.parallelism"),
-        ("train-2", _job(2, 2), "JOB_COMPLETION_INDEX=2, and completions=2"),
+        ("train-2", _job(2, 2), "2 completions, so JOB_COMPLETION_INDEX=2"),
         ("train-2", _job(subdomain=None), "Add a headless Service"),
         ("other", _job(), "does not end in -2"),
         ("train-2", 403, "answered 403 .* a Role with the verbs get and list"),
     ],
 )
-def test_a_job_whose_pods_cannot_meet_is_an_error(pod, host, answer, says):
+def test_a_job_whose_pods_cannot_meet_is_an_error(indexed, host, answer, says):
     """Each with what to change in the manifest."""
     with pytest.raises(RuntimeError, match=says):
-        pod("train", 2, host, answer).cluster_spec()
+        indexed("train", 2, host, answer).cluster_spec()
 
 
 @pytest.mark.parametrize(
@@ -267,12 +227,12 @@ def test_a_job_whose_pods_cannot_meet_is_an_error(pod, host, answer, says):
 )
 def test_a_manifest_that_says_it_all_needs_no_api(monkeypatch, variables, answers):
     """Nor a service account that may ask."""
-    told = {
+    manifest = {
         "JOB_COMPLETION_INDEX": "3",
         "NUM_PROCESSES": "4",
         "COORDINATOR_ADDRESS": "train-0.pods",
     }
-    for name, value in (told | variables).items():
+    for name, value in (manifest | variables).items():
         monkeypatch.setenv(name, value)
     resolver = KubernetesClusterResolver()
     assert (resolver.num_processes, resolver.process_id, resolver.coordinator_address) == answers

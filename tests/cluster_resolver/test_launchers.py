@@ -64,12 +64,12 @@ def test_torchrun_that_listens_itself_leaves_the_port_above(launched):
     [
         ({"RANK": None}, "RANK not found in environment. Start the program with torchrun"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
-        ({"RANK": "4"}, "RANK=4, and WORLD_SIZE=4"),
+        ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR=''"),
     ],
 )
-def test_a_launch_by_torchrun_that_is_none_is_named(launched, change, says):
+def test_a_launch_by_torchrun_that_is_malformed_is_named(launched, change, says):
     """The variable, and the rule."""
     launched(TORCHRUN, **change)
     with pytest.raises(RuntimeError, match=says):
@@ -117,7 +117,9 @@ def test_open_mpi_5_leaves_one_question_to_jax(launched):
     given = OpenMPIClusterResolver("a:1234")
     assert (given.coordinator_address, given.detection_method) == ("a:1234", None)
     launched({}, OMPI_COMM_WORLD_RANK="4")
-    with pytest.raises(RuntimeError, match="OMPI_COMM_WORLD_RANK=4, and OMPI_COMM_WORLD_SIZE=4"):
+    with pytest.raises(
+        RuntimeError, match="OMPI_COMM_WORLD_RANK=4 must be below OMPI_COMM_WORLD_SIZE=4"
+    ):
         resolver.cluster_spec()
 
 
@@ -140,11 +142,11 @@ def test_sage_maker_numbers_its_hosts_by_name(launched):
         ({"SM_HOSTS": None}, "SM_HOSTS not found"),
         ({"SM_HOSTS": "algo-1"}, "must be a JSON list of hosts"),
         ({"SM_HOSTS": "[]"}, "must be a JSON list of hosts"),
-        ({"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST='algo-3' is none of the hosts"),
-        ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST=None is none of the hosts"),
+        ({"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST='algo-3' is not one of the hosts"),
+        ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST=None is not one of the hosts"),
     ],
 )
-def test_a_job_of_sage_maker_that_is_none_is_named(launched, change, says):
+def test_a_job_of_sage_maker_that_is_malformed_is_named(launched, change, says):
     """The variable, and what it holds."""
     launched({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-1"}, **change)
     with pytest.raises(RuntimeError, match=says):

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from distribute_jax.cluster_resolver import ClusterSpec, SimpleClusterResolver
-from distribute_jax.cluster_resolver._base import count_accelerators
+from distribute_jax.cluster_resolver._base import count_by_kind
 
 CHIEF = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
 GAPS = {"worker": {2: "b:1", 0: "a:1"}}
@@ -38,8 +38,8 @@ def test_processes_follow_from_the_cluster_and_the_task(cluster, task, answers):
 @pytest.mark.parametrize(
     ("cluster", "task", "says"),
     [
-        ({"worker": ["a:1"]}, (None, None), "which of its tasks this process is, is not"),
-        ({"worker": ["a:1"]}, ("worker", 1), r"\('worker', 1\) is no process"),
+        ({"worker": ["a:1"]}, (None, None), "not which of its tasks this process is"),
+        ({"worker": ["a:1"]}, ("worker", 1), r"\('worker', 1\) is not one of the 1 tasks"),
         (CHIEF, ("ps", 0), "Tasks of the jobs 'ps' and 'evaluator' do not train"),
         ({"ps": ["a:1"]}, ("ps", 0), "has no task that trains"),
         ({"worker": ["a:1", "a:1"]}, ("worker", 1), "the same address 'a:1'"),
@@ -93,14 +93,14 @@ class Device:
     ],
 )
 def test_accelerators_are_counted_by_kind(platforms, counts):
-    """CPUs are no accelerators, and every make of GPU is a GPU."""
-    assert count_accelerators(map(Device, platforms)) == counts
+    """CPUs are not accelerators, and every make of GPU is a GPU."""
+    assert count_by_kind(map(Device, platforms)) == counts
 
 
 def test_devices_of_a_task_are_those_of_its_process():
     """JAX runs with one process here, so that the second task's devices are not there to count."""
     resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}))
-    assert resolver.num_accelerators() == count_accelerators(jax.devices())
-    assert resolver.num_accelerators("worker", 0) == count_accelerators(jax.devices())
+    assert resolver.num_accelerators() == count_by_kind(jax.devices())
+    assert resolver.num_accelerators("worker", 0) == count_by_kind(jax.devices())
     with pytest.raises(ValueError, match=r"this is process 1, and JAX runs with 1 process"):
         resolver.num_accelerators("worker", 1)

@@ -203,7 +203,7 @@ def test_without_a_list_of_gpus_the_driver_is_asked(step, monkeypatch, tmp_path,
         ({"jobs": {"worker": 3}}, "Requested 3 tasks but only 2 were assigned"),
         ({"gpus_per_node": 1, "gpus_per_task": 1}, "Requested more GPUs per node than available"),
         ({"tasks_per_node": 3}, "Requested 2 tasks but only 3"),
-        ({"jobs": {"worker": -2, "ps": 4}}, "must be an int, 0 or more"),
+        ({"jobs": {"worker": -2, "ps": 4}}, "must be ints >= 0"),
     ],
 )
 def test_more_than_slurm_gave_is_refused(step, arguments, says):
@@ -224,12 +224,12 @@ def test_more_than_slurm_gave_is_refused(step, arguments, says):
         ("SLURM_STEP_NODELIST", None, "SLURM_STEP_NODELIST not found"),
         ("SLURM_STEP_TASKS_PER_NODE", None, "SLURM_STEP_TASKS_PER_NODE not found"),
         ("SLURM_STEP_NUM_TASKS", None, "SLURM_STEP_NUM_TASKS not found"),
-        ("SLURM_PROCID", "first", "SLURM_PROCID='first' in the environment must be a number"),
-        ("SLURM_PROCID", "2", "SLURM_PROCID=2, and SLURM_STEP_NUM_TASKS=2"),
+        ("SLURM_PROCID", "first", "SLURM_PROCID='first' must be an int >= 0"),
+        ("SLURM_PROCID", "2", "SLURM_PROCID=2 must be below the number of tasks, 2"),
         ("SLURM_STEP_NODELIST", "n[1-3]", "names 3 host"),
     ],
 )
-def test_a_step_that_is_none_is_named(step, monkeypatch, name, value, says):
+def test_a_malformed_step_is_named(step, monkeypatch, name, value, says):
     """The variable that is missing or wrong, and what to start the program with."""
     step(0, 2, "n1", "2")
     monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)

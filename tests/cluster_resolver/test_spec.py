@@ -45,17 +45,17 @@ def test_a_spec_does_not_change_with_the_dict_that_made_it():
 @pytest.mark.parametrize(
     ("cluster", "says"),
     [
-        (["a:1"], "must be a dict from names of jobs"),
+        (["a:1"], "or a dict from names of jobs"),
         ({"worker": "a:1"}, "must be a list of addresses"),
         ({"worker": 3}, "must be a list of addresses"),
-        ({"worker": [1]}, "an address is a string"),
+        ({"worker": [1]}, "an address must be a string"),
         ({"worker": {"0": "a:1"}}, "the index of a task must be an int"),
         ({"worker": {True: "a:1"}}, "the index of a task must be an int"),
         ({3: ["a:1"]}, "the name of a job must be a string"),
     ],
 )
 def test_a_cluster_of_another_form_is_a_type_error_that_names_the_part(cluster, says):
-    """What is no cluster is refused when the spec is made."""
+    """When the spec is made."""
     with pytest.raises(TypeError, match=says) as error:
         ClusterSpec(cluster)
     assert isinstance(error.value, dj.DistributeError)
@@ -73,5 +73,5 @@ def test_what_is_not_there_is_a_value_error_that_lists_what_is():
         ValueError, match=r"No task with index 2 in job 'worker': its tasks are 0, 1"
     ):
         spec.task_address("worker", 2)
-    with pytest.raises(ValueError, match="indices count from 0"):
+    with pytest.raises(ValueError, match="indices must be >= 0"):
         ClusterSpec({"worker": {-1: "a:1"}})

@@ -53,7 +53,7 @@ def test_what_is_given_wins_over_the_variable(tf_config):
     assert given.master() == "grpc://w0:2222"
 
 
-def test_the_variable_is_read_anew_at_each_call(tf_config):
+def test_the_variable_is_read_at_each_call(tf_config):
     """A resolver made earlier sees what was set later."""
     resolver = TFConfigClusterResolver()
     assert (resolver.num_processes, resolver.coordinator_address) == (1, None)
@@ -103,7 +103,7 @@ MALFORMED = {
         {"cluster": {"worker": "a:1"}},
         "the job 'worker' of its cluster is 'a:1'",
     ),
-    "address is a number": ({"cluster": {"worker": [2222]}}, "an address is a string"),
+    "address is a number": ({"cluster": {"worker": [2222]}}, "an address must be a string"),
     "index in the cluster": ({"cluster": {"worker": {"x": "a:1"}}}, "an index in the job 'worker'"),
     "task is a list": ({"task": ["worker", 0]}, "its 'task' is"),
     "type is a number": ({"task": {"type": 1}}, "its task's 'type' is 1"),
@@ -126,7 +126,7 @@ def test_a_malformed_variable_is_a_value_error_that_names_the_part(tf_config, ca
     assert isinstance(error.value, dj.ArgumentError)
 
 
-def test_text_that_is_no_json_is_the_error_that_tensorflow_raises(tf_config):
+def test_text_that_is_not_json_is_the_error_that_tensorflow_raises(tf_config):
     """With the place where it goes wrong."""
     tf_config('{"cluster": }')
     with pytest.raises(json.JSONDecodeError, match=r"line 1 column 13") as error:

@@ -62,7 +62,7 @@ def test_what_is_given_wins_over_the_first_resolver_0_included():
     assert (given.process_id, given.num_processes) == (2, 3)
 
 
-def test_what_is_no_resolver_is_refused():
+def test_other_objects_are_refused():
     """A ValueError for none, a TypeError for something else."""
     with pytest.raises(ValueError, match="at least one ClusterResolver is required"):
         UnionResolver()
