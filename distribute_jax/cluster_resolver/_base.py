@@ -120,7 +120,7 @@ class ClusterResolver(abc.ABC):
         Raises:
             ArgumentError: JAX was started with fewer processes than the task's.
         """
-        return self._count_accelerators(task_type, task_id)
+        return self._accelerators(task_type, task_id)
 
     @property
     def environment(self) -> str:
@@ -216,7 +216,7 @@ class ClusterResolver(abc.ABC):
         """Returns the task whose address ``master()`` returns."""
         return self.task_type, self.task_id
 
-    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+    def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         if task_type is None or task_id is None:
             return count_by_kind(jax.devices())
         process = self._process_of(self.cluster_spec(), (task_type, task_id))

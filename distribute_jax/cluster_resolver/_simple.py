@@ -68,10 +68,10 @@ class SimpleClusterResolver(ClusterResolver):
             return self._master
         return super().master(task_type, task_id, rpc_layer)
 
-    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+    def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         if self._num_accelerators is not None:
             return self._num_accelerators
-        return super()._count_accelerators(task_type, task_id)
+        return super()._accelerators(task_type, task_id)
 
 
 class UnionResolver(ClusterResolver):
@@ -147,7 +147,7 @@ class UnionResolver(ClusterResolver):
         """The environment of the first resolver."""
         return self._resolvers[0].environment
 
-    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+    def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
     def _detected_task_type(self) -> str | None:

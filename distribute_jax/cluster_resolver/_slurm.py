@@ -145,7 +145,7 @@ class SlurmClusterResolver(ClusterResolver):
         """The number of this process on its host; None where it sees its own GPUs only."""
         return None if self._gpus_per_task else self._number_on_host(self._rank)
 
-    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+    def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         return {"GPU": self._gpus_per_task}
 
     def _number_on_host(self, rank: int) -> int:

@@ -94,8 +94,8 @@ class TFConfigClusterResolver(ClusterResolver):
         fixed = self._fixed_environment
         return _read().environment if fixed is None else fixed
 
-    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
-        return super()._count_accelerators(
+    def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+        return super()._accelerators(
             self.task_type if task_type is None else task_type,
             self.task_id if task_id is None else task_id,
         )

@@ -218,7 +218,7 @@ class TPUClusterResolver(ClusterResolver):
         address = super().coordinator_address
         return address and f"{address.rpartition(':')[0]}:{_COORDINATOR_PORT}"
 
-    def _count_accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
+    def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         return {"TPU": jax.local_device_count()}  # those of one host, simulated ones included
 
     def _default_task(self) -> tuple[str | None, int | None]:
