@@ -59,7 +59,9 @@ def test_a_process_0_that_never_says_where_it_is_is_named(launched, tmp_path):
     """After the timeout, with the file that is missing."""
     launched(1)
     resolver = dj.cluster_resolver.LaunchedClusterResolver(timeout=0.1)
-    with pytest.raises(dj.ClusterError, match=r"process 1 waited 0\.1 s for process 0") as error:
+    with pytest.raises(
+        dj.ClusterError, match=r"process 1 waited 0\.1 s for the address of process 0"
+    ) as error:
         _ = resolver.coordinator_address
     assert str(tmp_path / "coordinator-0") in str(error.value)
 
