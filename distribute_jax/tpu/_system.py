@@ -79,7 +79,7 @@ def initialize_tpu_system(
 
 def connected(resolver: Any, options: Any, caller: str) -> ClusterResolver:
     """Connects the processes of a resolver; returns the resolver."""
-    resolver = resolve_cluster(resolver, caller)
+    cluster = resolve_cluster(resolver, caller)
     timeouts = check_cluster_options(options, caller)
-    processes.start(resolver, timeouts, timeouts.step_seconds, caller)
-    return resolver
+    processes.start(cluster, timeouts, timeouts.step_seconds, caller)
+    return cluster
