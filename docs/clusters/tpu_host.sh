@@ -4,7 +4,7 @@ set -euo pipefail
 bucket="$1"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# uv brings a Python of its own, whichever one the image has.
+# uv installs a Python, whichever one the image has.
 export PATH="$HOME/.local/bin:$PATH"
 command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 [ -d .venv ] || uv venv --python 3.12 .venv
