@@ -181,9 +181,3 @@ class LoweringError(DistributeError, NotImplementedError):
 
 class UnsupportedError(DistributeError, NotImplementedError):
     """The strategy, or the method, does not offer what an option asks for."""
-
-
-for _cls in [c for c in list(globals().values()) if isinstance(c, type)]:
-    if issubclass(_cls, DistributeError):
-        _cls.__module__ = "distribute_jax"
-del _cls

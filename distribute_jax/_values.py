@@ -66,8 +66,6 @@ class DistributedValues:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __module__ = "distribute_jax"
-
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This process's parts in replica order, each on its device, uncommitted, without padding."""
@@ -132,8 +130,6 @@ class PerReplica(DistributedValues):
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         global_array: jax.Array,
@@ -192,8 +188,6 @@ class PerReplica(DistributedValues):
 
 class UnevenPerReplica(PerReplica):
     """A per-replica value made on the host from parts of different shapes, one array a replica."""
-
-    __module__ = "distribute_jax"
 
     def __init__(self, parts: Sequence[jax.Array], mesh: Mesh) -> None:
         self.parts = tuple(parts)
@@ -265,8 +259,6 @@ class Mirrored(metaclass=_MirroredType):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/Mirrored
     """
-
-    __module__ = "distribute_jax"
 
 
 def mark_mirrored(array: jax.Array, step: str | None) -> jax.Array:

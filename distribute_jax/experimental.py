@@ -1,5 +1,6 @@
 """What TensorFlow has in ``tf.distribute.experimental``, under the same names."""
 
+from distribute_jax._lazy import publish
 from distribute_jax.collectives import (
     CommunicationImplementation as CommunicationImplementation,
     CommunicationOptions as CommunicationOptions,
@@ -24,3 +25,5 @@ __all__ = [
     "TPUStrategy",
     "ValueContext",
 ]
+
+publish(globals(), ["CommunicationImplementation", "CommunicationOptions"], __name__)

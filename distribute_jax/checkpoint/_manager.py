@@ -81,8 +81,6 @@ class CheckpointManager:
     Source: https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -46,8 +46,6 @@ class RingAllReduce(CrossDeviceOps):
         workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = checked_num_packs(num_packs, "RingAllReduce")
 
@@ -126,8 +124,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
         self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
         is_int = isinstance(group_size, int) and not isinstance(group_size, bool)
@@ -201,8 +197,6 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReductionToOneDevice
     """
-
-    __module__ = "distribute_jax"
 
     def __init__(
         self, reduce_to_device: Any = None, accumulation_fn: Accumulate | None = None

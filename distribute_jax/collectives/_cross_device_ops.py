@@ -46,8 +46,6 @@ class CrossDeviceOps(abc.ABC):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/CrossDeviceOps
     """
 
-    __module__ = "distribute_jax"
-
     num_packs: int = 0
     """Vectors that the arrays of each dtype are joined and cut into; 0 for none."""
 
@@ -184,8 +182,6 @@ class NcclAllReduce(CrossDeviceOps):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/NcclAllReduce
     """
-
-    __module__ = "distribute_jax"
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = checked_num_packs(num_packs, "NcclAllReduce")

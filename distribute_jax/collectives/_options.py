@@ -18,8 +18,6 @@ class CommunicationImplementation(enum.Enum):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationImplementation
     """
 
-    __module__ = "distribute_jax.experimental"
-
     AUTO = "AUTO"
     """What the strategy was made with; XLA's own collectives unless it was told otherwise."""
     RING = "RING"
@@ -103,10 +101,6 @@ class CommunicationOptions:
         )
 
 
-# Not in the class: dataclass looks its module up, which may not be imported by then.
-CommunicationOptions.__module__ = "distribute_jax.experimental"
-
-
 def checked_options(options: object, method: str) -> CommunicationOptions:
     """Gives the options of a call, defaults for None, or raises for another object."""
     if options is None:
@@ -153,8 +147,6 @@ class ReduceOp(enum.Enum):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReduceOp
     """
-
-    __module__ = "distribute_jax"
 
     SUM = "SUM"
     """Add the replicas' values."""

@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 publish(
-    globals(), ["ArrayDataset", "FileDataset", "from_arrays", "from_files"], "distribute_jax.data"
+    globals(),
+    ["ArrayDataset", "FileDataset", "OptionalElement", "from_arrays", "from_files"],
+    "distribute_jax.data",
 )
 
 if not TYPE_CHECKING:

@@ -61,8 +61,6 @@ class DistributedDataset:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
     """
 
-    __module__ = "distribute_jax"
-
     if not TYPE_CHECKING:
         __getattr__ = answering("DistributedDataset")
 
@@ -170,8 +168,6 @@ class DistributedIterator(Iterator[Any]):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
-
-    __module__ = "distribute_jax"
 
     def __init__(
         self, dataset: DistributedDataset, epoch: int, elements: Iterator[_Placed]
@@ -291,8 +287,6 @@ class OptionalElement:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/experimental/Optional
     """
-
-    __module__ = "distribute_jax"
 
     def __init__(self, *element: PyTree) -> None:
         self._element = element

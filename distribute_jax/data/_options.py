@@ -17,8 +17,6 @@ class AutoShardPolicy(enum.IntEnum):
     Source: https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy
     """
 
-    __module__ = "distribute_jax"
-
     OFF = -1
     """Every process reads everything, and cuts each batch by a fixed schedule."""
     AUTO = 0
@@ -37,8 +35,6 @@ class InputReplicationMode(enum.Enum):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputReplicationMode
     """
 
-    __module__ = "distribute_jax"
-
     PER_WORKER = "PER_WORKER"
     """Once for each process; its replicas take the batches in turn."""
     PER_REPLICA = "PER_REPLICA"
@@ -50,8 +46,6 @@ class PartialPolicy(enum.Enum):
 
     Each is also accepted by its name, for example ``partial="drop"``.
     """
-
-    __module__ = "distribute_jax"
 
     MASK = "mask"
     """Pad it to the shape of the full batches, and mask the padding: one more program in all."""
@@ -86,8 +80,6 @@ class InputOptions:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputOptions
     """
-
-    __module__ = "distribute_jax"
 
     partial: PartialPolicy | str = PartialPolicy.MASK
     """What becomes of a batch that does not fill every replica's share: a policy or its name."""
@@ -169,8 +161,6 @@ class InputContext:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext
     """
-
-    __module__ = "distribute_jax"
 
     num_input_pipelines: int = 1
     """How many datasets are made: one for each process, or each replica."""

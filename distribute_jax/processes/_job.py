@@ -48,8 +48,6 @@ class ClusterOptions:
         10
     """
 
-    __module__ = "distribute_jax"
-
     start_seconds: float = 60.0
     """Until every process has come."""
     heartbeat_seconds: int = 10

@@ -38,8 +38,6 @@ class RunOptions:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/RunOptions
     """
 
-    __module__ = "distribute_jax"
-
     lowering: Lowering = "shard_map"
     """What the traced step is compiled through. ``"vmap"`` runs it as a ``vmap`` over the replicas in
     one program that XLA partitions, and keeps state sharded where it is sharded over ``"data"``; it

@@ -35,8 +35,6 @@ class ReplicaContext:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         strategy: Any,

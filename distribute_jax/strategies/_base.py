@@ -42,8 +42,6 @@ class ValueContext:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
     """
 
-    __module__ = "distribute_jax"
-
     replica_id_in_sync_group: int = 0
     """The replica, 0 to N-1."""
     num_replicas_in_sync: int = 1
@@ -59,8 +57,6 @@ class Strategy(InputMethods, OlderNames):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """
-
-    __module__ = "distribute_jax"
 
     if not TYPE_CHECKING:
         __getattr__ = answering("Strategy")

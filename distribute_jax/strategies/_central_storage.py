@@ -47,8 +47,6 @@ class CentralStorageStrategy(Strategy):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         compute_devices: Sequence[Any] | None = None,

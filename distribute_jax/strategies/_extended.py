@@ -53,8 +53,6 @@ class StrategyExtended:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(self, strategy: Any) -> None:
         """Speaks for a strategy."""
         self._strategy = strategy

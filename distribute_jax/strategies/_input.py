@@ -44,8 +44,6 @@ class _Owner(Protocol):
 class InputMethods:
     """The part of ``Strategy`` that distributes datasets."""
 
-    __module__ = "distribute_jax"
-
     _offers_per_replica_input = True
     """Whether ``InputReplicationMode.PER_REPLICA`` is offered; TensorFlow does not, everywhere."""
 

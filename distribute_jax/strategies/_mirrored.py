@@ -55,8 +55,6 @@ class MirroredStrategy(Strategy):
     https://arxiv.org/abs/2004.13336
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         devices: Sequence[Any] | None = None,

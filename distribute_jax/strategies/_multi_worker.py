@@ -60,8 +60,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,

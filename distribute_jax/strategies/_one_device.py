@@ -30,8 +30,6 @@ class OneDeviceStrategy(Strategy):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
     """
 
-    __module__ = "distribute_jax"
-
     _offers_per_replica_input = False
 
     def __init__(self, device: Any, *, axis_name: str = DATA) -> None:

@@ -67,8 +67,6 @@ class TPUStrategy(Strategy):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         tpu_cluster_resolver: ClusterResolver | None = None,

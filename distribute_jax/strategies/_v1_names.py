@@ -40,8 +40,6 @@ class _Modern(Protocol):
 class OlderNames:
     """The part of ``Strategy`` that keeps older spellings alive. New code needs none of it."""
 
-    __module__ = "distribute_jax"
-
     def experimental_distribute_datasets_from_function(
         self: _Modern,
         dataset_fn: Callable[[InputContext], Any],
@@ -116,8 +114,6 @@ class OlderNames:
 
 class OlderIterator(Iterator[Any]):
     """An iterator over a distributed dataset that ``initialize`` starts again."""
-
-    __module__ = "distribute_jax"
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset

@@ -70,8 +70,6 @@ class Model(Stored):
     Source: https://keras.io/api/models/model_training_apis/
     """
 
-    __module__ = "distribute_jax"
-
     _followed_in_steps = ("module",)
     """Attributes that a step may use of a model that it captures."""
 

@@ -62,8 +62,6 @@ class Optimizer(nnx.Optimizer[Any]):
     https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/optimizer.html
     """
 
-    __module__ = "distribute_jax"
-
     if not TYPE_CHECKING:
         __getattr__ = answering("Optimizer")
 

@@ -137,8 +137,6 @@ def _placement(array: Any) -> str:
 class Stored(ABC):
     """Reads, writes, saves and loads the state of a module that a strategy holds."""
 
-    __module__ = "distribute_jax"
-
     module: nnx.Module
     strategy: Strategy
 

@@ -22,8 +22,6 @@ class VariableSynchronization(enum.Enum):
     Source: https://www.tensorflow.org/api_docs/python/tf/VariableSynchronization
     """
 
-    __module__ = "distribute_jax"
-
     AUTO = "AUTO"
     """``ON_WRITE``."""
     NONE = "NONE"
@@ -39,8 +37,6 @@ class VariableAggregation(enum.Enum):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/VariableAggregation
     """
-
-    __module__ = "distribute_jax"
 
     NONE = "NONE"
     """Not at all: the replicas must write the same value, which is proved."""

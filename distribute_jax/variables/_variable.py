@@ -81,8 +81,6 @@ class Variable(nnx.Variable[Any], Scatters):
     Source: https://www.tensorflow.org/api_docs/python/tf/Variable
     """
 
-    __module__ = "distribute_jax"
-
     def __init__(
         self,
         value: Any = _MISSING,
