@@ -33,7 +33,7 @@ class RingAllReduce(CrossDeviceOps):
             each array has its own ring.
 
     Raises:
-        ValueError: ``num_packs`` is no int of 0 or more.
+        ValueError: ``num_packs`` is not an int of 0 or more.
 
     Example:
         >>> import distribute_jax as dj
@@ -65,7 +65,7 @@ def _next(axis_name: str) -> list[tuple[int, int]]:
 
 
 def _reduce_scatter(chunks: jax.Array, axis_name: str) -> jax.Array:
-    """Gives the finished chunk ``me + 1``: every other replica added to it before this one."""
+    """Returns the finished chunk ``me + 1``: every other replica added to it before this one."""
     replicas, me = len(chunks), jax.lax.axis_index(axis_name)
     own = chunks.astype(wide(chunks.dtype))
 
@@ -78,7 +78,7 @@ def _reduce_scatter(chunks: jax.Array, axis_name: str) -> jax.Array:
 
 
 def _all_gather(finished: jax.Array, axis_name: str) -> jax.Array:
-    """Gives all chunks in order, each as the replica that finished it has it."""
+    """Returns all chunks in order, each as the replica that finished it has it."""
     replicas, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     chunks = jnp.zeros((replicas, *finished.shape), finished.dtype)
 
@@ -111,7 +111,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             number of replicas (4 of 8).
 
     Raises:
-        ValueError: ``num_packs`` is no int of 0 or more, or ``group_size`` no int of 1 or more; in
+        ValueError: ``num_packs`` is not an int of 0 or more, or ``group_size`` not an int of 1 or more; in
             the step: ``group_size`` does not divide the number of replicas.
 
     Example:
@@ -211,7 +211,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._root = 0
 
     def on_replica(self, replica: int) -> ReductionToOneDevice:
-        """Gives the same operation with the replica that adds up; the strategy calls this.
+        """Returns the same operation with the replica that adds up; the strategy calls this.
 
         Args:
             replica: the replica whose device ``reduce_to_device`` names.
@@ -254,5 +254,4 @@ class ReductionToOneDevice(CrossDeviceOps):
         return total
 
     def __repr__(self) -> str:
-        """Names the device."""
         return f"ReductionToOneDevice(reduce_to_device={self.reduce_to_device!r})"

@@ -46,16 +46,7 @@ def all_reduce(
     ops: CrossDeviceOps | None = None,
     options: CommunicationOptions | None = None,
 ) -> PyTree:
-    """Combines each leaf over the replicas; every replica gets the result.
-
-    Args:
-        op: SUM or MEAN; a mean of integers is floating.
-        tree: a nest of arrays and sparse arrays (each replica's view).
-        replicas: the number of replicas.
-        bound: whether the replica axis is bound; without it there is one replica.
-        ops: how arrays are added; None for XLA's own way.
-        options: packing, and maybe another way to add for this call.
-    """
+    """Combines each leaf over the replicas; every replica gets the result."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     leaves = [leaf for _, leaf in paths]
     _check_leaves([(path_text(path), leaf) for path, leaf in paths])
@@ -160,13 +151,6 @@ def groups_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
     A new pack starts once the last one holds more than ``limit`` bytes, so packs err on the large
     side, and an array is never cut.
-
-    Args:
-        sizes: bytes of each array.
-        limit: bytes after which a pack is closed; 0 means one pack.
-
-    Returns:
-        The positions of the arrays of each pack.
     """
     groups: list[list[int]] = []
     held = 0
@@ -180,7 +164,7 @@ def groups_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def cuts(size: int, pieces: int) -> list[int]:
-    """Gives where a vector is cut into about equal pieces; the last one takes the remainder."""
+    """Returns where a vector is cut into about equal pieces; the last one takes the remainder."""
     piece = size // max(1, min(pieces, size))
     return [piece * i for i in range(1, min(pieces, size))]
 
@@ -188,14 +172,7 @@ def cuts(size: int, pieces: int) -> list[int]:
 def sum_packed(
     arrays: Sequence[jax.Array], sum_array: SumArray, *, num_packs: int, bytes_per_pack: int
 ) -> list[jax.Array]:
-    """Adds arrays over the replicas, packed.
-
-    Args:
-        arrays: this replica's arrays, of any dtypes; a pack holds one dtype.
-        sum_array: adds a single array.
-        num_packs: vectors that each dtype is joined and cut into; 0 leaves each array as it is.
-        bytes_per_pack: where it is not 0 it rules instead: packs of whole arrays.
-    """
+    """Adds arrays over the replicas, packed."""
     results: dict[int, jax.Array] = {}
     for indices in _by_dtype(arrays):
         same = [arrays[i] for i in indices]
@@ -231,7 +208,7 @@ _MODULE = "jax.experimental.sparse"
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Tells whether a leaf is a sparse array of JAX."""
+    """Returns whether a leaf is a sparse array of JAX."""
     # Importing the module takes a third of a second, and who has such an array has imported it.
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(leaf, module.JAXSparse)

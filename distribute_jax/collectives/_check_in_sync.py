@@ -48,7 +48,7 @@ def check_in_sync(tree: PyTree) -> None:
 
     Compared are devices that hold the same part of an array: all of them for a mirrored array, those
     with the same shard for a sharded one; an array on one device is in sync. Values of each replica
-    (``PerReplica``) differ by design, and NumPy arrays and Python numbers lie on no device: both are
+    (``PerReplica``) differ by design, and NumPy arrays and Python numbers are on no device: both are
     left out. Where there are several processes each of them calls this, with the same tree.
 
     Args:
@@ -77,7 +77,7 @@ def check_in_sync(tree: PyTree) -> None:
 
 
 def out_of_sync(named: Sequence[tuple[str, jax.Array]]) -> list[str]:
-    """Gives a line for each array of which devices that should hold the same bits do not."""
+    """Returns a line for each array of which devices that should hold the same bits do not."""
     return _all_lines([leaf for name, array in named for leaf in _arrays(array, name)])
 
 
@@ -95,7 +95,7 @@ def _all_lines(leaves: Sequence[_Leaf]) -> list[str]:
 
 
 def _arrays(tree: PyTree, root: str = "") -> Iterator[_Leaf]:
-    """Gives every array with its path, those in NNX objects included; keys as their bits."""
+    """Returns every array with its path, those in NNX objects included; keys as their bits."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_whole):
         name = root + jax.tree_util.keystr(path)
         if isinstance(leaf, nnx.Pytree):
@@ -133,7 +133,7 @@ def _check_leaves(leaves: Sequence[_Leaf], tree: PyTree) -> None:
 
 
 def _lines(devices: tuple[jax.Device, ...], leaves: Sequence[_Leaf]) -> Iterator[str]:
-    """Gives a line for each leaf that differs between devices that hold the same part of it."""
+    """Returns a line for each leaf that differs between devices that hold the same part of it."""
     mesh = Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
     with outside_mesh():
         hashes = np.asarray(_hashing(mesh)([_own_copies(leaf.array, mesh) for leaf in leaves]))
@@ -156,7 +156,7 @@ def _own_copies(array: jax.Array, mesh: Mesh) -> jax.Array:
 
 @functools.lru_cache(maxsize=16)
 def _hashing(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
-    """Gives the program that hashes on every device and gathers: shape (devices, leaves, 2)."""
+    """Returns the program that hashes on every device and gathers: shape (devices, leaves, 2)."""
 
     def hashes(arrays: list[jax.Array]) -> jax.Array:
         own = jnp.stack([bit_hash(array) for array in arrays])
@@ -179,7 +179,7 @@ def _holders(array: jax.Array) -> list[list[jax.Device]]:
 
 
 def _odd_ones(found: dict[jax.Device, bytes]) -> list[jax.Device]:
-    """Gives the devices that differ from the most; of two equal halves, those without the first."""
+    """Returns the devices that differ from the most; of two equal halves, those without the first."""
     usual = Counter(found.values()).most_common(1)[0][0]
     return [device for device, value in found.items() if value != usual]
 
@@ -206,12 +206,6 @@ def bit_hash(array: jax.Array) -> jax.Array:
 
     One changed element always changes the hash, since each is mixed one to one with its position
     before all are added; other changes go unseen once in 2⁶⁴.
-
-    Args:
-        array: numbers or bools of any dtype and shape, but no keys.
-
-    Returns:
-        uint32 of shape (2,).
     """
     words = _words(array)
     position = jax.lax.iota(jnp.uint32, math.prod(words.shape)).reshape(words.shape)
@@ -226,7 +220,7 @@ def _mixed(word: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """Gives the bits as uint32, one word or two for each element."""
+    """Returns the bits as uint32, one word or two for each element."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, np.bool_):
         return array.astype(jnp.uint32)

@@ -53,33 +53,32 @@ class CrossDeviceOps(abc.ABC):
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         """Adds an array over the replicas, element by element; every replica gets the sum.
 
-        It is traced inside the step, on each replica alike, and may use any of JAX's collectives.
+        It is traced inside the step, on every replica, and may use any of JAX's collectives.
 
         Args:
             value: this replica's array, of any shape; a vector where arrays are packed.
-            axis_name: the mesh axis along which the replicas lie; ``jax.lax.axis_size`` tells how many.
+            axis_name: the mesh axis of the replicas; ``jax.lax.axis_size`` tells how many.
 
         Returns:
             The sum, of the shape and dtype of ``value``.
         """
 
     def __repr__(self) -> str:
-        """Names the operation and its packs."""
         return f"{type(self).__name__}(num_packs={self.num_packs})"
 
 
 def checked_ops(ops: Any, caller: str) -> CrossDeviceOps | None:
-    """Gives the operation of a strategy, or raises for another object."""
+    """Returns the operation of a strategy, or raises for another object."""
     if ops is not None and not isinstance(ops, CrossDeviceOps):
         raise ArgumentError(
-            f"{caller}(cross_device_ops={ops!r:.80}): this is no dj.CrossDeviceOps. Pass None, or an "
+            f"{caller}(cross_device_ops={ops!r:.80}): not a dj.CrossDeviceOps. Pass None, or an "
             "instance such as dj.RingAllReduce()."
         )
     return ops
 
 
 def checked_num_packs(num_packs: object, owner: str) -> int:
-    """Refuses a number of packs that is no int of 0 or more."""
+    """Refuses a number of packs that is not an int of 0 or more."""
     if isinstance(num_packs, int) and not isinstance(num_packs, bool) and num_packs >= 0:
         return num_packs
     raise ArgumentError(
@@ -173,7 +172,7 @@ class NcclAllReduce(CrossDeviceOps):
             last of which takes the remainder; XLA may join them again.
 
     Raises:
-        ValueError: ``num_packs`` is no int of 0 or more.
+        ValueError: ``num_packs`` is not an int of 0 or more.
 
     Example:
         >>> import distribute_jax as dj

@@ -19,7 +19,7 @@ function given to run, and leave other leaves out."""
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Gives the dtype of a sum over the replicas, which is that of ``jnp.sum``.
+    """Returns the dtype of a sum over the replicas, which is that of ``jnp.sum``.
 
     Narrow integers become the default one, so that a count does not wrap; all others stay.
     """
@@ -29,12 +29,12 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 def mean_dtype(dtype: Any) -> Any:
-    """Gives the dtype of a mean over the replicas: floating."""
+    """Returns the dtype of a mean over the replicas: floating."""
     return jnp.result_type(float) if jnp.issubdtype(dtype, jnp.integer) else dtype
 
 
 def mean_accumulator(dtype: Any) -> Any:
-    """Gives the dtype in which values are added up for a mean.
+    """Returns the dtype in which values are added up for a mean.
 
     The sum of float16 values leaves their range long before their mean does. bfloat16 has the range
     of float32 and stays what it is, since twice the bytes would cross the network.
@@ -43,7 +43,7 @@ def mean_accumulator(dtype: Any) -> Any:
 
 
 def wide(dtype: Any) -> Any:
-    """Gives the dtype in which an addition one by one keeps the last bit: float32 at least."""
+    """Returns the dtype in which an addition one by one keeps the last bit: float32 at least."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if narrow else dtype
 
@@ -65,19 +65,14 @@ def _largest(dtype: Any) -> float:
 
 
 def check_summable(leaves: Iterable[tuple[str, Any]], method: str) -> None:
-    """Refuses leaves that are no numbers.
-
-    Args:
-        leaves: where each one stands, and the leaf.
-        method: what the user called.
-    """
+    """Refuses leaves that are no numbers."""
     bad = [f"{name}: {leaf_text(leaf)}" for name, leaf in leaves if not is_numeric(leaf)]
     if bad:
         raise ArgumentError(_REFUSED.format(method=method, lines=listed(bad)))
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Tells whether a leaf is a number or an array of them; a bool is none."""
+    """Returns whether a leaf is a number or an array of them; a bool is not."""
     if isinstance(leaf, (bool, str, bytes)):
         return False
     dtype = getattr(leaf, "dtype", None)
@@ -87,7 +82,7 @@ def is_numeric(leaf: Any) -> bool:
 
 
 def is_joinable(leaf: Any) -> bool:
-    """Tells whether a leaf can be joined with others along a dim: numbers and bools."""
+    """Returns whether a leaf can be joined with others along a dim: numbers and bools."""
     dtype = getattr(leaf, "dtype", None)
     is_bool = isinstance(leaf, bool) or (dtype is not None and jnp.issubdtype(dtype, jnp.bool_))
     return is_bool or is_numeric(leaf)

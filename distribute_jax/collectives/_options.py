@@ -77,7 +77,7 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", _implementation(self.implementation))
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Gives these options, with each value of the others that is not the default put over them.
+        """Returns these options, with each value of the others that is not the default put over them.
 
         Args:
             options: the options of one call, or None.
@@ -102,7 +102,7 @@ class CommunicationOptions:
 
 
 def checked_options(options: object, method: str) -> CommunicationOptions:
-    """Gives the options of a call, defaults for None, or raises for another object."""
+    """Returns the options of a call, defaults for None, or raises for another object."""
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):

@@ -22,7 +22,7 @@ def compute_average_loss(
     *,
     divide_by: str = "examples",
 ) -> jax.Array:
-    """Gives this replica's part of the mean loss over the global batch.
+    """Returns this replica's part of the mean loss over the global batch.
 
     Summed over the replicas it is the mean over the real examples of the global batch, so its summed
     gradients are those of one device. Padding of a partial batch is left out by itself.
@@ -130,7 +130,7 @@ def _check_weights(weights: tuple[int, ...], losses: tuple[int, ...]) -> None:
 
 @promoting
 def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
-    """Gives this replica's part of a loss that does not depend on the batch.
+    """Returns this replica's part of a loss that does not depend on the batch.
 
     Args:
         regularization_loss: a loss such as a penalty on the weights, summed to a scalar here.

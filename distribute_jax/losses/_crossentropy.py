@@ -28,7 +28,7 @@ def binary_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Gives ``-mean(y_true * log(p) + (1 - y_true) * log(1 - p))`` over an axis.
+    """Returns ``-mean(y_true * log(p) + (1 - y_true) * log(1 - p))`` over an axis.
 
     Args:
         y_true: 0 or 1, or probabilities, shape (batch, ...).
@@ -70,7 +70,7 @@ def binary_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Gives ``binary_crossentropy`` with examples weighted down the better they are predicted.
+    """Returns ``binary_crossentropy`` with examples weighted down the better they are predicted.
 
     Each term is multiplied by ``(1 - p_t) ** gamma``, with ``p_t`` the probability of the right answer.
 
@@ -129,7 +129,6 @@ class BinaryCrossentropy(FormulaLoss):
         name: str | None = "binary_crossentropy",
         dtype: Any = None,
     ) -> None:
-        """Takes what ``binary_crossentropy`` takes; see the class."""
         super().__init__(
             reduction,
             name,
@@ -158,7 +157,6 @@ class BinaryFocalCrossentropy(FormulaLoss):
         name: str | None = "binary_focal_crossentropy",
         dtype: Any = None,
     ) -> None:
-        """Takes what ``binary_focal_crossentropy`` takes; see the class."""
         super().__init__(
             reduction,
             name,
@@ -185,7 +183,7 @@ def categorical_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Gives ``-sum(y_true * log(p))`` over the classes.
+    """Returns ``-sum(y_true * log(p))`` over the classes.
 
     Args:
         y_true: one-hot labels, or probabilities, shape (batch, ..., classes).
@@ -223,7 +221,7 @@ def categorical_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Gives ``-sum(alpha * (1 - p) ** gamma * y_true * log(p))`` over the classes.
+    """Returns ``-sum(alpha * (1 - p) ** gamma * y_true * log(p))`` over the classes.
 
     Args:
         y_true: one-hot labels, shape (batch, ..., classes).
@@ -279,7 +277,6 @@ class CategoricalCrossentropy(FormulaLoss):
         name: str | None = "categorical_crossentropy",
         dtype: Any = None,
     ) -> None:
-        """Takes what ``categorical_crossentropy`` takes; see the class."""
         super().__init__(
             reduction,
             name,
@@ -307,7 +304,6 @@ class CategoricalFocalCrossentropy(FormulaLoss):
         name: str | None = "categorical_focal_crossentropy",
         dtype: Any = None,
     ) -> None:
-        """Takes what ``categorical_focal_crossentropy`` takes; see the class."""
         super().__init__(
             reduction,
             name,
@@ -333,7 +329,7 @@ def sparse_categorical_crossentropy(
     ignore_class: int | None = None,
     axis: int = -1,
 ) -> jax.Array:
-    """Gives ``-log(p)`` of the right class.
+    """Returns ``-log(p)`` of the right class.
 
     Args:
         y_true: class numbers, shape (batch, ...) or (batch, ..., 1).
@@ -344,7 +340,7 @@ def sparse_categorical_crossentropy(
         axis: the dim of the classes.
 
     Returns:
-        Shape (batch, ...); 0 where the label is ignored; NaN where it is no class, as in TensorFlow
+        Shape (batch, ...); 0 where the label is ignored; NaN where it is not a class, as in TensorFlow
         on GPUs.
 
     Raises:
@@ -416,7 +412,6 @@ class SparseCategoricalCrossentropy(FormulaLoss):
         name: str | None = "sparse_categorical_crossentropy",
         dtype: Any = None,
     ) -> None:
-        """Takes what ``sparse_categorical_crossentropy`` takes; see the class."""
         super().__init__(
             reduction, name, dtype, from_logits=from_logits, ignore_class=ignore_class, axis=axis
         )

@@ -71,7 +71,7 @@ BY_NAME = _BY_FORMULA_NAME | _SHORT | {name.upper(): cls for name, cls in _SHORT
 
 
 def get(identifier: Any) -> Loss:
-    """Gives the loss that an identifier stands for.
+    """Returns the loss that an identifier stands for.
 
     Args:
         identifier: a ``Loss``; Keras's name of a function or a class, with Keras's defaults, so that
@@ -104,7 +104,7 @@ def get(identifier: Any) -> Loss:
     if callable(identifier) and not isinstance(identifier, type):
         return FunctionLoss(identifier)
     raise ArgumentError(
-        f"{identifier!r:.80} is no loss. Pass an object of dj.losses, a function of (y_true, y_pred) with "
+        f"{identifier!r:.80} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) with "
         'one loss for each example, or a name, as "mse".'
     )
 
@@ -158,7 +158,6 @@ class FunctionLoss(Loss):
         reduction: str | None = "sum_over_batch_size",
         what: str = "loss",
     ) -> None:
-        """Finds out the order of the arguments; see the class."""
         super().__init__(name or function_name(function) or what, reduction)
         self.function = function
         self._what = f"The {what} {self.name}"
@@ -188,17 +187,10 @@ class FunctionLoss(Loss):
 
 
 def ordered(function: Callable[..., Any], what: str) -> tuple[Callable[[Any, Any], Any], bool]:
-    """Gives a function of (y_true, y_pred), and whether its predictions are called logits.
+    """Returns a function of (y_true, y_pred), and whether its predictions are called logits.
 
     The names of the parameters decide. Where they say nothing, optax's functions take predictions
     first, and all others labels first, as Keras does.
-
-    Args:
-        function: any callable.
-        what: what it is, for messages.
-
-    Raises:
-        ArgumentError: it does not take two arguments.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -251,7 +243,7 @@ def _by_place(
 
 
 def unwrapped(function: Any) -> Any:
-    """Gives the function inside partials and jits."""
+    """Returns the function inside partials and jits."""
     while True:
         if isinstance(function, functools.partial):
             function = function.func
@@ -262,7 +254,7 @@ def unwrapped(function: Any) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Gives the name under which a function is reported, empty for a lambda."""
+    """Returns the name under which a function is reported, empty for a lambda."""
     inner = unwrapped(function)
     name = getattr(inner, "__name__", None) or type(inner).__name__
     return "" if name == "<lambda>" else str(name)

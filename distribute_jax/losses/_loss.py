@@ -62,7 +62,6 @@ class Loss:
         reduction: str | None = "sum_over_batch_size",
         dtype: Any = None,
     ) -> None:
-        """Takes name and reduction; see the class for the arguments."""
         kind = type(self).__name__
         if name is not None and not isinstance(name, str):
             raise ArgumentError(
@@ -78,7 +77,7 @@ class Loss:
         return None if self.from_logits else self._expects
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Gives one loss for each example; a subclass defines it.
+        """Returns one loss for each example; a subclass defines it.
 
         Args:
             y_true: labels, dim 0 the batch; per replica.
@@ -88,7 +87,7 @@ class Loss:
 
     @promoting
     def per_example(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Gives the losses before weights and reduction.
+        """Returns the losses before weights and reduction.
 
         Args:
             y_true: labels, dim 0 the batch; per replica.
@@ -105,7 +104,7 @@ class Loss:
 
     @promoting
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> jax.Array:
-        """Gives this replica's part of the loss over the global batch; see the class."""
+        """Returns this replica's part of the loss over the global batch; see the class."""
         context = replica_context(type(self).__name__)
         losses = self.per_example(y_true, y_pred)
         weights = None
@@ -115,7 +114,7 @@ class Loss:
         return reduced(type(self).__name__, self.reduction, losses, weights, counted, context)
 
     def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
-        """Says which losses count in a mean, bools of their shape; None where all do."""
+        """Returns which losses count in a mean, bools of their shape; None where all do."""
         return None
 
     def _converted(self, leaf: Any) -> Any:
@@ -125,7 +124,6 @@ class Loss:
         return found.astype(self.dtype or jnp.promote_types(found.dtype, jnp.float32))
 
     def __repr__(self) -> str:
-        """Shows name and reduction."""
         return f"{type(self).__name__}(name={self.name!r}, reduction={self.reduction!r})"
 
 
@@ -142,31 +140,21 @@ class FormulaLoss(Loss):
         dtype: Any = None,
         **options: Any,
     ) -> None:
-        """Takes the options of the formula, which become attributes; see ``Loss`` for the others."""
         super().__init__(name or type(self).formula.__name__, reduction, dtype)
         self._options = options
         vars(self).update(options)
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Gives one loss for each example, as ``Loss.call`` says."""
+        """Returns one loss for each example, as ``Loss.call`` says."""
         return type(self).formula(y_true, y_pred, **self._options)
 
 
 def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
-    """Checks that there is one loss, or one array of losses, for each example.
-
-    Args:
-        what: what gave the losses, for messages.
-        losses: what it gave.
-        y_pred: predictions with the batch as dim 0, or a nest of them.
-
-    Raises:
-        ArgumentError: the losses are no array, a scalar, or not as many as examples.
-    """
+    """Checks that there is one loss, or one array of losses, for each example."""
     shape = getattr(losses, "shape", None)
     if shape is None:
         raise ArgumentError(
-            f"{what} gave {losses!r:.60}, which is no array. Return one number for each example, an "
+            f"{what} gave {losses!r:.60}, which is not an array. Return one number for each example, an "
             "array of shape (batch,)."
         )
     if shape == ():
@@ -205,7 +193,7 @@ REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "
 
 
 def checked_reduction(name: str, reduction: Any) -> Any:
-    """Gives the reduction back, or raises where there is none of that name."""
+    """Returns the reduction back, or raises where there is none of that name."""
     if (reduction is not None and not isinstance(reduction, str)) or reduction not in REDUCTIONS:
         known = ", ".join(repr(known) for known in REDUCTIONS)
         raise ArgumentError(
@@ -216,21 +204,12 @@ def checked_reduction(name: str, reduction: Any) -> Any:
 
 
 def aligned_weights(name: str, sample_weight: Any, losses: jax.Array) -> jax.Array:
-    """Gives the weights with as many dims as the losses, matched from the left.
-
-    Args:
-        name: the loss, for messages.
-        sample_weight: shape (), (batch,), (batch, 1) or that of the losses; per replica.
-        losses: shape (batch, ...), per replica.
-
-    Raises:
-        ArgumentError: the weights are no numbers, or their shape is another.
-    """
+    """Returns the weights with as many dims as the losses, matched from the left."""
     try:
         weights = jnp.asarray(sample_weight).astype(losses.dtype)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            f"{name} got sample_weight={sample_weight!r:.60}, which is no array of numbers. Pass one "
+            f"{name} got sample_weight={sample_weight!r:.60}, which is not an array of numbers. Pass one "
             "number for each example, shape (batch,)."
         ) from error
     given = weights.shape
@@ -255,16 +234,7 @@ def reduced(
     counted: jax.Array | None,
     context: Any,
 ) -> jax.Array:
-    """Gives this replica's part; summed over the replicas it is the value of one device.
-
-    Args:
-        name: the loss, for messages.
-        reduction: one of ``REDUCTIONS``.
-        losses: shape (batch, ...), per replica.
-        weights: of a shape that broadcasts against the losses, or None.
-        counted: bools of the losses' shape, False where a loss does not count; None where all do.
-        context: the replica context.
-    """
+    """Returns this replica's part; summed over the replicas it is the value of one device."""
     keep = counted
     if context.is_padded:
         real = real_rows(name, losses, context.batch_mask)
@@ -310,7 +280,7 @@ def over_sum(
 
 
 def replica_context(name: str) -> Any:
-    """Gives the replica context for a function of this name, which has no meaning elsewhere."""
+    """Returns the replica context for a function of this name, which has no meaning elsewhere."""
     context = get_replica_context()
     if context is None:
         raise ContextError(
@@ -321,7 +291,7 @@ def replica_context(name: str) -> Any:
 
 
 def real_rows(name: str, losses: jax.Array, mask: jax.Array) -> jax.Array:
-    """Gives the mask of a partial batch with as many dims as the losses have."""
+    """Returns the mask of a partial batch with as many dims as the losses have."""
     if losses.shape[0] != mask.shape[0]:
         raise ArgumentError(
             f"{name} got {losses.shape[0]} losses for a replica's share of "

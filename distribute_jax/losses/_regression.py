@@ -13,7 +13,7 @@ from distribute_jax.losses._shapes import EPSILON, checked_axis, pair
 
 
 def mean_squared_error(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``mean((y_true - y_pred) ** 2)`` over the last axis.
+    """Returns ``mean((y_true - y_pred) ** 2)`` over the last axis.
 
     Args:
         y_true: labels, shape (batch, ...).
@@ -38,13 +38,13 @@ def mean_squared_error(y_true: Any, y_pred: Any) -> jax.Array:
 
 
 def mean_absolute_error(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``mean(abs(y_true - y_pred))`` over the last axis; shapes as ``mean_squared_error``."""
+    """Returns ``mean(abs(y_true - y_pred))`` over the last axis; shapes as ``mean_squared_error``."""
     labels, predicted = pair("mean_absolute_error", y_true, y_pred)
     return jnp.mean(jnp.abs(labels - predicted), axis=-1)
 
 
 def mean_absolute_percentage_error(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``100 * mean(abs((y_true - y_pred) / y_true))`` over the last axis.
+    """Returns ``100 * mean(abs((y_true - y_pred) / y_true))`` over the last axis.
 
     The divisor is at least 1e-7 in size. Shapes as ``mean_squared_error``.
     """
@@ -54,7 +54,7 @@ def mean_absolute_percentage_error(y_true: Any, y_pred: Any) -> jax.Array:
 
 
 def mean_squared_logarithmic_error(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``mean((log(y_true + 1) - log(y_pred + 1)) ** 2)`` over the last axis.
+    """Returns ``mean((log(y_true + 1) - log(y_pred + 1)) ** 2)`` over the last axis.
 
     Values below 1e-7 become 1e-7. Shapes as ``mean_squared_error``.
     """
@@ -65,7 +65,7 @@ def mean_squared_logarithmic_error(y_true: Any, y_pred: Any) -> jax.Array:
 
 
 def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> jax.Array:
-    """Gives minus the cosine of the angle between labels and predictions; 0 for a vector of zeros.
+    """Returns minus the cosine of the angle between labels and predictions; 0 for a vector of zeros.
 
     Args:
         y_true: labels, shape (batch, ...).
@@ -84,7 +84,7 @@ def _normalized(vectors: jax.Array, axis: int) -> jax.Array:
 
 
 def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> jax.Array:
-    """Gives half the squared error where it is at most ``delta``, and a line beyond; over the last axis.
+    """Returns half the squared error where it is at most ``delta``, and a line beyond; over the last axis.
 
     Args:
         y_true: labels, shape (batch, ...).
@@ -98,7 +98,7 @@ def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> jax.Array:
 
 
 def log_cosh(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``mean(log(cosh(y_pred - y_true)))`` over the last axis; shapes as ``mean_squared_error``."""
+    """Returns ``mean(log(cosh(y_pred - y_true)))`` over the last axis; shapes as ``mean_squared_error``."""
     labels, predicted = pair("log_cosh", y_true, y_pred)
     error = predicted - labels
     return jnp.mean(error + jax.nn.softplus(-2.0 * error) - float(np.log(2.0)), axis=-1)
@@ -146,7 +146,6 @@ class CosineSimilarity(FormulaLoss):
         name: str | None = "cosine_similarity",
         dtype: Any = None,
     ) -> None:
-        """Takes the axis of the vectors; see the class."""
         super().__init__(reduction, name, dtype, axis=axis)
 
 
@@ -162,19 +161,18 @@ class Huber(FormulaLoss):
         name: str | None = "huber_loss",
         dtype: Any = None,
     ) -> None:
-        """Takes the error from which on the loss is a line; see the class."""
         super().__init__(reduction, name, dtype, delta=delta)
 
 
 def kl_divergence(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``sum(y_true * log(y_true / y_pred))`` over the last axis, both cut to 1e-7 ... 1."""
+    """Returns ``sum(y_true * log(y_true / y_pred))`` over the last axis, both cut to 1e-7 ... 1."""
     labels, predicted = pair("kl_divergence", y_true, y_pred)
     labels, predicted = jnp.clip(labels, EPSILON, 1), jnp.clip(predicted, EPSILON, 1)
     return jnp.sum(labels * jnp.log(labels / predicted), axis=-1)
 
 
 def poisson(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``mean(y_pred - y_true * log(y_pred + 1e-7))`` over the last axis: predictions are rates."""
+    """Returns ``mean(y_pred - y_true * log(y_pred + 1e-7))`` over the last axis: predictions are rates."""
     labels, predicted = pair("poisson", y_true, y_pred)
     return jnp.mean(predicted - labels * jnp.log(predicted + EPSILON), axis=-1)
 
@@ -193,7 +191,7 @@ class Poisson(FormulaLoss):
 
 
 def hinge(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``mean(max(1 - y_true * y_pred, 0))`` over the last axis, for labels -1 and 1, or 0 and 1.
+    """Returns ``mean(max(1 - y_true * y_pred, 0))`` over the last axis, for labels -1 and 1, or 0 and 1.
 
     Every 0 counts as -1, whatever the labels of other examples are, so that the loss of an example
     does not depend on its batch; Keras looks at the whole batch. Shapes as ``mean_squared_error``.
@@ -202,7 +200,7 @@ def hinge(y_true: Any, y_pred: Any) -> jax.Array:
 
 
 def squared_hinge(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``mean(max(1 - y_true * y_pred, 0) ** 2)`` over the last axis; labels as ``hinge``."""
+    """Returns ``mean(max(1 - y_true * y_pred, 0) ** 2)`` over the last axis; labels as ``hinge``."""
     return jnp.mean(jnp.square(_margins("squared_hinge", y_true, y_pred)), axis=-1)
 
 
@@ -213,7 +211,7 @@ def _margins(name: str, y_true: Any, y_pred: Any) -> jax.Array:
 
 
 def categorical_hinge(y_true: Any, y_pred: Any) -> jax.Array:
-    """Gives ``max(neg - pos + 1, 0)`` for one-hot labels, shape (batch, ..., classes).
+    """Returns ``max(neg - pos + 1, 0)`` for one-hot labels, shape (batch, ..., classes).
 
     ``pos`` is the prediction of the right class, ``neg`` the largest of the others, at least 0.
     """

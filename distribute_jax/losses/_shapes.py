@@ -17,15 +17,6 @@ def pair(name: str, y_true: Any, y_pred: Any, hint: str = "") -> tuple[jax.Array
 
     A dim of 1 at the end that only one of them has is added or removed, as Keras does. Two arrays of
     shape (batch,) become (batch, 1), so that the mean over the last axis leaves the batch.
-
-    Args:
-        name: the loss, for messages.
-        y_true: labels of any numeric dtype.
-        y_pred: predictions, of which floating ones keep their dtype.
-        hint: what to type where the shapes do not match.
-
-    Raises:
-        ArgumentError: the shapes do not match, or there is no batch.
     """
     predicted = predictions(name, y_pred)
     labels = array(name, "y_true", y_true).astype(predicted.dtype)
@@ -59,8 +50,8 @@ def array(name: str, argument: str, value: Any) -> jax.Array:
         made = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
-            f"{name} got {argument}={value!r:.80}, which is no array of numbers. Pass one array with the "
-            "batch as dim 0; with several outputs, each has a loss of its own."
+            f"{name} got {argument}={value!r:.80}, which is not an array of numbers. Pass one array with the "
+            "batch as dim 0; with several outputs, each has its loss."
         ) from error
     if jnp.issubdtype(made.dtype, np.complexfloating):
         raise ArgumentError(
@@ -84,7 +75,7 @@ def same_rank(labels: jax.Array, predicted: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def checked_axis(name: str, axis: Any, ndim: int) -> int:
-    """Gives an axis counted from 0; the batch is none."""
+    """Returns an axis counted from 0; which must not be the batch."""
     is_int = isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)
     if not is_int or not -ndim <= axis < ndim or axis % ndim == 0:
         raise ArgumentError(
@@ -95,7 +86,7 @@ def checked_axis(name: str, axis: Any, ndim: int) -> int:
 
 
 def mismatch(name: str, true: Any, predicted: Any, hint: str) -> ArgumentError:
-    """Says which shapes do not go together, and what to type."""
+    """Returns which shapes do not go together, and what to type."""
     return ArgumentError(
         f"{name} got y_true of shape {tuple(true)} and y_pred of shape {tuple(predicted)}. {hint}"
     )
@@ -113,7 +104,7 @@ def clipped(probabilities: jax.Array) -> jax.Array:
 
 
 def log_probabilities(predicted: jax.Array, axis: int, from_logits: bool) -> jax.Array:
-    """Gives the logarithms of probabilities that sum to 1 over an axis."""
+    """Returns the logarithms of probabilities that sum to 1 over an axis."""
     if from_logits:
         return jax.nn.log_softmax(predicted, axis=axis)
     return jnp.log(clipped(predicted / jnp.sum(predicted, axis=axis, keepdims=True)))
@@ -124,8 +115,7 @@ def smoothing(name: str, label_smoothing: Any) -> float:
     is_number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
     if not is_number or not 0 <= label_smoothing <= 1:
         raise ArgumentError(
-            f"{name}(label_smoothing={label_smoothing!r}): a number between 0, which leaves the labels "
-            "as they are, and 1. Pass label_smoothing=0.1, say."
+            f"{name}: label_smoothing must be between 0 and 1; got {label_smoothing!r}."
         )
     return float(label_smoothing)
 
@@ -135,17 +125,7 @@ TOLERANCE = 1e-3
 
 
 def check_probabilities(loss: Loss, y_pred: Any) -> None:
-    """Raises where a loss that expects probabilities got something else, most likely logits.
-
-    Args:
-        loss: the loss.
-        y_pred: outputs as a concrete array, shape (batch, ..., classes) or (batch, ...). NaN is not
-            judged.
-
-    Raises:
-        ArgumentError: a value is outside of 0 to 1, or those of an example do not sum to 1 over the
-            classes of a loss that expects it.
-    """
+    """Raises where a loss that expects probabilities got something else, most likely logits."""
     if loss.expects is None:
         return
     # A narrow dtype rounds each probability by a share of itself, so their sum by that share at most.
@@ -163,7 +143,7 @@ def check_probabilities(loss: Loss, y_pred: Any) -> None:
 
 
 def _rounding(dtype: Any) -> float:
-    """Gives the relative rounding error of a floating dtype, bfloat16 included."""
+    """Returns the relative rounding error of a floating dtype, bfloat16 included."""
     return 2.0**-8 if dtype.itemsize == 2 else 0.0
 
 

@@ -28,7 +28,6 @@ class Confusion(Metric):
     """
 
     def __init__(self, thresholds: Sequence[float]) -> None:
-        """Starts with nothing; see the class for the argument."""
         self.thresholds = tuple(float(threshold) for threshold in thresholds)
         self.true_positives = self._zeros()
         self.false_positives = self._zeros()
@@ -88,7 +87,7 @@ class Confusion(Metric):
 
 
 def share(part: jax.Array, rest: jax.Array) -> jax.Array:
-    """Gives ``part / (part + rest)``, and 0 where both are 0, as Keras does."""
+    """Returns ``part / (part + rest)``, and 0 where both are 0, as Keras does."""
     total = part + rest
     return jnp.where(total == 0, 0, part / jnp.where(total == 0, 1, total))
 
@@ -127,12 +126,11 @@ class Precision(Confusion):
     """
 
     def __init__(self, thresholds: Any = None) -> None:
-        """Starts with nothing; see the class for the argument."""
         super().__init__(checked_thresholds("Precision", thresholds))
 
     @promoting
     def compute(self) -> jax.Array:
-        """Gives the precision, one for each threshold if there are several; 0 without a yes."""
+        """Returns the precision, one for each threshold if there are several; 0 without a yes."""
         return _one(share(self.true_positives[...], self.false_positives[...]))
 
 
@@ -153,12 +151,11 @@ class Recall(Confusion):
     """
 
     def __init__(self, thresholds: Any = None) -> None:
-        """Starts with nothing; see the class for the argument."""
         super().__init__(checked_thresholds("Recall", thresholds))
 
     @promoting
     def compute(self) -> jax.Array:
-        """Gives the recall, one for each threshold if there are several; 0 without a label of yes."""
+        """Returns the recall, one for each threshold if there are several; 0 without a label of yes."""
         return _one(share(self.true_positives[...], self.false_negatives[...]))
 
 
@@ -196,7 +193,6 @@ class AUC(Confusion):
     def __init__(
         self, num_thresholds: int = 200, curve: str = "ROC", *, from_logits: bool = False
     ) -> None:
-        """Starts with nothing; see the class for the arguments."""
         if (
             isinstance(num_thresholds, bool)
             or not isinstance(num_thresholds, int)
@@ -241,7 +237,7 @@ class AUC(Confusion):
 
     @promoting
     def compute(self) -> jax.Array:
-        """Gives the area, a float32 scalar; 0 where there are no ones, or for ROC no zeros."""
+        """Returns the area, a float32 scalar; 0 where there are no ones, or for ROC no zeros."""
         right, wrong = self.true_positives[...], self.false_positives[...]
         if self.curve == "PR":
             return _under_precision_recall(right, wrong, self.false_negatives[...])

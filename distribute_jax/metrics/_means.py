@@ -45,7 +45,6 @@ class Average(Metric):
     """
 
     def __init__(self, argname: str = "values") -> None:
-        """Starts with nothing; see the class for the argument."""
         self.argname = argname
         self.total = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
         self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
@@ -74,7 +73,7 @@ class Average(Metric):
 
     @promoting
     def compute(self) -> jax.Array:
-        """Gives the mean, a float32 scalar; NaN where nothing was added."""
+        """Returns the mean, a float32 scalar; NaN where nothing was added."""
         return self.total[...] / (self.count[...] + self.weight[...])
 
 
@@ -96,7 +95,6 @@ class Accuracy(Average):
     """
 
     def __init__(self, threshold: float | None = None) -> None:
-        """Starts with nothing; see the class for the argument."""
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float, type(None))):
             raise ArgumentError(
                 f"Accuracy(threshold={threshold!r}): the threshold is a number that a positive logit "
@@ -181,7 +179,6 @@ class Welford(Metric):
     """
 
     def __init__(self, argname: str = "values") -> None:
-        """Starts with nothing; see the class for the argument."""
         self.argname = argname
         self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
         self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
@@ -216,7 +213,7 @@ class Welford(Metric):
 
     @promoting
     def compute(self) -> Any:
-        """Gives ``nnx.metrics.Statistics``; the deviation and the error are NaN without values."""
+        """Returns ``nnx.metrics.Statistics``; the deviation and the error are NaN without values."""
         size = self.count[...] + self.weight[...]
         deviation = jnp.sqrt(self.m2[...] / size)
         return nnx.metrics.Statistics(
@@ -253,7 +250,6 @@ class MultiMetric(Metric):
     """
 
     def __init__(self, **metrics: nnx.metrics.Metric) -> None:
-        """Takes the metrics; see the class."""
         bad = sorted(_RESERVED & set(metrics))
         if bad:
             raise ArgumentError(
@@ -264,7 +260,7 @@ class MultiMetric(Metric):
         for name, metric in metrics.items():
             if not isinstance(metric, nnx.metrics.Metric):
                 raise ArgumentError(
-                    f"MultiMetric got {name}={metric!r:.60}, which is no metric. Pass an instance, as "
+                    f"MultiMetric got {name}={metric!r:.60}, which is not a metric. Pass an instance, as "
                     f"{name}=dj.metrics.Average('{name}')."
                 )
             setattr(self, name, metric)
@@ -293,7 +289,7 @@ class MultiMetric(Metric):
             metric.update(**kwargs, **given)
 
     def _for(self, name: str, value: Any) -> Any:
-        """Gives the part of a mask or of weights that is meant for one metric."""
+        """Returns the part of a mask or of weights that is meant for one metric."""
         if not isinstance(value, dict):
             return value
         unknown = sorted(set(value) - set(self.names))
@@ -305,7 +301,7 @@ class MultiMetric(Metric):
         return value.get(name)
 
     def compute(self) -> dict[str, Any]:
-        """Gives the value of every metric by name."""
+        """Returns the value of every metric by name."""
         return {name: getattr(self, name).compute() for name in self.names}
 
 

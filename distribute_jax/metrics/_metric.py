@@ -26,7 +26,7 @@ class Metric(nnx.metrics.Metric):
     the same before an update; after one it holds the old state and this replica's own share only.
 
     Your own metric keeps its state in ``nnx.metrics.MetricState`` variables, and ``update`` adds to
-    them. State that is no sum, as a maximum, goes into a plain ``nnx.Variable``, made equal on every
+    them. State that is not a sum, as a maximum, goes into a plain ``nnx.Variable``, made equal on every
     replica by the update itself.
 
     Example:
@@ -58,7 +58,7 @@ class Metric(nnx.metrics.Metric):
         """Makes a metric without state; a subclass adds its own."""
 
     def reset(self) -> None:
-        """Sets every ``MetricState`` of this metric to zero, where it lies."""
+        """Sets every ``MetricState`` of this metric to zero, where it is."""
         for value in vars(self).values():
             if isinstance(value, nnx.metrics.MetricState):
                 value[...] = jnp.zeros_like(value[...])
@@ -72,7 +72,7 @@ class Metric(nnx.metrics.Metric):
         raise NotImplementedError(f"{type(self).__name__} has to define update(self, **kwargs)")
 
     def compute(self) -> Any:
-        """Gives the value of the metric; a subclass defines it."""
+        """Returns the value of the metric; a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has to define compute(self)")
 
 
@@ -91,7 +91,7 @@ class Terms:
 
 
 def taken(metric: object, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Gives the argument that a metric is made of."""
+    """Returns the argument that a metric is made of."""
     if name not in kwargs:
         raise ArgumentError(
             f"{_method(metric)} needs {name}=, and got {sorted(kwargs) or 'nothing'}. A metric reads "
@@ -101,18 +101,7 @@ def taken(metric: object, name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def terms(metric: object, name: str, values: Any, mask: Any, sample_weight: Any) -> Terms:
-    """Sorts out what counts.
-
-    Args:
-        metric: the metric, for messages.
-        name: the keyword of the values, for messages.
-        values: real numbers or bools of any shape (per-replica view inside ``run``).
-        mask: bools or 0 and 1, True where a value counts; dims match those of the values from the left.
-        sample_weight: how much each value counts; dims match from the left.
-
-    Raises:
-        ValueError: no numbers, a per-replica value, or shapes that do not match.
-    """
+    """Sorts out what counts."""
     if isinstance(values, (np.ndarray, np.generic)) and values.dtype.kind in "iu":
         values = values.astype(np.float32)  # JAX would cut 64-bit integers to 32 bits
     values = as_array(metric, name, values)
@@ -148,13 +137,13 @@ def as_array(metric: object, name: str, value: Any) -> jax.Array:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
-            f"{_method(metric)} got {name}={leaf_text(value)}, which is no array of numbers. Pass one "
+            f"{_method(metric)} got {name}={leaf_text(value)}, which is not an array of numbers. Pass one "
             "number for each example."
         ) from error
 
 
 def check_real(metric: object, name: str, array: jax.Array) -> None:
-    """Refuses what is no real number."""
+    """Refuses what is not a real number."""
     kinds = (jnp.floating, jnp.integer, np.bool_)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise ArgumentError(
@@ -164,7 +153,7 @@ def check_real(metric: object, name: str, array: jax.Array) -> None:
 
 
 def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.Array | None:
-    """Gives where values count, of their shape; None where all do."""
+    """Returns where values count, of their shape; None where all do."""
     padding = _real_rows(metric, name, shape)
     if mask is None:
         return padding
@@ -179,7 +168,7 @@ def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.A
 
 
 def _real_rows(metric: object, name: str, shape: tuple[int, ...]) -> jax.Array | None:
-    """Gives the mask of a partial batch, spread over the values; None for one number, or no padding."""
+    """Returns the mask of a partial batch, spread over the values; None for one number, or no padding."""
     context = get_replica_context()
     if context is None or not context.is_padded or not shape:
         return None

@@ -88,7 +88,7 @@ class Strategy(InputMethods, OlderNames):
     @property
     @final
     def mesh(self) -> Mesh:
-        """The devices as a ``jax.sharding.Mesh``; the replicas lie along ``"data"``."""
+        """The devices as a ``jax.sharding.Mesh``; the replicas are along ``"data"``."""
         return self._mesh
 
     @property
@@ -212,7 +212,7 @@ class Strategy(InputMethods, OlderNames):
 
         Raises:
             StopIteration: no batch is left.
-            ValueError: ``steps`` is no positive int, ``iterator`` is no iterator, or as for ``run``.
+            ValueError: ``steps`` is not a positive int, ``iterator`` is not an iterator, or as for ``run``.
 
         Example:
             >>> import distribute_jax as dj, numpy as np
@@ -242,7 +242,7 @@ class Strategy(InputMethods, OlderNames):
 
         Args:
             reduce_op: ``"sum"`` or ``"mean"``.
-            value: a nest of what ``run`` returned. A result that every replica returned alike counts
+            value: a nest of what ``run`` returned. A result that is equal on every replica counts
                 once for each replica under SUM.
             axis: None combines the replicas' arrays element by element. An int or several also
                 reduce those dims of each replica's array: SUM adds everything, MEAN divides by the
@@ -256,7 +256,7 @@ class Strategy(InputMethods, OlderNames):
 
         Raises:
             ValueError: another ``reduce_op``, shapes that do not fit, a host value under SUM, or a
-                value that is no number, such as a bool.
+                value that is not a number, such as a bool.
             RuntimeError: called inside ``run``.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce
@@ -295,7 +295,7 @@ class Strategy(InputMethods, OlderNames):
     @final
     @frames_hidden
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Gives this process's per-replica values as a tuple, in replica order.
+        """Returns this process's per-replica values as a tuple, in replica order.
 
         Args:
             value: a nest of what ``run`` returned; a value that is not distributed stands for itself.
@@ -335,7 +335,7 @@ class Strategy(InputMethods, OlderNames):
             The nest, each leaf a per-replica value; plain arrays with one replica.
 
         Raises:
-            ValueError: ``value_fn`` is no function, or gives no nest of arrays and numbers.
+            ValueError: ``value_fn`` is not a function, or gives no nest of arrays and numbers.
 
         Example:
             >>> import distribute_jax as dj
@@ -362,7 +362,7 @@ class Strategy(InputMethods, OlderNames):
         Raises:
             DeadlineExceededError: processes have not come in time; the message names them. A
                 ``TimeoutError``, on every process that has come.
-            ValueError: ``name`` is no text, or ``timeout`` no positive number.
+            ValueError: ``name`` is not a string, or ``timeout`` not a positive number.
             RuntimeError: called inside ``run``.
 
         Example:
@@ -391,13 +391,12 @@ class Strategy(InputMethods, OlderNames):
         return new
 
     def __repr__(self) -> str:
-        """Names the kind and the devices."""
         names = ", ".join(map(str, self._mesh.devices.flat))
         sharded = ", shard_optimizer_state=True" if self._replicas.share_state else ""
         return f"{type(self).__name__}([{names}]{sharded})"
 
     def _enter_program(self, name: str) -> None:
-        """Checks a method that starts a program, or makes data, of its own."""
+        """Checks a method that starts a program, or makes data."""
         _context.require_outside_step(name)
         self._enter_method(name)
 
@@ -417,7 +416,7 @@ class Strategy(InputMethods, OlderNames):
 
 
 _OF_DEVICES = frozenset({"_mesh", "_replicas", "_device", "_runner", "extended"})
-"""Attributes that a copy of a strategy shares or makes anew: devices cannot be copied."""
+"""Attributes that a copy of a strategy shares or makes again: devices cannot be copied."""
 
 
 def _is_value(leaf: Any) -> bool:

@@ -19,13 +19,13 @@ class CentralStorageStrategy(Strategy):
 
     Each ``run`` sends the state that the step reads to the compute devices, updates it there once,
     and brings one copy back; between steps no compute device holds any. The numbers are those of
-    ``MirroredStrategy``. What a step returns equal on all replicas lies on the parameter device too,
+    ``MirroredStrategy``. What a step returns equal on all replicas is stored on the parameter device too,
     so a nest of parameters that is passed in and returned is stored centrally as well.
 
     Args:
         compute_devices: ``jax.Device``s, indices, or strings such as ``"gpu:0"``; None or an empty
             list means all local devices of the default backend.
-        parameter_device: where state lies, named likewise; it need not be a compute device. None
+        parameter_device: where state is stored, named likewise; it need not be a compute device. None
             means the compute device where there is only one, else the host's ``"cpu:0"``.
         memory_kind: which memory of the parameter device holds the variables between steps, such as
             ``"pinned_host"``; None means its default memory.
@@ -73,11 +73,10 @@ class CentralStorageStrategy(Strategy):
 
     @property
     def parameter_device(self) -> jax.Device:
-        """Where parameters and optimizer state lie between steps."""
+        """Where parameters and optimizer state is stored between steps."""
         return self._device
 
     def __repr__(self) -> str:
-        """Names the kind, the compute devices and the parameter device."""
         return f"{super().__repr__()[:-1]}, {self.parameter_device})"
 
 

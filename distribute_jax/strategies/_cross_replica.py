@@ -123,7 +123,7 @@ def _gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
 
 
 def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
-    """Gives this process's parts of one leaf, or None for a value that is not distributed."""
+    """Returns this process's parts of one leaf, or None for a value that is not distributed."""
     value = _of_variable(value, mesh)
     if isinstance(value, DistributedValues):
         top = _context.entered()
@@ -139,14 +139,14 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
 
 
 def _of_variable(value: Any, mesh: Mesh) -> Any:
-    """Gives what a variable holds: each replica's own value, or the same on all."""
+    """Returns what a variable holds: each replica's own value, or the same on all."""
     if not isinstance(value, nnx.Variable):
         return value
     if _context.merging():
         return _of_traced_variable(value)
     if isinstance(value, Variable) and value.is_on_read:
-        lies = mesh_of_components(value) or mesh
-        return PerReplica(on_replicas(value, lies), lies)
+        mesh = mesh_of_components(value) or mesh
+        return PerReplica(on_replicas(value, mesh), mesh)
     raw = readable_raw(value)
     if not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):
         return raw
@@ -154,7 +154,7 @@ def _of_variable(value: Any, mesh: Mesh) -> Any:
 
 
 def _of_traced_variable(variable: nnx.Variable[Any]) -> Any:
-    """Gives all replicas' values of a variable in ``merge_call``, where the raw value is one's own."""
+    """Returns all replicas' values of a variable in ``merge_call``, where the raw value is one's own."""
     raw = variable.get_raw_value()
     if not isinstance(raw, jax.Array):
         return raw
@@ -265,7 +265,7 @@ def _result_dtype(op: ReduceOp, dtype: Any) -> Any:
 
 
 def _accumulator(op: ReduceOp, dtype: Any) -> Any:
-    """Gives the dtype to add up in: the sum of float16 values may overflow where their mean does not."""
+    """Returns the dtype to add up in: the sum of float16 values may overflow where their mean does not."""
     return wide(_result_dtype(op, dtype))
 
 
@@ -368,7 +368,7 @@ def _unjoinable(shapes: Sequence[tuple[int, ...]], axis: int) -> ArgumentError:
 
 
 def on_host_device(array: jax.Array) -> jax.Array:
-    """Gives a whole array as one on this process's first device that mixes with anything."""
+    """Returns a whole array as one on this process's first device that mixes with anything."""
     if isinstance(array, jax.core.Tracer):
         return array
     return uncommitted(array.addressable_data(0))
@@ -383,16 +383,7 @@ def _on_first(part: jax.Array, mesh: Mesh) -> jax.Array:
 
 @contextmanager
 def with_all_processes(caller: str, mesh: Mesh) -> Iterator[None]:
-    """For a ``with`` block that computes over the replicas of all processes.
-
-    Args:
-        caller: what the user called.
-        mesh: the strategy's.
-
-    Raises:
-        DeadlineExceededError: a process has not come in time; the message says where each is.
-        StepFailedError: it failed otherwise, such as with a process that is gone.
-    """
+    """For a ``with`` block that computes over the replicas of all processes."""
     if is_local(mesh):
         yield
         return

@@ -18,7 +18,7 @@ _set_for_good: list[Scope] = []
 
 
 def get_strategy() -> Strategy:
-    """Gives the current strategy; where none was entered, the default one, never None.
+    """Returns the current strategy; where none was entered, the default one, never None.
 
     Returns:
         The strategy of the innermost scope or ``run`` of this thread.
@@ -35,7 +35,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Tells whether another than the default strategy is current.
+    """Returns whether another than the default strategy is current.
 
     Example:
         >>> import distribute_jax as dj
@@ -48,7 +48,7 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> Any:
-    """Gives the replica context, or None in cross-replica context.
+    """Returns the replica context, or None in cross-replica context.
 
     Inside ``run`` it is this replica's; where no strategy was entered, that of the only replica; in
     ``scope()`` and ``merge_call`` there is none.
@@ -68,7 +68,7 @@ def get_replica_context() -> Any:
 
 
 def in_cross_replica_context() -> bool:
-    """Tells whether the code stands in ``scope()`` or ``merge_call``, outside any replica.
+    """Returns whether the code stands in ``scope()`` or ``merge_call``, outside any replica.
 
     Example:
         >>> import distribute_jax as dj
@@ -101,8 +101,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ArgumentError(
-            f"experimental_set_strategy got {strategy!r:.80}, which is no strategy. Pass a strategy, such as "
-            "dj.MirroredStrategy(), or None for the default one."
+            f"experimental_set_strategy got {strategy!r:.80}, which is not a strategy. Pass one, "
+            "such as dj.MirroredStrategy(), or None for the default one."
         )
     top = _context.entered()
     by_us = bool(_set_for_good) and _set_for_good[-1].is_current()
@@ -120,7 +120,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 
 def default_strategy() -> Strategy:
-    """Gives the strategy that stands in where none was entered."""
+    """Returns the strategy that stands in where none was entered."""
     strategy: Strategy = _context.default().strategy
     return strategy
 
@@ -134,7 +134,7 @@ class _DefaultStrategy(Strategy):
 
 @functools.cache
 def default_frame() -> _context.Frame:
-    """Gives the default strategy with its replica context, made at the first use."""
+    """Returns the default strategy with its replica context, made at the first use."""
     strategy = _DefaultStrategy()
     return _context.Frame(strategy, ReplicaContext(strategy, bound=False))
 

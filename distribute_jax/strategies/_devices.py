@@ -27,20 +27,12 @@ _KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"
 
 
 def local_devices() -> list[jax.Device]:
-    """Gives this process's devices of the default backend."""
+    """Returns this process's devices of the default backend."""
     return list(jax.local_devices())
 
 
 def find_device(name: Any) -> jax.Device:
-    """Finds the device that a user means.
-
-    Args:
-        name: a ``jax.Device``, an index into the local devices, or a string such as ``"gpu:0"``,
-            ``"/gpu:0"`` or ``"/job:localhost/device:GPU:0"``, in any letter case.
-
-    Raises:
-        ValueError: no local device is called so; the message lists those there are.
-    """
+    """Finds the device that a user means."""
     if isinstance(name, jax.Device):
         return _checked_local(name)
     if isinstance(name, int) and not isinstance(name, bool):
@@ -53,13 +45,13 @@ def find_device(name: Any) -> jax.Device:
         if index < len(devices):
             return devices[index]
     raise ArgumentError(
-        f"There is no local device {name!r}. This process has {_listed_names()}. Use one of these "
+        f"There is not a local device {name!r}. This process has {_listed_names()}. Use one of these "
         "names, an index, or a jax.Device from jax.local_devices()."
     )
 
 
 def find_cpu() -> jax.Device | None:
-    """Gives the host's first CPU device, or None where JAX runs without it."""
+    """Returns the host's first CPU device, or None where JAX runs without it."""
     devices = _of_kind("cpu")
     return devices[0] if devices else None
 
@@ -132,10 +124,7 @@ def _listed_names() -> str:
 def checked_sharding(given: Any, caller: str) -> bool:
     """Checks that the option is a bool."""
     if not isinstance(given, bool):
-        raise ArgumentError(
-            f"{caller}(shard_optimizer_state={given!r}): it is True, each replica keeps its share of the "
-            "optimizer's state, or False, each keeps all of it."
-        )
+        raise ArgumentError(f"{caller}: shard_optimizer_state must be a bool; got {given!r}.")
     return given
 
 

@@ -54,7 +54,6 @@ class StrategyExtended:
     """
 
     def __init__(self, strategy: Any) -> None:
-        """Speaks for a strategy."""
         self._strategy = strategy
 
     @property
@@ -124,7 +123,7 @@ class StrategyExtended:
 
     def _put(self, total: Any, destinations: Any) -> Any:
         if not at_top_level():
-            return total  # in a compiled step every result lies on the mesh
+            return total  # in a compiled step every result is on the mesh
         if isinstance(destinations, (str, jax.Device)):
             return jax.device_put(total, find_device(destinations))
         storage = self._strategy._replicas.parameter_device
@@ -141,7 +140,7 @@ class StrategyExtended:
         """Does ``reduce_to`` for several pairs of a value and its destinations, in one program.
 
         Raises:
-            ValueError: as ``reduce_to``, or an entry that is no pair.
+            ValueError: as ``reduce_to``, or an entry that is not a pair.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#batch_reduce_to
         """
@@ -156,7 +155,7 @@ class StrategyExtended:
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls ``fn(var, *args, **kwargs)`` in the strategy's scope, to update a variable everywhere alike.
+        """Calls ``fn(var, *args, **kwargs)`` in the strategy's scope, to update a variable on all replicas.
 
         Args:
             var: a variable of this strategy.
@@ -195,7 +194,7 @@ class StrategyExtended:
         return local if len(local) > 1 else local * replicas
 
     def value_container(self, value: Any) -> Any:
-        """Gives a variable or a distributed value as it is.
+        """Returns a variable or a distributed value as it is.
 
         Such a value holds all of its components, and ``v.values`` makes new arrays of them, which do not
         know whose they are: a component comes back as it is too, where TensorFlow gives its variable.
@@ -205,10 +204,10 @@ class StrategyExtended:
         return value
 
     def variable_created_in_scope(self, v: nnx.Variable[Any]) -> bool:
-        """Tells whether a variable lies where this strategy's ``scope()`` puts variables.
+        """Returns whether a variable is stored where this strategy's ``scope()`` puts variables.
 
         Raises:
-            ValueError: ``v`` is no variable.
+            ValueError: ``v`` is not a variable.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#variable_created_in_scope
         """
@@ -226,9 +225,9 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: nnx.Variable[Any]) -> Iterator[None]:
-        """Makes variables in the block lie where another variable of this strategy lies.
+        """Creates variables in the block where another variable of this strategy is stored.
 
-        All variables of a strategy lie alike, so this only checks that the variable is one.
+        All variables of a strategy are stored the same way, so this only checks that the variable is one.
 
         Raises:
             ValueError: the variable is not of this strategy.
@@ -266,7 +265,7 @@ class StrategyExtended:
 def _check_variable(var: Any, method: str) -> None:
     if not isinstance(var, nnx.Variable):
         raise ArgumentError(
-            f"strategy.extended.{method} got {type(var).__name__}, which is no variable. Pass an "
+            f"strategy.extended.{method} got {type(var).__name__}, which is not a variable. Pass an "
             "nnx.Variable or dj.Variable made under strategy.scope()."
         )
 
@@ -334,7 +333,7 @@ def _compiled(
 
 
 def _is_whole(leaf: Any, mesh: Mesh) -> bool:
-    """Tells whether a value is one array with an equal part, all of it real, for each replica."""
+    """Returns whether a value is one array with an equal part, all of it real, for each replica."""
     if not isinstance(leaf, PerReplica) or isinstance(leaf, UnevenPerReplica) or leaf.mesh != mesh:
         return False
     return leaf.counts is None and leaf.ambiguous is None and not is_key(leaf.global_array)

@@ -118,7 +118,7 @@ class InputMethods:
             An iterable of distributed elements. It goes on until every replica's data has ended.
 
         Raises:
-            ValueError: ``dataset_fn`` is no function or returns no batches, or an option does not fit.
+            ValueError: ``dataset_fn`` is not a function or returns no batches, or an option does not fit.
             NotImplementedError: ``InputReplicationMode.PER_REPLICA`` under ``OneDeviceStrategy``.
 
         Example:
@@ -184,17 +184,11 @@ def _checked(options: Any, called: str) -> InputOptions:
 
 
 def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh) -> Any:
-    """Calls a function for each replica of this process, and makes its nests one of per-replica values.
-
-    Args:
-        value_fn: gives a nest of arrays or numbers.
-        context: makes what the function is told from a replica and the number of all.
-        mesh: the replicas.
-    """
+    """Calls a function for each replica of this process, and makes its nests one of per-replica values."""
     method = "experimental_distribute_values_from_function"
     if not callable(value_fn):
         raise ArgumentError(
-            f"strategy.{method} got {leaf_text(value_fn)}, which is no function. Pass one that takes a "
+            f"strategy.{method} got {leaf_text(value_fn)}, which is not a function. Pass one that takes a "
             "ValueContext: lambda context: context.replica_id_in_sync_group."
         )
     count = num_replicas(mesh)
@@ -235,7 +229,7 @@ def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
 
 
 def _are_alike(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
-    """Tells whether the values of all replicas have one shape and dtype."""
+    """Returns whether the values of all replicas have one shape and dtype."""
     own = [leaf_text(array) for array in arrays]
     job = job_of(mesh)
     if job.is_alone:

@@ -42,8 +42,8 @@ class MirroredStrategy(Strategy):
             ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
     Raises:
-        ValueError: a device is unknown, named twice, or of another process; ``cross_device_ops`` is
-            none, or reduces to a device that is not among them; ``shard_optimizer_state`` is no bool.
+        ValueError: a device is unknown, named twice, or of another process; ``cross_device_ops`` is not
+            one, or reduces to another device; ``shard_optimizer_state`` is not a bool.
 
     Example:
         >>> import distribute_jax as dj
@@ -81,7 +81,7 @@ def _placed(given: Any, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:
     device = find_device(ops.reduce_to_device)
     if device not in devices:
         raise ArgumentError(
-            f"MirroredStrategy(cross_device_ops={ops!r}): {device} is none of the strategy's devices "
+            f"MirroredStrategy(cross_device_ops={ops!r}): {device} is not one of the strategy's devices "
             f"{list(map(str, devices))}. Reduce to one of these, or leave reduce_to_device out."
         )
     return ops.on_replica(list(devices).index(device))

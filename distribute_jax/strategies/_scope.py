@@ -18,19 +18,16 @@ class Scope:
     """What ``strategy.scope()`` gives: a ``with`` block that can be entered again and again."""
 
     def __init__(self, strategy: Any, replicas: Replicas) -> None:
-        """Remembers the strategy and where its state is stored; nothing is entered yet."""
         self._strategy, self._replicas = strategy, replicas
         self._entered: list[tuple[_context.Frame, Any]] = []
         self._unused: str | None = users_line()
 
     def __del__(self) -> None:
-        """Logs that the scope was thrown away unentered."""
         line = getattr(self, "_unused", None)
         if line and not sys.is_finalizing():
             note_not_entered(line)
 
     def __enter__(self) -> Any:
-        """Makes the strategy current and gives it."""
         self._unused = None
         _context.require_cross_replica("strategy.scope()")
         _context.require_unmixed(self._strategy)
@@ -44,18 +41,17 @@ class Scope:
         return self._strategy
 
     def is_current(self) -> bool:
-        """Tells whether this scope was entered last on this thread."""
+        """Returns whether this scope was entered last on this thread."""
         return bool(self._entered) and _context.entered() is self._entered[-1][0]
 
     def __exit__(self, *error: Any) -> None:
-        """Makes current what was current before."""
         frame, where = self._entered[-1]
         _context.pop(frame)
         self._entered.pop()
         where.__exit__(*error)
 
     def _where(self) -> Any:
-        """Gives the context in which Flax, by itself, builds variables where the strategy wants them."""
+        """Returns the context in which Flax, by itself, builds variables where the strategy wants them."""
         if (storage := self._replicas.parameter_device) is not None:
             return jax.default_device(storage.device)
         return jax.set_mesh(self._replicas.mesh)

@@ -104,7 +104,7 @@ class TPUStrategy(Strategy):
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
     ) -> jax.Array:
-        """Gives back an array of a replica of one core, and refuses where there are several.
+        """Returns an array of a replica of one core, and refuses where there are several.
 
         TensorFlow can pin what follows to one core; XLA here always divides one program over all.
 
@@ -165,7 +165,7 @@ class TPUStrategy(Strategy):
             The same array, whole on each core.
 
         Raises:
-            ValueError: it is no array.
+            ValueError: it is not an array.
             RuntimeError: called outside of ``run``, or in a step that another strategy runs.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy#experimental_replicate_to_logical_devices
@@ -177,7 +177,7 @@ _STRATEGY = "strategy.experimental_"
 
 
 def assigned(tensor: Any, logical_device_id: Any, mesh: Mesh) -> jax.Array:
-    """Gives back an array whose only core is named, and refuses where there are several."""
+    """Returns an array whose only core is named, and refuses where there are several."""
     method = f"{_STRATEGY}assign_to_logical_device"
     array, cores = _checked(tensor, mesh, method), cores_per_replica(mesh)
     if not _is_int(logical_device_id) or not 0 <= logical_device_id < cores:
@@ -218,7 +218,7 @@ def _constrained(array: jax.Array, dims: Sequence[tuple[str, ...]]) -> jax.Array
 
 
 def _dims(counts: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]]:
-    """Gives each dim the mesh axes whose sizes multiply to the parts that it is cut into."""
+    """Returns each dim the mesh axes whose sizes multiply to the parts that it is cut into."""
     free = {name: size for name, size in mesh.shape.items() if name != DATA}
     dims = []
     for count in counts:

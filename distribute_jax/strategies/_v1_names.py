@@ -107,7 +107,7 @@ class OlderNames:
         return self.experimental_local_results(value)
 
     def update_config_proto(self, config_proto: T) -> T:
-        """Gives back a session's configuration: there is no session to configure."""
+        """Returns a session's configuration: there is no session to configure."""
         _warn("update_config_proto", "no call at all: a mesh needs no session", method=False)
         return config_proto
 

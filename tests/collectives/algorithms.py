@@ -23,7 +23,7 @@ ALGORITHMS: dict[str, Callable[[], dj.CrossDeviceOps | None]] = {
     **{f"ring, {packs} packs": lambda packs=packs: dj.RingAllReduce(packs) for packs in (0, 1, 2)},
     "to one": dj.ReductionToOneDevice,
 }
-"""Makes each operation anew."""
+"""Makes each operation again."""
 
 OWN = ("hierarchical, 1 packs", "ring, 1 packs", "ring, 2 packs", "to one")
 """Those that the library writes out itself."""
@@ -40,12 +40,12 @@ def strategy_with(ops: dj.CrossDeviceOps | None, replicas: int) -> dj.MirroredSt
 
 
 def on_replicas(strategy: dj.Strategy, values: Sequence[Any]) -> Any:
-    """Gives each replica its own nest of host values."""
+    """Returns each replica its own nest of host values."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: values[context.replica_id_in_sync_group]
     )
 
 
 def locals_of(strategy: dj.Strategy, nest: Any) -> list[Any]:
-    """Gives each replica's nest as NumPy arrays."""
+    """Returns each replica's nest as NumPy arrays."""
     return [jax.tree.map(np.asarray, part) for part in strategy.experimental_local_results(nest)]

@@ -1,4 +1,4 @@
-"""check_in_sync: a copy that differs in one bit is found, on the device where it lies."""
+"""check_in_sync: a copy that differs in one bit is found, on the device where it is."""
 
 from __future__ import annotations
 

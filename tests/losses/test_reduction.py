@@ -30,7 +30,7 @@ def batch(n: int) -> dict[str, np.ndarray]:
 
 
 def step(data: dict[str, jax.Array]) -> dict[Any, jax.Array]:
-    """Gives the parts of every reduction with every shape of weights, in one program."""
+    """Returns the parts of every reduction with every shape of weights, in one program."""
     sparse, parts = dj.losses.SparseCategoricalCrossentropy, {}
     for reduction in REDUCTIONS:
         for weights in ("", "w", "w1", "wt"):

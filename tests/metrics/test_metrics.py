@@ -155,7 +155,7 @@ def test_welford_stays_accurate_over_many_small_batches(strategy: dj.Strategy):
 
 @FEW
 def test_a_statistic_that_is_kept_outlives_the_next_step(s2: dj.MirroredStrategy):
-    """What compute gives is no part of the metric's state, which the next step takes."""
+    """What compute gives is not part of the metric's state, which the next step takes."""
     with s2.scope():
         metric = dj.metrics.Welford("v")
     kept = []
@@ -289,7 +289,7 @@ def test_reset_and_update_in_one_step_is_refused_and_says_what_to_do(
 
 
 def test_writing_one_part_of_welford_is_refused_where_the_replicas_differ(s4: dj.MirroredStrategy):
-    """A mean is no sum, so what the replicas added to it alone cannot be added."""
+    """A mean is not a sum, so what the replicas added to it alone cannot be added."""
     metric = made(s4, Welford)
 
     def step(x):

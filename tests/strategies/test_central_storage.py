@@ -22,7 +22,7 @@ CENTRE = jax.devices()[5]
 
 @pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 5))])
 def central(request: pytest.FixtureRequest) -> dj.CentralStorageStrategy:
-    """A strategy whose parameter device is no compute device."""
+    """A strategy whose parameter device is not a compute device."""
     return dj.CentralStorageStrategy(list(range(request.param)), parameter_device=CENTRE)
 
 
@@ -312,7 +312,7 @@ def test_verify_compares_with_one_device(central: dj.CentralStorageStrategy):
 
 
 def test_parameters_passed_and_returned_are_central_too(central: dj.CentralStorageStrategy):
-    """A nest of arrays, as of Linen: what comes back mirrored lies on the parameter device."""
+    """A nest of arrays, as of Linen: what comes back mirrored is stored on the parameter device."""
     with central.scope():
         params = {"w": jnp.ones((6, 2))}
     for x, y in central.distribute_dataset(batches(3)):

@@ -13,7 +13,7 @@ import distribute_jax as dj
 
 
 def where() -> tuple[bool, bool, bool]:
-    """Gives has_strategy, in_cross_replica_context, and whether there is a replica context."""
+    """Returns has_strategy, in_cross_replica_context, and whether there is a replica context."""
     return dj.has_strategy(), dj.in_cross_replica_context(), dj.get_replica_context() is not None
 
 

@@ -26,7 +26,7 @@ def made(strategy: dj.Strategy, value: float = 1.0, **kinds: Any) -> dj.Variable
 
 
 def test_batch_reduce_to_a_variable_and_to_a_device(s2: dj.MirroredStrategy):
-    """SUM of 0, 1 and of 1, 2 lies on all devices of the variable; MEAN on the one device named."""
+    """SUM of 0, 1 and of 1, 2 is on all devices of the variable; MEAN on the one device named."""
     variable, own = made(s2), ids(s2)
     more = s2.run(lambda x: x + 1, args=(own,))
     sums = s2.extended.batch_reduce_to("sum", [(own, variable), (more, variable)])

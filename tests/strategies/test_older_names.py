@@ -94,7 +94,7 @@ def test_experimental_run_passes_the_next_element(s2: dj.MirroredStrategy):
 
 
 def test_a_configuration_comes_back_as_it_is(s2: dj.MirroredStrategy):
-    """There is no session to configure, whatever the object."""
+    """There is not a session to configure, whatever the object."""
     config = object()
     with pytest.warns(DeprecationWarning, match="update_config_proto"):
         assert s2.update_config_proto(config) is config

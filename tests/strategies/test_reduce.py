@@ -290,7 +290,7 @@ def test_reduce_of_a_mirrored_variable(s2: dj.MirroredStrategy):
 
 
 def test_reduce_does_not_wait_for_the_step(s2: dj.MirroredStrategy):
-    """The combined array lies on one device, uncommitted, and is made without the host."""
+    """The combined array is on one device, uncommitted, and is made without the host."""
     result = s2.reduce("sum", s2.run(replica_id))
     assert not result.committed
     assert result.devices() == {jax.devices()[0]}

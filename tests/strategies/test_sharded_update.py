@@ -312,7 +312,7 @@ def own_and_constant(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> 
 
 
 def on_a_condition(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Every replica decides alike, from the loss of all, whether to update; two kinds of update."""
+    """Every replica decides the same, from the loss of all, whether to update; two kinds of update."""
     loss = dj.get_replica_context().all_reduce("mean", jnp.mean(model(x) ** 2))
     for limit in (0.0, 1e9):
         nnx.cond(
@@ -450,7 +450,7 @@ def test_state_is_read_checked_copied_and_put_back(z4: dj.MirroredStrategy) -> N
     dj.check_in_sync([model, optimizer])
     after = values(optimizer)
     nnx.update(model, kept["model"])
-    # Whole arrays, as from elsewhere: they are divided anew.
+    # Whole arrays, as from elsewhere: they are divided again.
     nnx.update(optimizer, jax.tree.map(np.asarray, kept["optimizer"]))
     z4.run(step, args=second)
     assert_close(after, values(optimizer))

@@ -36,9 +36,12 @@ CALLS: dict[str, tuple[Call, str]] = {
         r"merge_fn, kwargs=int 3\): kwargs must be a dict",
     ),
     "gather": (lambda s, v: s.gather(v, axis=None), r"gather\(axis=None\): axis is an int"),
-    "set_strategy": (lambda s, v: dj.experimental_set_strategy("x"), "'x', which is no strategy"),
+    "set_strategy": (
+        lambda s, v: dj.experimental_set_strategy("x"),
+        "'x', which is not a strategy",
+    ),
     "devices": (lambda s, v: dj.MirroredStrategy(5.5), r"cannot be 5.5. Pass a list, such as"),
-    "value_fn": (lambda s, v: values(s, 3), "got int 3, which is no function"),
+    "value_fn": (lambda s, v: values(s, 3), "got int 3, which is not a function"),
     "value": (
         lambda s, v: values(s, lambda c: "a"),
         "gave str 'a', which is neither array nor number",
@@ -62,7 +65,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "created": (
         lambda s, v: s.extended.variable_created_in_scope(3),
-        "got int, which is no variable",
+        "got int, which is not a variable",
     ),
     "float rows": (lambda s, v: v.scatter_add([0.5], [1.0]), "indices must be integers.*float64"),
     "no row": (lambda s, v: v.scatter_add([7], [1.0]), r"from 7 to 7, and the variable has 3 rows"),
@@ -113,7 +116,7 @@ def test_a_wrong_argument_is_refused_by_name(s2: dj.MirroredStrategy, call: str)
 
 
 def test_local_results_of_a_distributed_value_under_a_jit_are_refused(s2: dj.MirroredStrategy):
-    """A plain value stands for itself there; what lies on several devices cannot come in."""
+    """A plain value stands for itself there; what is on several devices cannot come in."""
     own = s2.run(lambda: dj.get_replica_context().replica_id_in_sync_group)
     with pytest.raises(
         dj.ContextError, match=r"experimental_local_results was called inside a func"
