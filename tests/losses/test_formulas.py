@@ -271,7 +271,7 @@ ARGUMENTS = {
     "dtype": (lambda: losses.Poisson(dtype="int32"), "floating dtype"),
     "no dtype": (lambda: losses.Poisson(dtype="float31"), "floating dtype"),
     "a nest": (lambda: losses.Hinge()({"a": Y}, {"a": P}), "each has its loss"),
-    "text": (lambda: losses.hinge(Y, "high"), "no array of numbers"),
+    "text": (lambda: losses.hinge(Y, "high"), "not an array of numbers"),
     "complex": (lambda: losses.hinge(Y, P + 1j), "real numbers"),
 }
 

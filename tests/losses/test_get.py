@@ -128,9 +128,9 @@ def test_an_optax_function_without_telling_names_is_known_by_its_module():
 
 REFUSED = {
     "a name": ("categorical", "mean_squared_error, mean_squared_logarithmic_error, mse, msle"),
-    "nothing": (None, "no loss"),
-    "a number": (3, "no loss"),
-    "a class": (Difference, "no loss"),
+    "nothing": (None, "not a loss"),
+    "a number": (3, "not a loss"),
+    "a class": (Difference, "not a loss"),
     "one argument": (lambda y: y, r"takes \(y\)"),
     "three arguments": (lambda y_true, y_pred, w: y_true, r"takes \(y_true, y_pred, w\)"),
 }
@@ -146,7 +146,7 @@ def test_what_is_no_loss_is_refused(case: str):
 RESULTS = {
     "a mean": (lambda y_true, y_pred: jnp.mean(y_true - y_pred), "one number for the whole batch"),
     "other rows": (lambda y_true, y_pred: jnp.zeros(2), r"shape \(2,\) for 3 examples"),
-    "nothing": (lambda y_true, y_pred: None, "no array"),
+    "nothing": (lambda y_true, y_pred: None, "not an array"),
 }
 
 

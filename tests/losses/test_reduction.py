@@ -145,7 +145,7 @@ WEIGHTS = {
     "times": (jnp.ones((3, 2)), r"\(3, 2\) for losses of shape \(3, 4\)"),
     "one row": (jnp.ones((1, 4)), r"\(1, 4\) for losses"),
     "dims": (jnp.ones((3, 4, 2)), r"\(3, 4, 2\) for losses"),
-    "text": ("heavy", "no array of numbers"),
+    "text": ("heavy", "not an array of numbers"),
 }
 
 

@@ -404,9 +404,9 @@ def test_an_empty_average_is_nan_as_in_flax():
 
 WRONG = {
     "no values": (Average, {"loss": 1.0}, "needs values="),
-    "text": (Average, {"values": "a"}, "no array of numbers"),
+    "text": (Average, {"values": "a"}, "not an array of numbers"),
     "complex": (Average, {"values": 1j}, "real numbers"),
-    "a key": (Average, {"values": jax.random.key}, "no array of numbers"),
+    "a key": (Average, {"values": jax.random.key}, "not an array of numbers"),
     "long mask": (Average, {"values": np.ones(3), "mask": np.ones(2, bool)}, "from the left"),
     "deep mask": (Average, {"values": np.ones(3), "mask": np.ones((3, 1), bool)}, "from the left"),
     "float mask": (Average, {"values": np.ones(3), "mask": np.ones(3)}, "mask > 0"),
@@ -449,7 +449,7 @@ def test_wrong_arguments_are_named(case: str):
 def test_wrong_constructors_are_named():
     with pytest.raises(ValueError, match="its own methods"):
         MultiMetric(update=Average())
-    with pytest.raises(ValueError, match="no metric"):
+    with pytest.raises(ValueError, match="not a metric"):
         MultiMetric(a=Average)
     with pytest.raises(ValueError, match="threshold is a number"):
         Accuracy("loss")
