@@ -93,10 +93,10 @@ def private_imports(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 43_400,
-    files: 202,
+    lines: 41_714,
+    files: 201,
     pieces: 1,
-    private_words: 420,
+    private_words: 22,
     private_imports: 34,
 }
 
