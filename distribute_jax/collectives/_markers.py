@@ -64,9 +64,10 @@ def assume_mirrored(x: T) -> T:
         >>> dj.assume_mirrored({"rate": jnp.float32(0.5)})["rate"]
         Array(0.5, dtype=float32)
     """
-    return jax.tree.map(
+    same: T = jax.tree.map(
         lambda leaf: mirrored_p.bind(check_int_range(leaf, "dj.assume_mirrored"))[0], x
     )
+    return same
 
 
 def unreduced(leaves: Sequence[Any]) -> list[Any]:
