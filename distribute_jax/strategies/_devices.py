@@ -45,7 +45,7 @@ def find_device(name: Any) -> jax.Device:
         if index < len(devices):
             return devices[index]
     raise ArgumentError(
-        f"There is not a local device {name!r}. This process has {_listed_names()}. Use one of these "
+        f"There is no local device {name!r}. This process has {_listed_names()}. Use one of these "
         "names, an index, or a jax.Device from jax.local_devices()."
     )
 

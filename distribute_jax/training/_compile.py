@@ -147,6 +147,7 @@ class DTypePolicy:
                 variable.set_raw_value(value)
 
     def cast_input(self, tree: PyTree) -> PyTree:
+        """Casts inputs to the dtype in which layers compute."""
         return tree if self.compute_dtype is None else jax.tree.map(self._cast, tree)
 
     def cast_output(self, tree: PyTree) -> PyTree:

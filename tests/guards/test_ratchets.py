@@ -93,7 +93,7 @@ def private_imports(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_715,
+    lines: 41_716,
     files: 201,
     pieces: 1,
     private_words: 22,

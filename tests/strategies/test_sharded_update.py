@@ -541,7 +541,7 @@ def test_the_option_is_shown_and_checked() -> None:
     assert "shard" not in repr(dj.MirroredStrategy([0, 1]))
     assert repr(copy.deepcopy(strategy)) == repr(strategy)
     for make in (dj.MirroredStrategy, dj.MultiWorkerMirroredStrategy):
-        with pytest.raises(ValueError, match=r"shard_optimizer_state='yes'\): it is True"):
+        with pytest.raises(ValueError, match="shard_optimizer_state must be a bool; got 'yes'"):
             make(shard_optimizer_state="yes")
 
 

@@ -297,7 +297,7 @@ def test_state_of_replicas_with_two_cores_is_saved_and_restored(tmp_path):
         ({"tpu_cluster_resolver": "local"}, 'TPUClusterResolver("local")'),
         ({"experimental_device_assignment": [[0]]}, "DeviceAssignment.build("),
         ({"experimental_spmd_xla_partitioning": False}, "Leave it out"),
-        ({"cluster_options": 5}, "dj.ClusterOptions("),
+        ({"cluster_options": 5}, "must be dj.ClusterOptions; got 5"),
     ],
 )
 def test_wrong_arguments_say_what_to_pass(arguments: dict[str, Any], wanted: str):

@@ -48,9 +48,9 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "model": (
         lambda s, v: dj.Optimizer(3, optax.sgd(0.1)),
-        "got int 3 as the model. Pass the nnx.Mod",
+        "model must be an nnx.Module; got int 3",
     ),
-    "tx": (lambda s, v: dj.Optimizer(nnx.Param(v[...]), 3), "got int 3 as tx. Pass an optax"),
+    "tx": (lambda s, v: dj.Optimizer(nnx.Param(v[...]), 3), "tx must be an optax transformation"),
     "weights": (
         lambda s, v: average(jnp.ones(3)),
         r"weight of shape \(3,\) for losses of shape \(2,\)",
