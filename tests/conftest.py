@@ -33,7 +33,7 @@ TESTS = Path(__file__).parent
 pytest_plugins = ["distribute_jax.testing.pytest_plugin"]
 
 
-ONE_REPLICA = ("program/test_run", "training/test_fit_numbers")
+ONE_REPLICA = "program/test_run"
 """Where one replica is looked at by default too; elsewhere it is exhaustive, as are 2 and 8."""
 
 

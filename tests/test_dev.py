@@ -534,7 +534,8 @@ def run_ci(folder: Path, pythons: str, status: int = 0) -> tuple[int, str, list[
 
 
 EXHAUSTIVE = (
-    "dev.py test -n 3 -m exhaustive tests/docs tests/api tests/processes/test_checkpoints.py"
+    "dev.py test -n 3 -m exhaustive tests/docs tests/api"
+    " tests/processes/test_fit_together.py tests/processes/test_checkpoints.py"
 )
 
 

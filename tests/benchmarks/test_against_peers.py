@@ -102,6 +102,7 @@ def test_a_peer_answers_and_ends_when_nobody_asks_any_more(fake: list[str], tmp_
         peer.end()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
 def test_peers_that_are_missing_die_hang_or_train_differently_are_rows_that_say_so(
     fake: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

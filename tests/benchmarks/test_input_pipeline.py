@@ -15,7 +15,6 @@ from benchmarks._workloads import MLP
 pytestmark = pytest.mark.exhaustive
 
 
-@pytest.mark.exhaustive
 def test_a_measurement_answers_all_three_questions() -> None:
     options = input_pipeline.Options(batches=2, rounds=2, replicas=2)
     log, text, rows = answers_of(input_pipeline.BENCHMARK, options)

@@ -234,7 +234,8 @@ dj.CheckpointManager({directory!r}).save(1, {{"x": np.ones(1000)}})
 """
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_program_that_ends_without_waiting_has_saved(fails: bool, tmp_path: Path) -> None:
     """Python ends only when the last save is on the disk; a failure is at least told."""
     directory = str(tmp_path / "c")

@@ -158,6 +158,7 @@ print("went on", flush=True)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_signal_that_comes_with_the_last_step_is_not_lost(tmp_path: Path):
     """The loop ends and is saved, and then the process ends as the signal says."""
     done = _program(_ENDS_FIRST, tmp_path)

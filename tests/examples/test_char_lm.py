@@ -34,6 +34,7 @@ def test_the_text_is_of_the_asked_length_and_the_same_each_time() -> None:
     assert "import" in text
 
 
+@pytest.mark.exhaustive
 def test_a_character_does_not_see_later_ones() -> None:
     """Another last character changes the logits of the last place only."""
     module = char_lm.Transformer(**SIZES, rngs=nnx.Rngs(0))

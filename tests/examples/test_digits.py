@@ -24,6 +24,7 @@ def test_training_reaches_the_promised_accuracy_on_images_it_has_not_seen() -> N
     assert digits.accuracy_on(strategy, steps, test_data, BATCH_SIZE) >= 0.97
 
 
+@pytest.mark.exhaustive
 def test_accuracy_counts_exactly_the_images_of_the_data() -> None:
     _, test_data = digits.load_data()
     few = digits.Digits(test_data.images[:90], test_data.labels[:90])

@@ -70,7 +70,6 @@ def test_other_numbers_of_processes_read_them(folder, two_by_two):
         np.testing.assert_array_equal(jax.random.key_data(tree["keys"]), wanted["keys"])
 
 
-@pytest.mark.exhaustive
 def test_four_processes_read_a_quarter_each(folder, two_by_two):
     """Of what two processes wrote, each of four reads the file of its own rows."""
     del two_by_two
@@ -93,7 +92,6 @@ def test_damage_in_the_part_of_one_process_sets_the_step_aside_for_all(two_by_tw
     assert second["damaged"][1] == []
 
 
-@pytest.mark.exhaustive
 def test_a_process_that_is_killed_as_it_writes_lets_nobody_wait(tmp_path):
     """The other ends by itself; the step before is whole, and the next save removes what is left over."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)

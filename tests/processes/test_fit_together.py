@@ -11,6 +11,8 @@ import saving_functions
 
 from distribute_jax.testing import LocalCluster
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -80,7 +82,6 @@ def test_weights_are_set_saved_and_loaded_by_all(two_by_two):
     assert [told["weights"] for told in two_by_two] == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
-@pytest.mark.exhaustive
 def test_longer_trainings(tmp_path: Path):
     """The worked numbers of Keras; a backup that is gone on from bit by bit; DATA and arrays; "auto"."""
     cluster = LocalCluster(2, 2, timeout=200)

@@ -483,7 +483,13 @@ def one_after_the_other(mean: Mean, net: Net, x: jax.Array) -> jax.Array:
     return x
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "all_reduce",
+        *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("psum", "merge_call")),
+    ],
+)
 def test_collectives_in_every_place_train_as_plain_code(
     replicas: dj.MirroredStrategy, spelling: str
 ):

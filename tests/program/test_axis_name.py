@@ -50,7 +50,9 @@ def trained(strategy: dj.Strategy, axis: str, options: dj.RunOptions | None = No
     return jax.tree.leaves((outs, nnx.state(net)))
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+@pytest.mark.parametrize(
+    "lowering", ["shard_map", "vmap", pytest.param("pmap", marks=pytest.mark.exhaustive)]
+)
 def test_the_axis_has_the_name_that_the_strategy_was_given(lowering: Any):
     """To the last bit what the same step computes over "data", in every lowering."""
     options = dj.RunOptions(lowering=lowering)

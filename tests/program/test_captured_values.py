@@ -199,7 +199,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["number", "array", "large array"])
+@pytest.mark.parametrize(
+    "kind", ["number", "array", pytest.param("large array", marks=pytest.mark.exhaustive)]
+)
 def test_a_changed_value_is_never_stale(s2: dj.MirroredStrategy, way: str, kind: str):
     """A number or array in what run follows is read again after it changed."""
     make: dict[str, Callable[[float], Any]] = {

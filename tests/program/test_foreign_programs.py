@@ -468,7 +468,7 @@ PROGRAMS = {
     "gan": (gan, gan_ported),
     "dicts": (dicts, dicts_ported),
 }
-QUICK = {("imagenet", 4), ("MultiSteps", 4)}
+QUICK = {("imagenet", 4)}
 
 
 @pytest.mark.parametrize(

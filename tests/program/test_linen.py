@@ -130,6 +130,7 @@ def test_each_replica_drops_other_units_and_each_step_others_again(s4: dj.Mirror
     assert len(set(masks(0, own=False))) == 1
 
 
+@pytest.mark.exhaustive
 def test_training_with_dropout_stays_in_sync_and_can_be_repeated(s4: dj.MirroredStrategy):
     """The replicas drop different units and still agree to the last bit; a second run as well."""
     ends = []

@@ -227,6 +227,7 @@ def test_a_stream_marked_between_two_runs_is_noticed(s4: dj.Strategy):
     np.testing.assert_array_equal(s4.run(step), first)
 
 
+@pytest.mark.exhaustive
 def test_streams_of_scanned_layers_have_a_key_each_and_can_be_marked(s4: dj.Strategy):
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -376,6 +377,7 @@ class DroppingBlocks(nnx.Module):
         return nnx.scan(f, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
 
 
+@pytest.mark.exhaustive
 def test_dropout_in_a_scanned_rematerialised_block_draws_as_without_remat(strategy: dj.Strategy):
     """The keys of the layers come back through scan and remat as they were, and stay what is stored."""
     x = np.ones((16, 4), np.float32)

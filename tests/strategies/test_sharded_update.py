@@ -142,17 +142,9 @@ SOME = ("clipped",)
 OTHERS = tuple(name for name in OPTIMIZERS if name not in SOME)
 
 
-@pytest.mark.parametrize(
-    ("names", "replicas"),
-    [
-        (SOME, 4),
-        *(pytest.param(SOME, replicas, marks=pytest.mark.exhaustive) for replicas in (1, 2, 8)),
-        *(
-            pytest.param(OTHERS, replicas, marks=pytest.mark.exhaustive)
-            for replicas in (1, 2, 4, 8)
-        ),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("names", [SOME, OTHERS])
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_every_optimizer_trains_as_on_one_device(names: tuple[str, ...], replicas: int) -> None:
     """Losses, weights and optimizer states, of transformations that are elementwise and that are not."""
     losses, state, programs = trained(sharing(replicas), names)
@@ -325,9 +317,14 @@ def on_a_condition(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> ja
 
 
 PROGRAMS = (in_a_scan, weights_used_again, gradients_returned, own_and_constant, on_a_condition)
+LONG = (in_a_scan, weights_used_again)
 
 
-@pytest.mark.parametrize("body", PROGRAMS, ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body",
+    [pytest.param(body, marks=[pytest.mark.exhaustive] * (body in LONG)) for body in PROGRAMS],
+    ids=lambda body: body.__name__,
+)
 def test_any_step_gives_the_numbers_of_mirrored_state(
     body: Callable[..., Any], z4: dj.MirroredStrategy
 ) -> None:
@@ -345,6 +342,7 @@ def test_any_step_gives_the_numbers_of_mirrored_state(
     assert_close(results[1], results[0], 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_callbacks_and_keys_that_draw_otherwise_when_divided_stay_on_each_replica(
     z4: dj.MirroredStrategy,
 ) -> None:
@@ -406,10 +404,9 @@ class Noisy(nnx.Module):
     "ops",
     [
         None,
-        dj.RingAllReduce(),
         *(
             pytest.param(ops(), marks=pytest.mark.exhaustive)
-            for ops in (dj.HierarchicalCopyAllReduce, dj.ReductionToOneDevice)
+            for ops in (dj.HierarchicalCopyAllReduce, dj.ReductionToOneDevice, dj.RingAllReduce)
         ),
     ],
 )
@@ -484,6 +481,7 @@ def test_checkpoints_go_to_mirrored_state_and_back(z4: dj.MirroredStrategy, tmp_
         assert held[saver is z4] == {8 * (DIVIDED + WHOLE) + 8}
 
 
+@pytest.mark.exhaustive
 def test_the_step_is_verified_against_one_device(z4: dj.MirroredStrategy) -> None:
     """``verify`` starts both from the gathered state, and finds a gradient that is 4 times too large."""
     model, optimizer = made(z4, optax.sgd(0.1, momentum=0.9))
@@ -502,6 +500,7 @@ def test_the_step_is_verified_against_one_device(z4: dj.MirroredStrategy) -> Non
     assert_close(before, values(optimizer), 0)
 
 
+@pytest.mark.exhaustive
 def test_fit_trains_as_with_mirrored_state() -> None:
     """``dj.Model`` under the strategy: history, weights and the share of each device."""
     x, y = batches([40])[0]

@@ -84,13 +84,13 @@ def one_device() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("replicas", "cores", "parts"),
     [
-        (2, 4, [2, 2]),
+        (4, 2, [1, 2]),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
                 (4, 1, [1, 1]),
-                (4, 2, [1, 2]),
                 (4, 2, [2, 1]),
+                (2, 4, [2, 2]),
                 (2, 4, [1, 4]),
                 (1, 8, [2, 4]),
             ]
@@ -211,6 +211,7 @@ def test_verify_compares_with_one_replica_on_its_cores():
         strategy.run(wrong, args=(w, batch), options=dj.RunOptions(verify="first"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["vmap", "pmap"])
 def test_other_lowerings_compute_the_same_or_refuse_by_name(lowering: str, one_device):
     """vmap has one program for the whole mesh; pmap knows of one device for each replica only."""

@@ -63,7 +63,9 @@ def test_right_steps_pass_and_update_the_state_once(strategy: dj.Strategy, loss:
     [
         ("mean", "sum", "4.000 = number of replicas: gradients of a mean were summed"),
         ("sum", "mean", "0.250 = 1 / number of replicas: the gradient of a sum was averaged"),
-        ("exact", "mean", "0.250 = 1 / number of replicas"),
+        pytest.param(
+            *("exact", "mean", "0.250 = 1 / number of replicas"), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_wrong_scales_are_named_with_ratio_and_cause(

@@ -61,9 +61,12 @@ STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        "mirrored",
         "central storage",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("default", "one device")),
+        *(
+            pytest.param(n, marks=pytest.mark.exhaustive)
+            for n in STRATEGIES
+            if n != "central storage"
+        ),
     ],
 )
 def test_the_same_model_under_every_strategy(name: str):
@@ -100,6 +103,7 @@ def own_metric(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
     return jnp.abs(y_pred[:, 0] - y_pred[:, 1])
 
 
+@pytest.mark.exhaustive
 def test_metrics_of_every_kind(strategy: dj.Strategy):
     """Names, functions, and metric objects of dj and of Flax; with and without sample weights."""
     model = made(
@@ -186,7 +190,14 @@ def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy)
 
 @pytest.mark.parametrize(
     "make",
-    [optax.adamw, optax.adafactor, lambda rate: optax.rmsprop(rate, momentum=0.9), optax.fromage],
+    [
+        optax.adamw,
+        lambda rate: optax.rmsprop(rate, momentum=0.9),
+        *(
+            pytest.param(tx, marks=pytest.mark.exhaustive)
+            for tx in (optax.adafactor, optax.fromage)
+        ),
+    ],
 )
 @pytest.mark.parametrize("rate", [0.1, optax.cosine_decay_schedule(0.1, 5)])
 def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):

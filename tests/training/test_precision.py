@@ -83,7 +83,9 @@ def test_what_a_replica_has_added_up_is_part_of_a_checkpoint(
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.exhaustive)]
+)
 def test_mixed_precision_computes_in_few_bits_and_keeps_float32_weights(
     s4: dj.MirroredStrategy, policy: str
 ):
