@@ -1,6 +1,6 @@
 """How often the proof of padding errs on random programs: never unsafely, and how often too carefully.
 
-    python -m benchmarks.padding_proof             300 programs, and prints JSON lines
+    python -m benchmarks.padding_proof             400 programs, and prints JSON lines
     python -m benchmarks.padding_proof --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.padding_proof --quick     a minute's look: few programs
 
@@ -15,17 +15,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from jax import lax
 
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, counted, table
+from benchmarks._random_programs import FULL, QUICK, Options, measured
 from benchmarks._row_programs import WIDTH, Setting, Statement, outputs_of, row_programs
 from distribute_jax._padding import padded_rows
 from distribute_jax.collectives._markers import real_rows
@@ -176,55 +175,17 @@ def count(judged: Judged, figures: Counter[str], causes: Counter[str]) -> None:
             causes[re.sub(r" at \S+$", "", where)] += 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is counted."""
-
-    programs: int = 300
-    """Programs that run."""
-    start: int = 0
-    """The first seed."""
-
-    def __post_init__(self) -> None:
-        """Refuses a count of nothing."""
-        if self.programs < 1:
-            raise ValueError(f"{self}: at least one program.")
-
-
-FULL = Options()
-QUICK = Options(programs=60)
+def look(statements: list[Statement], figures: Counter[str], causes: Counter[str]) -> bool:
+    """Proves and runs a program, and counts; False where it cannot run."""
+    judged = judge(statements)
+    if judged is not None:
+        count(judged, figures, causes)
+    return judged is not None
 
 
 def measure(options: Options) -> Log:
     """Draws programs until as many have run, from a fixed seed, and counts."""
-    log, figures, causes = Log(), Counter[str](), Counter[str]()
-    log.start()
-    start = options.start
-    while figures["programs"] < options.programs:
-        _draw(options.programs - figures["programs"], start, figures, causes)
-        start += 1
-    log.add("padding", **figures)
-    log.add("causes", **dict(causes.most_common(12)))
-    return log
-
-
-def _draw(number: int, start: int, figures: Counter[str], causes: Counter[str]) -> None:
-    @seed(start)
-    @settings(
-        max_examples=number,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(row_programs)
-    def draw(statements: list[Statement]) -> None:
-        judged = judge(statements)
-        if judged is None:
-            reject()
-        count(judged, figures, causes)
-
-    draw()
+    return measured("padding", row_programs, look, options)
 
 
 def report(log: Log) -> str:

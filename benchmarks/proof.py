@@ -14,19 +14,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import distribute_jax as dj
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, counted, table
 from benchmarks._programs import N, Statement, Values, outputs_of, programs
+from benchmarks._random_programs import FULL, QUICK, Options, measured
 from distribute_jax.program._replication import prove
 
 W = np.array([0.5, -1.25, 2.0, 1.5], np.float32)
@@ -101,59 +100,21 @@ def _cause(source: str) -> str:
     return "the per-replica argument" if name == "x" else name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is counted."""
-
-    programs: int = 400
-    """Programs that run."""
-    start: int = 0
-    """The first seed."""
-
-    def __post_init__(self) -> None:
-        """Refuses a count of nothing."""
-        if self.programs < 1:
-            raise ValueError(f"{self}: at least one program.")
-
-
-FULL = Options()
-QUICK = Options(programs=60)
+def look(statements: list[Statement], figures: Counter[str], causes: Counter[str]) -> bool:
+    """Proves and runs a program, and counts; False where it cannot run."""
+    try:
+        judged = judge(statements)
+    except dj.DeadlockError:
+        figures["refused"] += 1
+        return True
+    if judged is not None:
+        count(judged, figures, causes)
+    return judged is not None
 
 
 def measure(options: Options) -> Log:
     """Draws programs until as many have run, from a fixed seed, and counts."""
-    log, figures, causes = Log(), Counter[str](), Counter[str]()
-    log.start()
-    start = options.start
-    while figures["programs"] < options.programs:
-        _draw(options.programs - figures["programs"], start, figures, causes)
-        start += 1
-    log.add("proof", **figures)
-    log.add("causes", **dict(causes.most_common(10)))
-    return log
-
-
-def _draw(number: int, start: int, figures: Counter[str], causes: Counter[str]) -> None:
-    @seed(start)
-    @settings(
-        max_examples=number,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs)
-    def draw(statements: list[Statement]) -> None:
-        try:
-            judged = judge(statements)
-        except dj.DeadlockError:
-            figures["refused"] += 1
-            return
-        if judged is None:
-            reject()
-        count(judged, figures, causes)
-
-    draw()
+    return measured("proof", programs, look, options)
 
 
 def report(log: Log) -> str:

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, note, reject, settings
 
+from benchmarks._random_programs import searched
 from benchmarks._row_programs import Statement, row_programs
-from benchmarks.padding_proof import Judged, count, judge
+from benchmarks.padding_proof import Judged, judge, look
 
 
-def check_one(statements: list[Statement], figures: Counter[str]) -> None:
-    judged = judge(statements)
-    if judged is None:
-        reject()
-    note(f"{statements}\n{judged}")
-    assert judged.false_proofs == 0
-    count(judged, figures, Counter())
+def judged_well(statements: list[Statement], figures: Counter[str], causes: Counter[str]) -> bool:
+    """Looks at a program, in which nothing may be proved clean that changes."""
+    here: Counter[str] = Counter()
+    runs = look(statements, here, causes)
+    assert here["proved_changed"] == 0
+    figures.update(here)
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -29,21 +29,7 @@ def check_one(statements: list[Statement], figures: Counter[str]) -> None:
     ids=["few", "many"],
 )
 def test_what_is_proved_clean_changes_with_no_padding(examples: int) -> None:
-    figures: Counter[str] = Counter()
-
-    @settings(
-        max_examples=examples,
-        derandomize=examples < 100,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(row_programs)
-    def search(statements: list[Statement]) -> None:
-        check_one(statements, figures)
-
-    search()
-    print(dict(figures))
+    figures = searched(examples, row_programs, judged_well)
     # A proof that proves nothing, or refuses everything, would be safe as well.
     assert figures["proved_unchanged"] > figures["undecided_unchanged"]
     assert figures["refused_changed"] >= 10 * figures["refused_unchanged"]
