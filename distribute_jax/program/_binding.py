@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -396,21 +396,44 @@ state = nnx.Variable(value), and state[...] = value in the step. Numbers for a l
 jax.debug.callback."""
 
 
+Contents = list[tuple[Any, Any]]
+"""Dicts and lists, each with a copy of what it held."""
+
+
+def contents_of(containers: Iterable[Any]) -> Contents:
+    """Returns what dicts and lists hold now."""
+    return [(container, container.copy()) for container in containers]
+
+
+def restore(contents: Contents) -> None:
+    """Puts dicts and lists back as they were."""
+    for container, old in contents:
+        if isinstance(container, dict):
+            container.clear()
+            container.update(old)
+        else:
+            container[:] = old
+
+
 @contextmanager
-def contents_restored_on_error(binding: Binding) -> Iterator[None]:
+def contents_restored_on_error(contents: Contents) -> Iterator[None]:
     """Puts dicts, lists and attributes back as they were, if tracing the step fails."""
-    containers = binding.watch.containers
-    before: list[Any] = [container.copy() for container in containers]
     try:
         yield
     except BaseException:
-        for container, old in zip(containers, before, strict=True):
-            if isinstance(container, dict):
-                container.clear()
-                container.update(old)
-            else:
-                container[:] = old
+        restore(contents)
         raise
+
+
+@contextmanager
+def contents_as_before(contents: Contents) -> Iterator[None]:
+    """Puts dicts and lists back for another trace of a step that moved what they hold."""
+    now = contents_of(container for container, _ in contents)
+    restore(contents)
+    try:
+        yield
+    finally:
+        restore(now)
 
 
 def check_leaked_tracers(binding: Binding) -> None:

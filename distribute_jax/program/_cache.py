@@ -18,6 +18,8 @@ from distribute_jax.program._arguments import Arguments, check_function
 from distribute_jax.program._binding import (
     Binding,
     check_leaked_tracers,
+    contents_as_before,
+    contents_of,
     contents_restored_on_error,
 )
 from distribute_jax.program._call import BoundProgram
@@ -109,8 +111,9 @@ class ProgramCache:
         if program is None:
             self._recompilations.note(fn, binding, arguments)
             call = self.call(request, binding)
+            contents = contents_of(binding.watch.containers)
             with (
-                contents_restored_on_error(binding), compilable(name), doing(f"{COMPILING} {name}"),
+                contents_restored_on_error(contents), compilable(name), doing(f"{COMPILING} {name}"),
             ):  # fmt: skip
                 before, captured = binding, binding.captured()
                 with self.tracing(request):
@@ -132,7 +135,9 @@ class ProgramCache:
                 once = before.with_arrays(captured)
         fingerprint = check_same_program(name, program, arguments, self._replicas.mesh)
         if once is not None:
-            return BoundProgram(program, once, name)
+            entry = BoundProgram(program, once, name)
+            entry.contents = contents
+            return entry
         self.programs.move_to_end(key)
         program.add_owners(binding.owners())
         entry = BoundProgram(program, binding, name)
@@ -143,25 +148,26 @@ class ProgramCache:
         return entry
 
     @contextmanager
-    def tracing(self, request: Request) -> Iterator[None]:
+    def tracing(self, request: Request, entry: BoundProgram | None = None) -> Iterator[None]:
         """Binds the programs of a step again after a block that traces it, if they held before.
 
         What Python does while a step is traced, such as counting calls, is not done again, so it is no
         reason to compile the programs of the same step for other batches again.
         """
         held = [
-            (head, entry, entry.binding.captured())
+            (head, bound, bound.binding.captured())
             for head, some in self._bound.items()
             if head[0] == request.head[0]
-            for entry in some
-            if entry.binding.holds(request.values)
+            for bound in some
+            if bound.binding.holds(request.values)
         ]
-        yield
-        for head, entry, arrays in held:
-            if entry in self._bound.get(head, ()) and not entry.binding.holds(request.values):
+        with contents_as_before(entry.contents if entry is not None else []):
+            yield
+        for head, bound, arrays in held:
+            if bound in self._bound.get(head, ()) and not bound.binding.holds(request.values):
                 binding = Binding(request.fn, request.arguments)
-                if binding.reaches_same(entry.binding.variables, arrays):
-                    self._bind_again(self._bound[head], entry, binding)
+                if binding.reaches_same(bound.binding.variables, arrays):
+                    self._bind_again(self._bound[head], bound, binding)
 
     def _bind_again(self, some: list[BoundProgram], old: BoundProgram, binding: Binding) -> None:
         new = BoundProgram(old.program, binding, old.step)

@@ -55,6 +55,8 @@ class BoundProgram:
     def __init__(self, program: Program, binding: Binding, step: str) -> None:
         """Prepares the lists that each call reads and writes; ``step`` is the function's name."""
         self.program, self.binding, self.step = program, binding, step
+        self.contents: list[tuple[Any, Any]] = []
+        """Dicts and lists that the trace changed, each with what it held before."""
         self.calls: Any = None
         """What the processes of a job compare of each call; None where this one is alone."""
         variables = binding.variables

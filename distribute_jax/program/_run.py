@@ -175,7 +175,8 @@ class Runner:
 
     def _run_partial(self, request: Request, entry: BoundProgram, flat: list[Any]) -> Any:
         call = self.cache.call(request, entry.binding)
-        traces = nullcontext() if entry.program.padding is not None else self.cache.tracing(request)
+        known = entry.program.padding is not None
+        traces = nullcontext() if known else self.cache.tracing(request, entry)
         run = functools.partial(run_checked_for_leaks, call, entry, request.values)
         with named(entry.step, entry.program), traces:
             arrays = self._advance(entry, run, flat)
@@ -191,7 +192,7 @@ class Runner:
             entry.program.verified.add("auto")
             return
         call = self.cache.call(request, entry.binding)
-        with named(entry.step, entry.program), self.cache.tracing(request):
+        with named(entry.step, entry.program), self.cache.tracing(request, entry):
             enough = verify(call, entry, request.values, options)
         entry.program.times_compared += 1
         if options.verify != "always" and (enough or entry.program.times_compared > _ENOUGH):

@@ -895,3 +895,22 @@ def test_an_array_of_which_only_python_reads_something_is_not_stale(
             value = jnp.ones((7, 1))
         cell = plain.mask = table["mask"] = value
         assert float(s2.run(step)) == (-1.0 if value is None else value.shape[0])
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_a_step_that_moves_what_it_captures_is_compared_as_it_was_called(rows: int):
+    """With one device, and with other padding: another trace of it starts from the same list."""
+    s2 = dj.MirroredStrategy([0, 1])
+    with s2.scope():
+        held = [nnx.Param(jnp.float32(i)) for i in range(3)]
+
+    def step(x):
+        held.append(held.pop(0))
+        mean = dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(x))
+        for i, param in enumerate(held):
+            param[...] += mean * (i + 1)
+
+    (batch,) = s2.distribute_dataset([np.ones(rows, np.float32)])
+    for expected in ([2.0, 4.0, 3.0], [5.0, 5.0, 5.0], [6.0, 7.0, 8.0]):
+        s2.run(step, args=(batch,), options=dj.RunOptions(verify="always"))
+        assert [float(param[...]) for param in held] == expected
