@@ -99,12 +99,12 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_716,
-    lines_of_tests: 39_200,
+    lines: 41_748,
+    lines_of_tests: 38_934,
     files: 201,
     pieces: 1,
     private_words: 22,
-    private_imports: 34,
+    private_imports: 33,
 }
 
 
