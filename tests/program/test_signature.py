@@ -165,8 +165,8 @@ def test_calls_that_bind_new_equal_objects_add_nothing_up(s2: dj.Strategy):
         s2.run(make(), args=(1.0,))
     runner = s2._runner
     assert float(count[...]) == 150.0
-    assert [len(program.owners) for program in runner._programs.values()] == [1]
-    assert sum(len(entries) for entries in runner._entries.values()) == 1
+    assert [len(program.owners) for program in runner.cache.programs.values()] == [1]
+    assert sum(len(entries) for entries in runner.cache._bound.values()) == 1
 
 
 @pytest.mark.exhaustive
