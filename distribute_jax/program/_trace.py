@@ -433,7 +433,7 @@ class _Renaming:
         return DATA if value == self._old else value
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, jex_core.ClosedJaxpr):
+        if isinstance(value, ClosedJaxpr):
             return self.closed(value)
         if isinstance(value, jex_core.Jaxpr):
             return self._jaxpr(value)

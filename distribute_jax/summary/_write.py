@@ -355,7 +355,8 @@ def _count(array: Array, buckets: int) -> Array:
         return np.zeros((buckets, 3))
     low, high = array.min(), array.max()
     if low == high:  # NumPy would widen the range; TensorBoard shows buckets of no width
-        counts, edges = np.zeros(buckets), np.full(buckets + 1, low)
+        counts: Array = np.zeros(buckets)
+        edges: Array = np.full(buckets + 1, low)
         counts[-1] = array.size
     else:
         counts, edges = np.histogram(array, buckets)

@@ -57,7 +57,12 @@ def test_a_job_writes_and_prints_once(two_by_two, folder: Path):
     """One CSV file with a line for each epoch, one event file for each run, models, and lines."""
     first, second = (told["train"]["printed"] for told in two_by_two)
     assert [first.count(f"Epoch {i}/3") for i in (1, 2, 3)] == [1, 1, 1]
-    for line in ("saving the model to", "evaluate - ", "ReduceLROnPlateau sets the rate", "Restoring the weights"):
+    for line in (
+        "saving the model to",
+        "evaluate - ",
+        "ReduceLROnPlateau sets the rate",
+        "Restoring the weights",
+    ):
         assert line in first, first
     assert second == ""
     rows = (folder / "train" / "log.csv").read_text().splitlines()
