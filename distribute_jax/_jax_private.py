@@ -216,6 +216,14 @@ def call_in_c(compiled: Any) -> Callable[..., list[Any]] | None:
     return call if type(call) is _JITTED else None
 
 
+def is_high(jaxpr: Any) -> bool:
+    """Returns whether a trace has operations that JAX 0.12 replaces by others before it compiles.
+
+    Such a trace cannot be the body of an equation whose rules are not JAX's; older versions have none.
+    """
+    return bool(getattr(jaxpr, "is_high", False))
+
+
 _PACKED = frozenset({"int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
 
 

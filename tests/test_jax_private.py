@@ -353,6 +353,14 @@ def test_array_is_the_type_of_arrays_and_of_no_tracer_or_key() -> None:
         jax.jit(lambda x: None if type(x) is not _jax_private.ARRAY else 1 / 0)(1.0)
 
 
+def test_is_high_tells_what_jax_0_12_has_to_replace_before_it_compiles() -> None:
+    numbers = jnp.arange(4.0)
+    with promised("is_high", "JAX"):
+        assert not _jax_private.is_high(jax.make_jaxpr(jnp.sin)(numbers))
+        high = _jax_private.is_high(jax.make_jaxpr(jnp.searchsorted)(numbers, numbers))
+        assert high == (jax.__version_info__ >= (0, 12))
+
+
 def test_with_packed_numbers_takes_what_a_callback_has_put_on_the_devices() -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.NamedSharding(mesh, jax.P("data"))

@@ -10,7 +10,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax.program._replication_rules import ClosedJaxpr, num_scanned
+from distribute_jax.program._replication_rules import ClosedJaxpr, consts_and_carries
 
 
 class Relation(enum.Enum):
@@ -137,10 +137,7 @@ def called_body(eqn: Any) -> Any:
 
 def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]:
     body = eqn.params["jaxpr"]
-    # JAX 0.10 gives the numbers, 0.12 trees of a private type: only what is scanned has one dim more
-    # outside the body, in both.
-    carries = len(eqn.outvars) - num_scanned(eqn.outvars, body.outvars)
-    consts = len(operands) - num_scanned(eqn.invars, body.invars) - carries
+    consts, carries = consts_and_carries(eqn)
     if consts < 0:
         return [_OTHER] * len(eqn.outvars)
     first = operands[consts : consts + carries]
@@ -205,15 +202,12 @@ def _inputs(body: Any) -> Sequence[Any]:
 def _unchanged_by_scan(eqn: Any, operands: list[bool]) -> list[bool]:
     """A carry that each round hands on; scanned values that each round puts back in their place."""
     body = eqn.params["jaxpr"]
-    num_ys = num_scanned(eqn.outvars, body.outvars)
-    num_xs = num_scanned(eqn.invars, body.invars)
-    num_carry = len(eqn.outvars) - num_ys
-    first_carry = len(operands) - num_xs - num_carry
+    first_carry, num_carry = consts_and_carries(eqn)
     places = range(len(operands))
 
     def passes(k: int) -> bool:
         # A constant of the loop that comes out for each round is stacked: another value.
-        sources = [first_carry + k] if k < num_carry else places[len(operands) - num_xs :]
+        sources = [first_carry + k] if k < num_carry else places[first_carry + num_carry :]
         return any(
             operands[i] and _unchanged_outputs(body, [j == i for j in places])[k] for i in sources
         )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 
+from distribute_jax._jax_private import is_high
 from distribute_jax._mesh import DATA, mirrored_sharding, split_sharding
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
@@ -179,10 +180,11 @@ def in_one_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns a traced step as a function that ``shard_map`` and ``scan`` trace to one equation.
 
     A step that prints, calls back or holds refs is traced equation by equation, since JAX looks for
-    these in the outermost program; so is one that gets inputs for its constants.
+    these in the outermost program; so is one that gets inputs for its constants, and one that JAX has
+    yet to lower to its basic operations.
     """
     silent = all(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
-    if not silent or any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts):
+    if not silent or is_high(jaxpr) or any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
         return by_equation(jaxpr)
     return lambda *inputs: step_p.bind(*inputs, call_jaxpr=jaxpr)
 

@@ -35,7 +35,7 @@ from distribute_jax.program._padding_marks import (
     leaking,
 )
 from distribute_jax.program._padding_rules import CARRIES, RULES
-from distribute_jax.program._replication_rules import ClosedJaxpr, num_scanned
+from distribute_jax.program._replication_rules import ClosedJaxpr, consts_and_carries
 from distribute_jax.program._result_rows import Unknown, share_sizes
 from distribute_jax.program._trace import Call, Traced
 
@@ -280,9 +280,7 @@ def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
     body, other = pair.eqn.params["jaxpr"], pair.other.params["jaxpr"]
     if pair.eqn.params["length"] != pair.other.params["length"]:
         return None
-    inner = _opened(body)
-    num_carry = len(pair.eqn.outvars) - num_scanned(pair.eqn.outvars, inner.outvars)
-    start = len(marks) - num_scanned(pair.eqn.invars, inner.invars) - num_carry
+    start, num_carry = consts_and_carries(pair.eqn)
     if start < 0:
         return None
     scanned = [_shifted(mark, -1) for mark in marks[start + num_carry :]]

@@ -53,11 +53,20 @@ class Control:
         return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
 
 
-def num_scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """Counts the operands, or outputs, of a scan that have one dim more outside its body."""
-    return sum(
-        len(out.aval.shape) != len(body.aval.shape) for out, body in zip(outer, inner, strict=True)
+def consts_and_carries(scan: Any) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants of its loop, and how many are carries.
+
+    JAX 0.10 gives the numbers, 0.12 trees of a private type. The shapes tell in both: only what is
+    scanned, or stacked, has one dim more outside the body.
+    """
+    body = scan.params["jaxpr"]
+    inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+    scanned, stacked = (
+        sum(len(x.aval.shape) != len(y.aval.shape) for x, y in zip(outer, of_body, strict=True))
+        for outer, of_body in ((scan.invars, inner.invars), (scan.outvars, inner.outvars))
     )
+    carries = len(scan.outvars) - stacked
+    return len(scan.invars) - scanned - carries, carries
 
 
 def name(eqn: Any) -> str:
@@ -274,11 +283,7 @@ def cond(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
 def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
     """The body runs until the marks of the carries and of the refs stop growing."""
     body = eqn.params["jaxpr"]
-    # JAX 0.10 gives the numbers, 0.12 trees of a private type. The shapes tell in both: only what
-    # is scanned has one dim more outside the body.
-    num_ys = num_scanned(eqn.outvars, body.outvars)
-    num_carry = len(eqn.outvars) - num_ys
-    start = len(marks) - num_scanned(eqn.invars, body.invars) - num_carry
+    start, num_carry = consts_and_carries(eqn)
     if start < 0:
         return None
     state = list(marks)

@@ -20,7 +20,7 @@ from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._layout import input_avals, replica_function, step_shardings
 from distribute_jax.program._lowerings import compile_shard_map
 from distribute_jax.program._program import Reordered
-from distribute_jax.program._replication_rules import ClosedJaxpr
+from distribute_jax.program._replication_rules import ClosedJaxpr, consts_and_carries
 from distribute_jax.program._trace import Call
 
 Run = Callable[[list[Any]], list[Any]]
@@ -152,7 +152,7 @@ def _inlined(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 def _scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
     p = eqn.params
-    fixed, size = p["num_consts"], p["num_carry"]
+    fixed, size = consts_and_carries(eqn)
 
     def body(carry: Any, x: Any) -> Any:
         outs = evaluated(p["jaxpr"], [*values[:fixed], *carry, *x])

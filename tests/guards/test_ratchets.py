@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_749,
-    lines_of_tests: 38_939,
+    lines: 41_756,
+    lines_of_tests: 38_947,
     files: 201,
     pieces: 1,
     private_words: 22,
