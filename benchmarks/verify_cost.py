@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,8 @@ from benchmarks._harness import Log, Ratio, in_turns, interval_text, ratio, tabl
 from benchmarks._steps import mirrored
 from benchmarks._workloads import CNN, DEEP, MLP, TRANSFORMER, Workload
 
-OFF, AUTO, FLOAT64 = "verify off", "verify auto", "verify auto, decided in float64"
+OFF, AUTO = "verify off", "verify auto"
+FLOAT64 = " (decided in float64)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Case:
 
     work: Workload
     replicas: int = 4
-    rounds: int = 30
+    rounds: int = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class Options:
     cases: tuple[Case, ...] = (
         Case(work=MLP),
         Case(work=DEEP),
-        Case(work=CNN),
-        Case(work=TRANSFORMER, rounds=10),
+        Case(work=CNN, rounds=5),
+        Case(work=TRANSFORMER, rounds=5),
     )
 
     def __post_init__(self) -> None:
@@ -70,23 +70,19 @@ def measure(options: Options) -> Log:
     log = Log()
     log.start()
     for case in there(options.cases, lambda case: case.replicas):
-        timings = in_turns(first_calls(case), case.rounds)
-        for name, times in timings.items():
-            log.add(
-                "first call", workload=case.work.name, replicas=case.replicas, column=name,
-                ms=1e3 * statistics.median(times), ratio=ratio(times, timings[OFF]),
-            )  # fmt: skip
+        tiny = Workload(**{**vars(case.work), "optimizer": tiny_steps})
+        for work, name in ((case.work, case.work.name), (tiny, case.work.name + FLOAT64)):
+            calls = {
+                OFF: partial(first_call_seconds, work, case.replicas, "off"),
+                AUTO: partial(first_call_seconds, work, case.replicas, "auto"),
+            }
+            timings = in_turns(calls, case.rounds)
+            for column, times in timings.items():
+                log.add(
+                    "first call", workload=name, replicas=case.replicas, column=column,
+                    ms=1e3 * statistics.median(times), ratio=ratio(times, timings[OFF]),
+                )  # fmt: skip
     return log
-
-
-def first_calls(case: Case) -> dict[str, Callable[[], float]]:
-    """Returns for each column what makes a first call, and how long that took."""
-    tiny = Workload(**{**vars(case.work), "optimizer": tiny_steps})
-    return {
-        OFF: partial(first_call_seconds, case.work, case.replicas, "off"),
-        AUTO: partial(first_call_seconds, case.work, case.replicas, "auto"),
-        FLOAT64: partial(first_call_seconds, tiny, case.replicas, "auto"),
-    }
 
 
 def first_call_seconds(work: Workload, replicas: int, verify: Any) -> float:
