@@ -183,7 +183,7 @@ class ProgramCache:
     ) -> tuple[Any, ...]:
         """Places state where it is stored between steps, and returns how each leaf is sharded."""
         mesh, shares = self._replicas.mesh, self._replicas.share_state
-        if shares and not COMPILERS[options.lowering].shares:
+        if shares and not COMPILERS[options.lowering].is_jit:
             raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
         keeps_all = COMPILERS[options.lowering].keeps_sharding
         place_state(

@@ -243,7 +243,7 @@ class BoundProgram:
         """Moves inputs that are on other devices onto the mesh."""
         if self.program.parameter_device is not None:
             return flat  # the program sends them itself
-        shardings = self.program.ordered_shardings.in_shardings(self.program.mesh)
+        shardings = self.program.step.shardings.in_shardings(self.program.mesh)
         size = self.program.traced.sizes[2]
         # Several steps take the data of each step one after the other.
         more = (len(flat) - len(shardings)) // size if size else 0

@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._jax_private import is_high
-from distribute_jax._mesh import DATA, mirrored_sharding, split_sharding
+from distribute_jax._mesh import mirrored_sharding, num_replicas, split_sharding
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
 from distribute_jax.program._plan import Plan
@@ -49,7 +49,7 @@ class StepShardings:
     def out_shardings(self, mesh: Mesh) -> list[NamedSharding]:
         """Returns the sharding of each output."""
         usual = {True: mirrored_sharding(mesh), False: split_sharding(mesh)}
-        return [self.sharded_out.get(i, usual[whole]) for i, whole in enumerate(self.mirrored)]
+        return [self.sharded_out.get(i, usual[same]) for i, same in enumerate(self.mirrored)]
 
     def in_order(self, order: Sequence[int]) -> StepShardings:
         """Returns the layouts of a program that takes only these inputs, in this order."""
@@ -62,68 +62,88 @@ class StepShardings:
         )
 
 
-def step_shardings(
-    call: Call, traced: Traced, plan: Plan, kept: Sequence[NamedSharding | None] = ()
+def _step_shardings(
+    call: Call, traced: Traced, plan: Plan, kept: Sequence[NamedSharding | None]
 ) -> StepShardings:
-    """Returns the shardings of inputs and outputs over the mesh.
-
-    Args:
-        call: what was traced.
-        traced: the step.
-        plan: what becomes of its outputs.
-        kept: for each flat input that is state, the sharding over the replicas that it keeps.
-    """
+    """Returns the shardings of inputs and outputs over the mesh."""
     _, arrays, _, counts = traced.sizes
     own = [
         keeps_own_values(variable)
         for variable in call.binding.variables
         for _ in jax.tree.leaves(variable.get_raw_value())
     ]
-    whole = [False] * arrays
     batch = [isinstance(value, PerReplica) for value in call.arguments.data]
     stacked = [
         b and v.layout is Layout.STACKED for b, v in zip(batch, call.arguments.data, strict=True)
     ]
-    more = [False] * counts
-    sharded = {i: s for i, s in enumerate(kept) if s is not None and not own[i]}
+    unsplit, unsplit_counts = [False] * arrays, [False] * counts
+    sharded = {i: s for i, s in enumerate(kept) if s is not None}
     ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
     return StepShardings(
-        stacked=(*own, *whole, *stacked, *more),
-        split=(*own, *whole, *batch, *more),
+        stacked=(*own, *unsplit, *stacked, *unsplit_counts),
+        split=(*own, *unsplit, *batch, *unsplit_counts),
         mirrored=(*(rule is not Combine.OWN for rule in plan.combine), *plan.mirrored),
         state=len(plan.combine),
         sharded_in=sharded,
         sharded_out={
             out: sharded[old]
-            for out, old in enumerate(_old_inputs(traced))
+            for out, old in enumerate(traced.old_inputs)
             if old in sharded and ins[old].aval.shape == outs[out].aval.shape
         },
     )
 
 
-def used_inputs(traced: Traced) -> list[bool]:
-    """Returns for each flat input whether the program reads it or hands it on."""
-    jaxpr = traced.jaxpr.jaxpr
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, jex_core.Literal)}
-    read |= {v for v in jaxpr.outvars if not isinstance(v, jex_core.Literal)}
-    return [v in read for v in jaxpr.invars]
+@dataclass(frozen=True, eq=False)
+class FlatStep:
+    """A step as a function of flat arrays, and what to compile it for."""
+
+    function: Callable[..., list[Any]]
+    """The step of one replica; where the replicas share state, that of all, over global arrays."""
+    mesh: Mesh
+    shardings: StepShardings
+    avals: Sequence[Any]
+    """The abstract values of the global inputs."""
+    donated: Sequence[int] = ()
+    """The inputs whose memory the outputs may take."""
+    runs_once: bool = False
+    """Whether compiling takes longer than running."""
 
 
-def replica_function(
-    traced: Traced, plan: Plan, shardings: StepShardings, arrays: Sequence[Any], evaluate: Evaluate
-) -> Callable[..., list[jax.Array]]:
-    """Returns the program of one replica over all flat inputs, as a lowering will call it."""
-    state = len(plan.combine)
-    old = _old_inputs(traced)
-    first_array = traced.sizes[0]
+def flat_step(
+    call: Call,
+    traced: Traced,
+    plan: Plan,
+    order: Sequence[int],
+    arrays: Sequence[Any],
+    evaluate: Evaluate,
+    kept: Sequence[NamedSharding | None] = (),
+) -> FlatStep:
+    """Returns the step of one replica as a function of those flat inputs that it uses.
+
+    Args:
+        call: what was traced.
+        traced: the step.
+        plan: what becomes of its outputs.
+        order: the flat inputs that the function takes, in this order.
+        arrays: the captured arrays; the function does not keep them alive.
+        evaluate: how the equations are evaluated.
+        kept: for each flat input that is state, the sharding over the replicas that it keeps.
+    """
+    shardings = _step_shardings(call, traced, plan, kept)
+    avals = _input_avals(call, arrays)
+    state, old = len(plan.combine), traced.old_inputs
+    position = {i: at for at, i in enumerate(order)}
     # Arrays captured where nothing can be assigned are constants of the trace: read them as inputs.
-    at = {id(array): first_array + i for i, array in enumerate(arrays)}
+    array_at = {id(array): traced.sizes[0] + i for i, array in enumerate(arrays)}
 
-    def one_replica(*flat: jax.Array) -> list[jax.Array]:
-        inputs = [
-            x[0] if stacked else x for x, stacked in zip(flat, shardings.stacked, strict=True)
+    def step(*flat: jax.Array) -> list[jax.Array]:
+        # What the program does not read needs a value of the right type only.
+        every = [
+            flat[position[i]] if i in position else jnp.zeros(aval.shape, aval.dtype)
+            for i, aval in enumerate(avals)
         ]
-        consts = [inputs[at[id(c)]] if id(c) in at else c for c in traced.jaxpr.consts]
+        inputs = [x[0] if s else x for x, s in zip(every, shardings.stacked, strict=True)]
+        consts = [inputs[array_at[id(c)]] if id(c) in array_at else c for c in traced.jaxpr.consts]
         outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [
             combined(rule, out, inputs[old[i]] if rule in FROM_OLD else out)
@@ -139,28 +159,19 @@ def replica_function(
             for out, mirrored in zip(outs[state:], plan.mirrored, strict=True)
         ]
 
-    return one_replica
+    ordered = [avals[i] for i in order]
+    return FlatStep(step, call.mesh, shardings.in_order(order), ordered, runs_once=call.runs_once)
 
 
-def _old_inputs(traced: Traced) -> list[int]:
-    """Returns for each state output, the flat input that held the old value, where it has one."""
-    starts = traced.input_starts
-    return [
-        starts[index] + k
-        for index, size in zip(traced.written, traced.written_sizes, strict=True)
-        for k in range(size)
-    ]
-
-
-def input_avals(call: Call, traced: Traced) -> list[Any]:
+def _input_avals(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """Returns the abstract value of each flat global input."""
     values: list[Any] = [v.get_raw_value() for v in call.binding.variables]
-    values += traced.arrays
-    avals = jax.tree.leaves([abstract(value) for value in values])
-    for value in call.arguments.data:
-        avals.append(abstract(value.global_array if isinstance(value, PerReplica) else value))
-    replicas = call.mesh.shape[DATA]
-    return avals + [jax.ShapeDtypeStruct((replicas,), jnp.int32)] * traced.sizes[3]
+    values += arrays
+    values += [v.global_array if isinstance(v, PerReplica) else v for v in call.arguments.data]
+    avals: list[Any] = jax.tree.leaves([abstract(value) for value in values])
+    if call.arguments.counts is not None:
+        avals.append(jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32))
+    return avals
 
 
 _NAME = "replica_step"

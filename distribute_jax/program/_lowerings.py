@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,14 @@ from jax.sharding import Mesh, PartitionSpec
 from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._jax_private import with_packed_numbers
 from distribute_jax._mesh import DATA, cores_per_replica, num_replicas, outside_mesh
-from distribute_jax.program._layout import Evaluate, StepShardings, by_equation, in_one_equation
+from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._options import Lowering
 from distribute_jax.program._replication_rules import ClosedJaxpr, line, name
-from distribute_jax.program._trace import Call
 
 _WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
+
+Compiled = Callable[..., list[Any]]
+Compile = Callable[[FlatStep], Compiled]
 
 
 def maps_shards(mesh: Mesh) -> bool:
@@ -33,66 +35,56 @@ def maps_shards(mesh: Mesh) -> bool:
     return num_replicas(mesh) > 1 or mesh.size == 1
 
 
-def compile_shard_map(
-    call: Call,
-    one_replica: Callable[..., list[jax.Array]],
-    shardings: StepShardings,
-    avals: Sequence[Any],
-    donated: Sequence[int],
-) -> Callable[..., list[jax.Array]]:
-    """Compiles for the mesh; the result takes and gives flat global arrays."""
-    mesh = call.mesh
-    if not maps_shards(mesh):
-        return compile_vmap(call, one_replica, shardings, avals, donated)
-    mapped = jax.shard_map(
-        one_replica,
-        mesh=mesh,
-        in_specs=tuple(_SPLIT if split else _WHOLE for split in shardings.split),
-        out_specs=[_WHOLE if mirrored else _SPLIT for mirrored in shardings.mirrored],
-        axis_names={DATA},
-        check_vma=False,
-    )
+def compile_for_mesh(
+    step: FlatStep, all_replicas: Compiled, options: dict[str, bool | str] | None = None
+) -> Compiled:
+    """Compiles a function of global arrays; XLA partitions what is not mapped over the mesh."""
     jitted = jax.jit(
-        mapped,
-        in_shardings=shardings.in_shardings(mesh),
-        out_shardings=shardings.out_shardings(mesh),
-        donate_argnums=tuple(donated),
+        all_replicas,
+        in_shardings=step.shardings.in_shardings(step.mesh),
+        out_shardings=step.shardings.out_shardings(step.mesh),
+        donate_argnums=tuple(step.donated),
     )
-    lowered = jitted.lower(*avals)
-    compiled: Callable[..., list[jax.Array]] = with_packed_numbers(
-        lowered.compile(_compiler_options(call)), avals
-    )
+    compiled: Compiled = with_packed_numbers(jitted.lower(*step.avals).compile(options), step.avals)
     return compiled
 
 
-def _compiler_options(call: Call) -> dict[str, bool | str] | None:
+def compile_shard_map(step: FlatStep) -> Compiled:
+    """Compiles a step of one replica for the mesh; the result takes and gives flat global arrays."""
+    if not maps_shards(step.mesh):
+        return compile_vmap(step)
+    mapped = jax.shard_map(
+        step.function,
+        mesh=step.mesh,
+        in_specs=tuple(_SPLIT if split else _WHOLE for split in step.shardings.split),
+        out_specs=[_WHOLE if same else _SPLIT for same in step.shardings.mirrored],
+        axis_names={DATA},
+        check_vma=False,
+    )
+    return compile_for_mesh(step, mapped, _compiler_options(step))
+
+
+def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
     """Leaves out, on CPU, what pays for many calls only, and a pass that ends the process.
 
     It does in a bfloat16 sum beside automatic axes, which it would add up in float32 (seen on JAX 0.10.2
     and 0.12). Without it the CPU adds bfloat16 itself.
     """
-    mesh, options = call.mesh, dict[str, bool | str]()
+    mesh, options = step.mesh, dict[str, bool | str]()
     if mesh.devices.flat[0].platform == "cpu":
         if mesh.size > num_replicas(mesh):
             options["xla_disable_hlo_passes"] = "all-reduce-promotion"
-        if call.runs_once:
+        if step.runs_once:
             options["xla_backend_optimization_level"] = "0"
     return options or None
 
 
-def compile_vmap(
-    call: Call,
-    one_replica: Callable[..., list[jax.Array]],
-    shardings: StepShardings,
-    avals: Sequence[Any],
-    donated: Sequence[int],
-) -> Callable[..., list[jax.Array]]:
+def compile_vmap(step: FlatStep) -> Compiled:
     """Compiles one program for the whole mesh, which XLA partitions by the shardings of its inputs."""
-    mesh = call.mesh
-    replicas = num_replicas(mesh)
+    replicas, shardings = num_replicas(step.mesh), step.shardings
 
     def one(*flat: jax.Array) -> list[jax.Array]:
-        outs = one_replica(*flat)
+        outs = step.function(*flat)
         return [
             _any_copy(x) if same else x for x, same in zip(outs, shardings.mirrored, strict=True)
         ]
@@ -111,27 +103,17 @@ def compile_vmap(
             _apart(x, replicas) if s else x for x, s in zip(flat, shardings.split, strict=True)
         ]
         outs = mapped(*inputs)
-        return [x if same else _joined(x) for x, same in zip(outs, shardings.mirrored, strict=True)]
+        return [
+            x if same else x.reshape(-1, *x.shape[2:])
+            for x, same in zip(outs, shardings.mirrored, strict=True)
+        ]
 
-    jitted = jax.jit(
-        all_replicas,
-        in_shardings=shardings.in_shardings(mesh),
-        out_shardings=shardings.out_shardings(mesh),
-        donate_argnums=tuple(donated),
-    )
-    compiled: Callable[..., list[jax.Array]] = with_packed_numbers(
-        jitted.lower(*avals).compile(), avals
-    )
-    return compiled
+    return compile_for_mesh(step, all_replicas)
 
 
-def _apart(array: jax.Array, replicas: int) -> jax.Array:
+def _apart(array: Any, replicas: int) -> jax.Array:
     """Returns the replicas' parts, one after the other along dim 0, as a new dim."""
-    return array.reshape(replicas, array.shape[0] // replicas, *array.shape[1:])
-
-
-def _joined(array: jax.Array) -> jax.Array:
-    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+    return jnp.reshape(array, (replicas, array.shape[0] // replicas, *array.shape[1:]))
 
 
 @jax.custom_batching.custom_vmap
@@ -146,16 +128,9 @@ def _first(axis_size: int, batched: list[bool], array: jax.Array) -> tuple[jax.A
     return array[0], False
 
 
-def compile_pmap(
-    call: Call,
-    one_replica: Callable[..., list[jax.Array]],
-    shardings: StepShardings,
-    avals: Sequence[Any],
-    donated: Sequence[int],
-) -> Callable[..., list[jax.Array]]:
+def compile_pmap(step: FlatStep) -> Compiled:
     """Compiles through ``jax.pmap``, which splits a leading dim; nothing is donated."""
-    del avals, donated
-    mesh = call.mesh
+    mesh, shardings = step.mesh, step.shardings
     if (cores := cores_per_replica(mesh)) > 1:
         raise LoweringError(
             f'RunOptions(lowering="pmap") cannot run a step on replicas of {cores} cores: pmap knows one '
@@ -164,17 +139,15 @@ def compile_pmap(
 
     def unstacked(number: jax.Array, *flat: jax.Array) -> list[jax.Array]:
         del number  # pmap refuses a function of which no argument is split
-        again = [
-            x[None] if stacked else x for x, stacked in zip(flat, shardings.stacked, strict=True)
-        ]
-        outs = one_replica(*again)
-        return [x if whole else x[0] for x, whole in zip(outs, shardings.mirrored, strict=True)]
+        inputs = [x[None] if s else x for x, s in zip(flat, shardings.stacked, strict=True)]
+        outs = step.function(*inputs)
+        return [x if same else x[0] for x, same in zip(outs, shardings.mirrored, strict=True)]
 
     mapped = jax.pmap(
         unstacked,
         axis_name=DATA,
         in_axes=(0, *(0 if split else None for split in shardings.split)),
-        out_axes=[None if whole else 0 for whole in shardings.mirrored],
+        out_axes=[None if same else 0 for same in shardings.mirrored],
         devices=list(mesh.devices.flat),
     )
     wanted = shardings.out_shardings(mesh)
@@ -182,17 +155,13 @@ def compile_pmap(
     def compiled(*flat: Any) -> list[jax.Array]:
         with outside_mesh():
             inputs = [
-                _with_replica_dim(x, mesh.shape[DATA]) if s and not stacked else x
-                for x, s, stacked in zip(flat, shardings.split, shardings.stacked, strict=True)
+                _apart(x, mesh.shape[DATA]) if split and not stacked else x
+                for x, split, stacked in zip(flat, shardings.split, shardings.stacked, strict=True)
             ]
             outs = mapped(np.arange(mesh.shape[DATA]), *inputs)
             return [jax.device_put(x, to) for x, to in zip(outs, wanted, strict=True)]
 
     return compiled
-
-
-def _with_replica_dim(array: Any, replicas: int) -> jax.Array:
-    return jnp.reshape(array, (replicas, array.shape[0] // replicas, *array.shape[1:]))
 
 
 Stack = tuple[Any, ...]
@@ -274,83 +243,35 @@ def _works_alone(jaxpr: jex_core.Jaxpr, eqn: Any, replicas: int) -> bool:
     return True
 
 
-Compiled = Callable[..., list[Any]]
-Compile = Callable[[Call, Compiled, StepShardings, Sequence[Any], Sequence[int]], Compiled]
-"""Takes the call, the function of one replica, the layouts and abstract values of its inputs, and
-which of these are donated."""
-
-
-def _anything(jaxpr: ClosedJaxpr, replicas: int) -> AbstractContextManager[None]:
-    del jaxpr, replicas
-    return nullcontext()
-
-
-def _by_equation(mesh: Mesh) -> Evaluate:
-    del mesh
-    return by_equation
-
-
-def _whole_in_shards(mesh: Mesh) -> Evaluate:
-    return in_one_equation if maps_shards(mesh) else by_equation
-
-
 @dataclass(frozen=True)
 class Compiler:
     """One way to compile a traced step for all replicas."""
 
     compile: Compile
     """Makes a program over flat global arrays."""
-    donates: bool = True
-    """Whether inputs can be donated to it."""
-    scans: bool = True
-    """Whether several steps can be one program."""
+    is_jit: bool = True
+    """Whether it can take over the memory of inputs, scan several steps, and share state."""
     keeps_sharding: bool = False
     """Whether state that is sharded over the replicas stays so."""
-    shares: bool = True
-    """Whether the replicas can share the state of optimizers."""
-    refusing: Callable[[Any, int], AbstractContextManager[None]] = _anything
-    """Returns a context for compiling a jaxpr for N replicas, which refuses what does not work."""
-    evaluate: Callable[[Mesh], Evaluate] = _by_equation
-    """How it evaluates the equations of the step."""
 
 
 COMPILERS: dict[Lowering, Compiler] = {
-    "shard_map": Compiler(compile_shard_map, evaluate=_whole_in_shards),
-    "vmap": Compiler(compile_vmap, keeps_sharding=True, refusing=refusing_unbatchable),
-    "pmap": Compiler(compile_pmap, donates=False, scans=False, shares=False),
+    "shard_map": Compiler(compile_shard_map),
+    "vmap": Compiler(compile_vmap, keeps_sharding=True),
+    "pmap": Compiler(compile_pmap, is_jit=False),
 }
 
 
-def only_state(shardings: StepShardings) -> bool:
-    """Returns whether every output of a step is state."""
-    return len(shardings.mirrored) == shardings.state
-
-
-def with_token(compile_step: Compile) -> Compile:
-    """Returns a lowering whose programs have one more output, the last, where all others are state.
+def with_token(step: FlatStep) -> FlatStep:
+    """Returns a step with one more output, the last, for a step of which all outputs are state.
 
     All outputs of a program are there at once, so a number that costs nothing tells when the state is,
     also when a later step has taken that. Without it the loop would wait for the newest step.
     """
 
-    def compile_with_token(
-        call: Call,
-        step: Compiled,
-        shardings: StepShardings,
-        avals: Sequence[Any],
-        donated: Sequence[int],
-    ) -> Compiled:
-        if not only_state(shardings):
-            return compile_step(call, step, shardings, avals, donated)
-        more = replace(shardings, mirrored=(*shardings.mirrored, True))
-        return compile_step(call, _and_token(step), more, avals, donated)
-
-    return compile_with_token
-
-
-def _and_token(step: Compiled) -> Callable[..., list[Any]]:
     def and_token(*flat: Any) -> list[Any]:
-        return [*step(*flat), jnp.ones((), jnp.uint32)]
+        return [*step.function(*flat), jnp.ones((), jnp.uint32)]
 
-    and_token.__name__ = and_token.__qualname__ = getattr(step, "__name__", "step")
-    return and_token
+    and_token.__name__ = "step"
+    shardings = replace(step.shardings, mirrored=(*step.shardings.mirrored, True))
+    return replace(step, function=and_token, shardings=shardings)

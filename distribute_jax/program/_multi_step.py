@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,9 +16,8 @@ from distribute_jax._mesh import outside_mesh
 from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._layout import input_avals
+from distribute_jax.program._lowerings import Compiled
 from distribute_jax.program._program import Program
-from distribute_jax.program._trace import Call
 
 
 def take_batches(
@@ -64,61 +63,46 @@ def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
     )
 
 
-def scans(program: Program) -> bool:
-    """Returns whether the state that a step leaves has the types it started from."""
-    starts, outs = program.traced.input_starts, program.traced.jaxpr.jaxpr.outvars
-    inputs = [
-        program.traced.jaxpr.jaxpr.invars[k]
-        for i in program.written
-        for k in range(starts[i], starts[i + 1])
-    ]
-    state = sum(program.traced.written_sizes)
-    return len(inputs) == state and all(
-        (a.aval.shape, a.aval.dtype) == (b.aval.shape, b.aval.dtype)
-        for a, b in zip(inputs, outs[:state], strict=True)
-    )
-
-
-def compiled_steps(call: Call, program: Program, steps: int) -> Callable[..., list[Any]]:
-    """Compiles k steps of a program into one; kept with the program."""
+def scanned(program: Program, steps: int) -> Compiled:
+    """Returns k steps of a program compiled into one; kept with the program."""
     if steps not in program.scanned:
-        program.scanned[steps] = _compile(call, program, steps)
+        program.scanned[steps] = _compile(program, steps)
     return program.scanned[steps]
 
 
-def _compile(call: Call, program: Program, steps: int) -> Callable[..., list[Any]]:
-    once = program.one_replica
-    state = sum(program.traced.written_sizes)
+def _compile(program: Program, steps: int) -> Compiled:
+    step, state = program.step, len(program.traced.old_inputs)
     size = program.traced.sizes[2]
     fixed = len(program.order) - size
-    shardings = program.ordered_shardings
 
     def many(*flat: jax.Array) -> list[jax.Array]:
         batches = [flat[fixed + k * size : fixed + (k + 1) * size] for k in range(steps)]
         stacked = tuple(jnp.stack(leaves) for leaves in zip(*batches, strict=True))
 
         def body(carry: Any, batch: Any) -> Any:
-            outs = once(*carry, *flat[state:fixed], *batch)
+            outs = step.function(*carry, *flat[state:fixed], *batch)
             new = [o.astype(c.dtype) for o, c in zip(outs[:state], carry, strict=True)]
             return tuple(new), tuple(outs[state:])
 
         carry, results = jax.lax.scan(body, flat[:state], stacked, length=steps)
-        per_replica = [not m for m in program.plan.mirrored]
-        moved = [
-            jnp.moveaxis(r, 1, 0) if split else r
-            for r, split in zip(results, per_replica, strict=True)
+        same = step.shardings.mirrored[state:]
+        return [
+            *carry,
+            *(r if m else jnp.moveaxis(r, 1, 0) for r, m in zip(results, same, strict=True)),
         ]
-        return [*carry, *moved]
 
-    avals = input_avals(call, program.traced)
-    ordered = [avals[i] for i in program.order]
-    long_lies = replace(
-        shardings,
-        stacked=shardings.stacked[:fixed] + shardings.stacked[fixed:] * steps,
-        split=shardings.split[:fixed] + shardings.split[fixed:] * steps,
+    def repeated(per_input: Sequence[Any]) -> tuple[Any, ...]:
+        return (*per_input[:fixed], *(tuple(per_input[fixed:]) * steps))
+
+    shardings = replace(
+        step.shardings,
+        stacked=repeated(step.shardings.stacked),
+        split=repeated(step.shardings.split),
     )
-    inputs = [*ordered[:fixed], *(ordered[fixed:] * steps)]
-    return program.compile(call, many, long_lies, inputs, range(program.donated))
+    avals, donated = repeated(step.avals), range(program.donated)
+    return program.compile(
+        replace(step, function=many, shardings=shardings, avals=avals, donated=donated)
+    )
 
 
 def stacked_results(results: Sequence[Any]) -> Any:
@@ -154,10 +138,10 @@ _MIXED = (
 
 
 def run_scanned(
-    call: Call, entry: BoundProgram, values: Sequence[Any], arguments: Sequence[Arguments]
+    entry: BoundProgram, values: Sequence[Any], arguments: Sequence[Arguments]
 ) -> list[Any]:
-    """Runs k steps in one program and gives its outputs."""
-    compiled = compiled_steps(call, entry.program, len(arguments))
+    """Runs k steps in one program and returns its outputs."""
+    compiled = scanned(entry.program, len(arguments))
     flat = entry.flat_inputs(values, arguments[0])
     for more in arguments[1:]:
         flat += [v.global_array if isinstance(v, PerReplica) else v for v in more.data]

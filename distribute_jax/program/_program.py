@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._errors import StepFailedError
 from distribute_jax._mesh import num_replicas
-from distribute_jax._messages import listed
-from distribute_jax.program._layout import (
-    StepShardings,
-    by_equation,
-    input_avals,
-    replica_function,
-    step_shardings,
-    used_inputs,
+from distribute_jax._messages import error_text, listed
+from distribute_jax.program._layout import FlatStep, by_equation, flat_step, in_one_equation
+from distribute_jax.program._lowerings import (
+    COMPILERS,
+    Compile,
+    maps_shards,
+    refusing_unbatchable,
+    with_token,
 )
-from distribute_jax.program._lowerings import COMPILERS, Compile, only_state, with_token
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
-from distribute_jax.program._sharded_update import compile_whole, on_shares
+from distribute_jax.program._sharded_update import compile_shares, on_shares
 from distribute_jax.program._state_placement import (
     ParameterDevice,
     Replicas,
@@ -65,11 +66,8 @@ class Program:
     simple: bool
     """Whether every variable holds one array, not a nest of them."""
     mesh: Mesh
-    one_replica: Callable[..., list[Any]]
-    """The step of one replica over the flat inputs in order, before compilation; where state is divided,
-    that of all replicas over global arrays. ``compile`` takes it, and what is made of it."""
-    ordered_shardings: StepShardings
-    """The shardings of the inputs, in order, and of the outputs."""
+    step: FlatStep
+    """What was compiled."""
     compile: Compile
     """What compiled it, and compiles several steps of it."""
     has_token: bool
@@ -108,7 +106,7 @@ class Program:
         traced = self.traced
         starts = [traced.input_starts[i] for i in traced.written]
         lost = [traced.input_names[start] for start in starts] or ["nothing but its results"]
-        return StepFailedError(_FAILED.format(lines=listed(lost), reason=_short(error)))
+        return StepFailedError(_FAILED.format(lines=listed(lost), reason=error_text(error)))
 
     @property
     def results(self) -> Results:
@@ -118,111 +116,80 @@ class Program:
 
 def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
     """Traces, proves, lowers and compiles a step."""
-    parameter_device = replicas.parameter_device
-    compiler = COMPILERS[options.lowering]
+    compiler, arrays = COMPILERS[options.lowering], call.binding.captured()
     traced = trace(call)
     decided = plan(call, traced, options)
     keeps = replicas.share_state or compiler.keeps_sharding
     sharded = kept_shardings(call.binding, call.mesh) if keeps else ()
-    shardings = step_shardings(call, traced, decided, sharded)
-    order, written, kept, arrays = _input_order(traced)
-    avals = input_avals(call, traced)
-    captured, traced = traced.arrays, traced.without_arrays()
-    on_own_shares = bool(shardings.sharded_in) and not compiler.keeps_sharding
-    evaluate = by_equation if on_own_shares else compiler.evaluate(call.mesh)
-    one_replica = replica_function(traced, decided, shardings, captured, evaluate)
-    ordered: Callable[..., list[Any]] = Reordered(one_replica, order, avals)
-    donated = _donatable(traced, written, options)
-    given = [*range(donated), *_donated_arguments(call, traced, order, shardings, options)]
-    ordered_shardings = shardings.in_order(order)
+    shares = any(sharded) and not compiler.keeps_sharding
+    in_shards = options.lowering == "shard_map" and maps_shards(call.mesh) and not shares
+    order, kept, read = _input_order(traced)
+    evaluate = in_one_equation if in_shards else by_equation
+    step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
+    donated = 0
+    if options.donate_state and compiler.is_jit and _can_donate(traced):
+        donated = len(traced.old_inputs)
+    more = _donated_arguments(call, traced, step) if options.donate_args and compiler.is_jit else []
+    step = replace(step, donated=(*range(donated), *more))
     compile_ = compiler.compile
-    if parameter_device is not None:
-        compile_ = on_parameter_device(compile_, parameter_device)
-    if on_own_shares:
-        ordered = on_shares(call.mesh, ordered, ordered_shardings, [avals[i] for i in order])
-        compile_ = compile_whole
-    compile_ = with_token(compile_)
-    with compiler.refusing(traced.jaxpr, num_replicas(call.mesh)):
-        compiled = compile_(call, ordered, ordered_shardings, [avals[i] for i in order], given)
+    if replicas.parameter_device is not None:
+        compile_ = on_parameter_device(compile_, replicas.parameter_device)
+    if shares:
+        step, compile_ = on_shares(step), compile_shares
+    has_token = len(step.shardings.mirrored) == step.shardings.state
+    if has_token:
+        step = with_token(step)
+    batched = options.lowering == "vmap"
+    with refusing_unbatchable(traced.jaxpr, num_replicas(call.mesh)) if batched else nullcontext():
+        compiled = compile_(step)
     nests = [jax.tree.structure(variable.get_raw_value()) for variable in call.binding.variables]
     return Program(
-        traced, decided, compiled, order, donated, tuple(given), written, kept, arrays,
+        traced, decided, compiled, order, donated, tuple(step.donated), traced.written, kept, read,
         simple=all(map(jax.tree_util.treedef_is_leaf, [*nests, *traced.written_trees])),
-        mesh=call.mesh, one_replica=ordered, ordered_shardings=ordered_shardings,
-        compile=compile_, parameter_device=parameter_device, has_token=only_state(ordered_shardings),
+        mesh=call.mesh, step=step, compile=compile_,
+        parameter_device=replicas.parameter_device, has_token=has_token,
     )  # fmt: skip
 
 
-class Reordered:
-    """Calls a function of all flat inputs with only those that it uses, written state first."""
+def _input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns the flat inputs in the order of the program, the variables only read, and the arrays read.
 
-    def __init__(self, fn: Callable[..., Any], order: Sequence[int], avals: Sequence[Any]) -> None:
-        self.fn, self.order, self.avals = fn, order, avals
-        self.__name__ = self.__qualname__ = "step"
-
-    def __call__(self, *flat: Any) -> Any:
-        inputs = dict(zip(self.order, flat, strict=True))
-        unused = [i for i in range(len(self.avals)) if i not in inputs]
-        # What the program does not read needs a value of the right type only.
-        for i in unused:
-            inputs[i] = jnp.zeros(self.avals[i].shape, self.avals[i].dtype)
-        return self.fn(*(inputs[i] for i in range(len(self.avals))))
-
-
-def _input_order(
-    traced: Traced,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Puts written variables first, then read ones, arrays that are read, data and counts."""
-    used, starts = used_inputs(traced), traced.input_starts
-    variables, arrays, _, _ = traced.sizes
-    written = traced.written
+    Written variables come first, then those that are only read, arrays, data and counts.
+    """
+    jaxpr, starts = traced.jaxpr.jaxpr, traced.input_starts
+    atoms = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
+    variables = {v for v in atoms if not isinstance(v, jex_core.Literal)}
+    used = [v in variables for v in jaxpr.invars]
+    written, first_array, first_data = (
+        set(traced.written),
+        traced.sizes[0],
+        traced.sizes[0] + traced.sizes[1],
+    )
     kept = tuple(
         i
         for i in range(len(starts) - 1)
-        if i not in set(written) and any(used[starts[i] : starts[i + 1]])
+        if i not in written and any(used[starts[i] : starts[i + 1]])
     )
-    flat = [k for i in (*written, *kept) for k in range(starts[i], starts[i + 1])]
-    read = tuple(i for i in range(arrays) if used[variables + i] or _is_const(traced, i))
-    flat += [variables + i for i in read]
-    flat += range(variables + arrays, len(used))
-    return tuple(flat), written, kept, read
-
-
-def _is_const(traced: Traced, array: int) -> bool:
-    return array in traced.constant_arrays
-
-
-def _donatable(traced: Traced, written: Sequence[int], options: RunOptions) -> int:
-    """Counts the written variables whose memory the new value can take over: all or none."""
-    if not options.donate_state or not COMPILERS[options.lowering].donates:
-        return 0
-    jaxpr, starts = traced.jaxpr.jaxpr, traced.input_starts
-    ins = [jaxpr.invars[k].aval for i in written for k in range(starts[i], starts[i + 1])]
-    outs = [var.aval for var in jaxpr.outvars[: sum(traced.written_sizes)]]
-    fits = len(ins) == len(outs) and all(
-        (old.shape, old.dtype) == (new.shape, new.dtype)
-        and not jnp.issubdtype(old.dtype, jax.dtypes.extended)
-        for old, new in zip(ins, outs, strict=True)
+    read = tuple(
+        i for i in range(traced.sizes[1]) if used[first_array + i] or i in traced.constant_arrays
     )
-    return len(ins) if fits else 0
+    flat = [k for i in (*traced.written, *kept) for k in range(starts[i], starts[i + 1])]
+    return (*flat, *(first_array + i for i in read), *range(first_data, len(used))), kept, read
 
 
-def _donated_arguments(
-    call: Call, traced: Traced, order: Sequence[int], shardings: StepShardings, options: RunOptions
-) -> list[int]:
-    if not options.donate_args or not COMPILERS[options.lowering].donates:
-        return []
-    first = traced.sizes[0] + traced.sizes[1]
-    last = first + traced.sizes[2]
+def _can_donate(traced: Traced) -> bool:
+    """Returns whether the new state can take the memory of the old: all of it or none."""
+    state = traced.jaxpr.out_avals[: len(traced.old_inputs)]
+    keys = any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in state)
+    return not keys and traced.keeps_types()
+
+
+def _donated_arguments(call: Call, traced: Traced, step: FlatStep) -> list[int]:
+    """Returns the inputs that are mirrored arrays among the arguments."""
     data = call.arguments.data
+    first = len(step.avals) - traced.sizes[3] - len(data)
     return [
         at
-        for at, i in enumerate(order)
-        if first <= i < last and not shardings.split[i] and isinstance(data[i - first], jax.Array)
+        for at, value in enumerate(data, first)
+        if not step.shardings.split[at] and isinstance(value, jax.Array)
     ]
-
-
-def _short(error: Exception) -> str:
-    """Returns the first and last line of an error's text: JAX puts C++ frames between them."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))

@@ -23,7 +23,6 @@ from distribute_jax.program._lowerings import COMPILERS
 from distribute_jax.program._multi_step import (
     can_scan,
     run_scanned,
-    scans,
     stacked_results,
     take_batches,
 )
@@ -220,15 +219,14 @@ class Runner:
         self, fn: StepFunction, batches: list[Arguments], steps: int, options: RunOptions
     ) -> Any:
         asked = options.verify in ("first", "always")
-        if can_scan(batches, steps) and not asked and COMPILERS[options.lowering].scans:
+        if can_scan(batches, steps) and not asked and COMPILERS[options.lowering].is_jit:
             request = Request(fn, batches[0], options)
             entry = self.entry(request)
             if options.verify not in entry.program.verified:
                 self._verify(request, entry)
-            if scans(entry.program):
-                call = self.cache.call(request, entry.binding)
+            if entry.program.traced.keeps_types():
                 self._wait(entry.inputs_now())
                 note_call(entry, entry.inputs_now(), (), self._mesh, len(batches))
-                run = functools.partial(run_scanned, call, entry, request.values)
+                run = functools.partial(run_scanned, entry, request.values)
                 return entry.wrap(self._advance(entry, run, batches, len(batches)))
         return stacked_results([self._run(Request(fn, batch, options)) for batch in batches])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,44 +17,39 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from distribute_jax._jax_private import with_packed_numbers
 from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
-from distribute_jax.program._layout import StepShardings
-from distribute_jax.program._lowerings import equations, other_numbers
+from distribute_jax.program._layout import FlatStep
+from distribute_jax.program._lowerings import (
+    Compiled,
+    compile_for_mesh,
+    equations,
+    other_numbers,
+)
 from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, ClosedJaxpr, Control, Mark
 from distribute_jax.program._state_placement import share_dim, share_sharding, share_spec
-from distribute_jax.program._trace import Call
 
 _OWN = frozenset({"an input of its own"})
 
 
-def on_shares(
-    mesh: Mesh,
-    one_replica: Callable[..., list[Any]],
-    shardings: StepShardings,
-    avals: Sequence[Any],
-) -> Callable[..., list[Any]]:
-    """Returns a step of all replicas, over global arrays, from the step of one.
+def compile_shares(step: FlatStep) -> Compiled:
+    """Compiles a step of all replicas, over global arrays."""
+    return compile_for_mesh(step, step.function)
 
-    Args:
-        mesh: the mesh of the replicas.
-        one_replica: the step of one replica, over its flat inputs.
-        shardings: of the inputs and outputs; sharded state is what the replicas share.
-        avals: the abstract global inputs.
-    """
-    body = _traced(mesh, one_replica, shardings, avals)
+
+def on_shares(step: FlatStep) -> FlatStep:
+    """Returns a step of all replicas, over global arrays, from that of one; sharded state is shared."""
+    mesh, shardings = step.mesh, step.shardings
     marks = [_OWN if split else MIRRORED for split in shardings.split]
-    cut = SplitStep(body, marks, shardings.mirrored, num_replicas(mesh))
+    halves = SplitStep(_traced(step), marks, shardings.mirrored, num_replicas(mesh))
     first: Callable[..., Any] = jax.shard_map(
-        lambda *taken: cut.first(taken),
+        lambda *inputs: halves.first(inputs),
         mesh=mesh,
-        in_specs=tuple(share_spec(0 if shardings.split[i] else None) for i in cut.reads),
-        out_specs=[share_spec(one.dim) for one in cut.handed()],
+        in_specs=tuple(share_spec(0 if shardings.split[i] else None) for i in halves.reads),
+        out_specs=[share_spec(value.dim) for value in halves.handed()],
         axis_names={DATA},
         check_vma=False,
     )
-
     settle = {
         i: functools.partial(_settled, mesh=mesh, kept=i in shardings.sharded_out)
         for i in range(shardings.state)
@@ -62,45 +57,22 @@ def on_shares(
     }
 
     def all_replicas(*inputs: Any) -> list[Any]:
-        return cut.rest(inputs, first(*(inputs[i] for i in cut.reads)), settle)
+        return halves.rest(inputs, first(*(inputs[i] for i in halves.reads)), settle)
 
-    return all_replicas
-
-
-def compile_whole(
-    call: Call,
-    all_replicas: Callable[..., list[Any]],
-    shardings: StepShardings,
-    avals: Sequence[Any],
-    donated: Sequence[int],
-) -> Callable[..., list[Any]]:
-    """Compiles a function of global arrays for the mesh."""
-    jitted = jax.jit(
-        all_replicas,
-        in_shardings=shardings.in_shardings(call.mesh),
-        out_shardings=shardings.out_shardings(call.mesh),
-        donate_argnums=tuple(donated),
-    )
-    compiled: Callable[..., list[Any]] = with_packed_numbers(jitted.lower(*avals).compile(), avals)
-    return compiled
+    return replace(step, function=all_replicas)
 
 
-def _traced(
-    mesh: Mesh,
-    one_replica: Callable[..., list[Any]],
-    shardings: StepShardings,
-    avals: Sequence[Any],
-) -> Any:
+def _traced(step: FlatStep) -> Any:
     """Traces the step of one replica with all that the lowering added to it."""
-    replicas = num_replicas(mesh)
-    parts = [
+    replicas = num_replicas(step.mesh)
+    shares = [
         jax.ShapeDtypeStruct((a.shape[0] // replicas, *a.shape[1:]), a.dtype) if split else a
-        for a, split in zip(avals, shardings.split, strict=True)
+        for a, split in zip(step.avals, step.shardings.split, strict=True)
     ]
-    with jax.sharding.use_abstract_mesh(inside_replica(mesh)):
-        body = jax.make_jaxpr(one_replica, axis_env=[(DATA, replicas)])(*parts)
+    with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
+        body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
         while has_talking_jit(body):
-            body = jax.make_jaxpr(flat(body), axis_env=[(DATA, replicas)])(*parts)
+            body = jax.make_jaxpr(flat(body), axis_env=[(DATA, replicas)])(*shares)
     return body
 
 

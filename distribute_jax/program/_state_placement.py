@@ -24,9 +24,8 @@ from distribute_jax._mesh import DATA, mirrored_sharding, num_replicas, outside_
 from distribute_jax._messages import is_donated, leaf_text, listed
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._layout import StepShardings
+from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compile, Compiled
-from distribute_jax.program._trace import Call
 from distribute_jax.variables import Variable, on_replicas
 
 
@@ -76,9 +75,12 @@ def place_state(
 
 
 def kept_shardings(binding: Binding, mesh: Mesh) -> tuple[NamedSharding | None, ...]:
-    """Returns how each leaf of each variable is sharded over the mesh; None where it is replicated."""
-    leaves = jax.tree.leaves(read_raw(binding.variables))
-    return tuple(_over_mesh(leaf, mesh) for leaf in leaves)
+    """Returns how each leaf of state that all replicas see is sharded over the mesh; else None."""
+    return tuple(
+        None if keeps_own_values(variable) else _over_mesh(leaf, mesh)
+        for variable in binding.variables
+        for leaf in jax.tree.leaves(variable.get_raw_value())
+    )
 
 
 def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
@@ -232,29 +234,13 @@ class Replicas:
 
 
 def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDevice) -> Compile:
-    """Returns a lowering whose programs take and leave what is mirrored at home."""
-
-    def compile_for_it(
-        call: Call,
-        one_replica: Compiled,
-        shardings: StepShardings,
-        avals: Sequence[Any],
-        donated: Sequence[int],
-    ) -> Compiled:
-        compiled = compile_on_mesh(call, one_replica, shardings, avals, donated)
-        return _sending(compiled, parameter_device, call.mesh, shardings, tuple(donated))
-
-    return compile_for_it
+    """Returns a lowering whose programs take and leave on one device what is mirrored."""
+    return lambda step: _sending(compile_on_mesh(step), parameter_device, step)
 
 
-def _sending(
-    compiled: Compiled,
-    parameter_device: ParameterDevice,
-    mesh: Mesh,
-    shardings: StepShardings,
-    donated: tuple[int, ...],
-) -> Compiled:
+def _sending(compiled: Compiled, parameter_device: ParameterDevice, step: FlatStep) -> Compiled:
     """Sends the inputs, runs the program, and fetches one replica's copy of what is mirrored."""
+    mesh, shardings, donated = step.mesh, step.shardings, tuple(step.donated)
     wanted = shardings.in_shardings(mesh)
     devices = [
         d for d in mesh.devices.flat if d.process_index == parameter_device.device.process_index

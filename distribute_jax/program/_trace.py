@@ -11,7 +11,7 @@ import gc
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Any
 
@@ -68,14 +68,24 @@ class Traced:
     """Captured arrays that ended as constants of the jaxpr, since their place cannot be assigned."""
     input_starts: tuple[int, ...]
     """Index of the first flat input of each variable, and one past the last."""
-    arrays: tuple[Any, ...] = ()
-    """The captured arrays that were traced; ``without_arrays`` lets go of them."""
     created: tuple[nnx.Variable[Any], ...] = ()
     """Variables that the step made and kept. Then the results are their first values, no more."""
 
-    def without_arrays(self) -> Traced:
-        """Returns the same without the arrays, which a program must not keep alive."""
-        return replace(self, arrays=())
+    @property
+    def old_inputs(self) -> list[int]:
+        """The flat input that held the old value, for each output that is state."""
+        starts = [self.input_starts[i] for i in self.written]
+        sizes = zip(starts, self.written_sizes, strict=True)
+        return [start + k for start, size in sizes for k in range(size)]
+
+    def keeps_types(self) -> bool:
+        """Returns whether the new state has the shapes and dtypes of the old."""
+        body, starts = self.jaxpr.jaxpr, self.input_starts
+        return self.written_sizes == tuple(starts[i + 1] - starts[i] for i in self.written) and all(
+            (body.invars[old].aval.shape, body.invars[old].aval.dtype)
+            == (new.aval.shape, new.aval.dtype)
+            for old, new in zip(self.old_inputs, body.outvars, strict=False)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +279,6 @@ class _Recorder:
             written_sizes=self.written_sizes,
             written_trees=self.written_trees,
             constant_arrays=_constant_arrays(jaxpr, arrays),
-            arrays=tuple(arrays),
             input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
             created=self.created,
         )

@@ -17,9 +17,8 @@ import numpy as np
 
 from distribute_jax._mesh import put
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._layout import input_avals, replica_function, step_shardings
+from distribute_jax.program._layout import flat_step
 from distribute_jax.program._lowerings import compile_shard_map
-from distribute_jax.program._program import Reordered
 from distribute_jax.program._replication_rules import ClosedJaxpr, consts_and_carries
 from distribute_jax.program._trace import Call
 
@@ -37,17 +36,12 @@ def in_float64(call: Call, entry: BoundProgram, flat: Sequence[Any]) -> tuple[Ru
         NotInFloat64Error: it holds an equation for which there is no float64.
     """
     program = entry.program
-    shardings = step_shardings(call, program.traced, program.plan)
-    captured = [place.get() for _, place, _ in call.binding.arrays]
-    step = replica_function(program.traced, program.plan, shardings, captured, _widely)
-    avals = input_avals(call, program.traced)
-    ordered_shardings = shardings.in_order(program.order)
-    where = ordered_shardings.in_shardings(call.mesh)
-    inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
-    compute = Reordered(step, program.order, avals)
-    compiled = compile_shard_map(
-        replace(call, runs_once=True), compute, ordered_shardings, list(map(_aval, inputs)), ()
+    step = flat_step(
+        call, program.traced, program.plan, program.order, call.binding.captured(), _widely
     )
+    where = step.shardings.in_shardings(step.mesh)
+    inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
+    compiled = compile_shard_map(replace(step, avals=list(map(_aval, inputs)), runs_once=True))
     return lambda flat: compiled(*flat), inputs
 
 

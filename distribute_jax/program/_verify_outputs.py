@@ -218,10 +218,9 @@ def check_copies(entry: BoundProgram, outs: Sequence[jax.Array]) -> None:
         entry: the step.
         outs: all outputs of its program, state first.
     """
-    mirrored = zip(
-        entry.output_names(), outs, entry.program.ordered_shardings.mirrored, strict=True
-    )
-    lines = out_of_sync([(name, array) for name, array, same in mirrored if same])
+    mirrored = entry.program.step.shardings.mirrored
+    named = zip(entry.output_names(), outs, mirrored, strict=False)  # the token has no name
+    lines = out_of_sync([(name, array) for name, array, same in named if same])
     if lines:
         at = list(dict.fromkeys(_declared(entry.program.traced.jaxpr.jaxpr)))
         why = _ASSUMED.format(at=" and ".join(at)) if at else _UNPROVED
