@@ -88,6 +88,10 @@ class Arguments:
         tree = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
         return [argument_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
+    def names_of(self, kind: str) -> list[str]:
+        """The names of the leaves of one kind."""
+        return [name for name, of in zip(self.names, self.kinds, strict=True) if of == kind]
+
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
     """Sorts the leaves of the arguments by what ``run`` does with them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from distribute_jax._jax_private import (
 )
 from distribute_jax._messages import listed
 from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._capture import Attributes, captures, codes
+from distribute_jax.program._capture import AttributeNames, captures
 from distribute_jax.program._graph import Graph, Walker
 from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, anchor
 from distribute_jax.variables import readable_by_other_threads
@@ -40,18 +41,20 @@ class Binding:
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
         """Walks everything that ``fn`` and the bound arguments reach."""
-        found = captures(fn, named=True)
-        names = [*(found.names or ()), *_bound_names(arguments)]
-        values = [*found.values, *arguments.bound]
-        places = [*(found.places or ()), *(None for _ in arguments.bound)]
-        graph, structure = _walk(fn, names, values, places)
-        self.key = (tuple(found.key), structure)
+        captured = captures(fn, named=True)
+        names = [*captured.names, *arguments.names_of("bound")]
+        values = [*captured.values, *arguments.bound]
+        places = [*captured.places, *map(FixedValue, arguments.bound)]
+        graph, structure = _walk(captured.codes, list(zip(values, names, places, strict=True)))
+        self.key = (tuple(captured.key), structure)
         self.variables = graph.variables
         self.names = graph.names
         self.nodes = [weakref.ref(node) for node in graph.nodes]
         self.node_names = graph.node_names
         self.statics = graph.statics
-        self.arrays = _array_sources(graph, values)
+        at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
+        # Each is read from the roots of the call, where it is one of them, or from its place.
+        self.arrays = [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
         self.copies = graph.copies
         self.watch = graph.watch
         self.watch.seal()
@@ -127,7 +130,8 @@ class Binding:
 
     def owners(self) -> tuple[weakref.ref[Any], ...]:
         """Returns the modules that the step reaches directly; without them it cannot run again."""
-        return tuple(ref for ref in self._roots if isinstance(ref, weakref.ref) and _is_node(ref()))
+        refs = (ref for ref in self._roots if isinstance(ref, weakref.ref))
+        return tuple(ref for ref in refs if isinstance(ref(), nnx.Pytree))
 
     def release(self) -> None:
         """Lets go of everything bound, once an object that the step reached is gone."""
@@ -140,30 +144,17 @@ class Binding:
 
 
 def _walk(
-    fn: Callable[..., Any], names: list[str], values: list[Any], places: list[CapturePath | None]
+    step_codes: list[types.CodeType], roots: list[tuple[Any, str, CapturePath]]
 ) -> tuple[Graph, tuple[Any, ...]]:
     """Walks until no further attribute name turns up in the code reached."""
-    used = Attributes()
+    used = AttributeNames()
+    used.read(step_codes)
     while True:
-        before = used.extent()
-        walker = Walker(codes(fn), used)
-        structure = tuple(
-            walker.visit_root(value, name, place)
-            for value, name, place in zip(values, names, places, strict=True)
-        )
-        if used.extent() == before:
+        before = len(used)
+        walker = Walker(used)
+        structure = tuple(walker.visit(*root) for root in roots)
+        if len(used) == before:
             return walker.graph, structure
-
-
-def _bound_names(arguments: Arguments) -> list[str]:
-    named = zip(arguments.names, arguments.kinds, strict=True)
-    return [name for name, kind in named if kind == "bound"]
-
-
-def _array_sources(graph: Graph, values: list[Any]) -> list[tuple[str, CapturePath, int | None]]:
-    """Returns for each captured array whether it is read from the roots of the call or from below."""
-    at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
-    return [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
 
 
 _read_type = operator.attrgetter("shape", "dtype", "weak_type")
@@ -174,10 +165,6 @@ def _array_type(value: Any) -> Any:
         return _read_type(value)
     except AttributeError:  # a NumPy array, a key, or no array any more
         return (type(value), getattr(value, "shape", None), getattr(value, "dtype", None))
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree)
 
 
 def _weakly(value: Any, owner: weakref.ref[Binding]) -> Any:
@@ -438,16 +425,12 @@ def contents_as_before(contents: Contents) -> Iterator[None]:
 
 def check_leaked_tracers(binding: Binding) -> None:
     """Raises where an object that the step reaches holds an array of a trace that has ended."""
-    left = [name for name, place, _ in binding.arrays if _is_traced(place.get())]
+    left = [name for name, place, _ in binding.arrays if _holds_tracers(place.get())]
     raws = read_raw(binding.variables)
     left += [
         f"{name} ({type(variable).__name__})"
         for name, variable, raw in zip(binding.names, binding.variables, raws, strict=True)
-        if any(map(_is_traced, jax.tree.leaves(raw)))
+        if _holds_tracers(raw)
     ]
     if left:
         raise StaleCaptureError(_LEFT.format(lines=listed(left)))
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import types
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -20,13 +20,11 @@ import jax
 from flax import nnx
 
 from distribute_jax.program._places import (
+    AttributePath,
     CapturePath,
-    CellPath,
-    DefaultPath,
     FixedValue,
     ItemPath,
-    PartialArgumentPath,
-    cell_value,
+    MemberPath,
     cell_values,
 )
 
@@ -66,12 +64,14 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for part in nested_code(code):
-        for instruction in dis.get_instructions(part):
-            if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"}:
-                found[instruction.argval] = None
-    return tuple(found)
+    return tuple(
+        dict.fromkeys(
+            instruction.argval
+            for part in nested_code(code)
+            for instruction in dis.get_instructions(part)
+            if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"}
+        )
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,14 +80,15 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
 
     Words in its constants count too: they are what ``getattr(x, "name")`` and ``match`` read.
     """
-    found = {name for part in nested_code(code) for name in part.co_names}
+    names: set[str] = set()
     for part in nested_code(code):
+        names.update(part.co_names)
         for constant in part.co_consts:
             words = constant if isinstance(constant, tuple) else (constant,)
             for word in words:
                 if isinstance(word, str):
-                    found.update(name for name in word.split(".") if name.isidentifier())
-    return frozenset(found)
+                    names.update(name for name in word.split(".") if name.isidentifier())
+    return frozenset(names)
 
 
 _READS_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
@@ -146,19 +147,26 @@ def without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
 class Captures:
     """What a callable reaches directly: cells, globals, defaults, ``self``, arguments of a partial."""
 
+    named: bool
+    """Whether names and places are recorded; the call path of ``run`` does without."""
     key: list[Any] = field(default_factory=list)
-    """Equal for callables of the same code; of the very same code object, where no names are asked for."""
+    """Equal for callables of the same code; of the very same code object, where no names are recorded."""
     values: list[Any] = field(default_factory=list)
     """The values reached."""
-    names: list[str] | None = None
-    """Where asked for: the name of each value in the user's code."""
-    places: list[CapturePath] | None = None
-    """Where asked for: the place of each value."""
+    names: list[str] = field(default_factory=list)
+    """The name of each value in the user's code."""
+    places: list[CapturePath] = field(default_factory=list)
+    """The place of each value."""
+
+    @property
+    def codes(self) -> list[types.CodeType]:
+        """The code objects that make up the callable, where names are recorded."""
+        return [part for part in self.key if isinstance(part, types.CodeType)]
 
     def add(self, value: Any, name: str, place: CapturePath | None = None) -> None:
         """Adds one value with its name and place."""
         self.values.append(value)
-        if self.names is not None and self.places is not None:
+        if self.named:
             self.names.append(name)
             self.places.append(place or FixedValue(value))
 
@@ -166,68 +174,69 @@ class Captures:
 def captures(fn: Callable[..., Any], *, named: bool = False) -> Captures:
     """Takes a callable apart, without looking into what it reaches.
 
-    Partials, bound methods, callable objects, ``functools.wraps`` and jitted functions are looked
-    through. ``named`` also records names and places; the call path of ``run`` does without.
+    Partials, bound methods, callable objects, ``functools.wraps`` and jitted functions are looked through.
     """
-    found = Captures(names=[], places=[]) if named else Captures()
-    _collect(fn, found)
-    return found
+    captured = Captures(named)
+    _collect(fn, captured)
+    return captured
 
 
-def _collect(fn: Any, found: Captures) -> None:
+def _collect(fn: Any, captured: Captures) -> None:
     if isinstance(fn, types.FunctionType):
-        _collect_function(fn, found)
+        _collect_function(fn, captured)
     elif isinstance(fn, types.MethodType):
-        found.add(fn.__self__, "self")
-        _collect(fn.__func__, found)
+        captured.add(fn.__self__, "self")
+        _collect(fn.__func__, captured)
     elif isinstance(fn, partial):
-        found.key.append(("partial", len(fn.args), tuple(fn.keywords)))
+        captured.key.append(("partial", len(fn.args), tuple(fn.keywords)))
+        args = AttributePath(fn, "args")
         for i, value in enumerate(fn.args):
-            found.add(value, f"partial argument {i}", PartialArgumentPath(fn, i))
+            captured.add(value, f"partial argument {i}", MemberPath(args, i))
         for name, value in fn.keywords.items():
-            found.add(value, name, PartialArgumentPath(fn, name))
-        _collect(fn.func, found)
+            captured.add(value, name, ItemPath(fn.keywords, name))
+        _collect(fn.func, captured)
     elif (inner := getattr(fn, "__wrapped__", None)) is not None:
-        found.key.append(type(fn))
-        _collect(inner, found)
+        captured.key.append(type(fn))
+        _collect(inner, captured)
     else:
-        _collect_callable_object(fn, found)
+        _collect_callable_object(fn, captured)
 
 
-def _collect_function(fn: types.FunctionType, found: Captures) -> None:
-    code = fn.__code__
-    found.key.append(id(code) if found.names is None else code)
-    scope, values = fn.__globals__, found.values
+def _collect_function(fn: types.FunctionType, captured: Captures) -> None:
+    code, scope = fn.__code__, fn.__globals__
     names = [name for name in global_names(code) if name in scope]
-    if found.names is None:
-        if fn.__closure__:
-            values += cell_values(fn.__closure__)
-        values += map(scope.__getitem__, names)
-    else:
+    if captured.named:
+        captured.key.append(code)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-            found.add(cell_value(cell), name, CellPath(cell))
+            variable = AttributePath(cell, "cell_contents")
+            captured.add(variable.get(), name, variable)
         for name in names:
-            found.add(scope[name], name, ItemPath(scope, name))
-    for i, value in enumerate(fn.__defaults__ or ()):
-        found.add(value, f"default {i}", DefaultPath(fn, i))
-    for name, value in (fn.__kwdefaults__ or {}).items():
-        found.add(value, name, ItemPath(fn.__kwdefaults__, name))
+            captured.add(scope[name], name, ItemPath(scope, name))
+        defaults = AttributePath(fn, "__defaults__")
+        for i, value in enumerate(fn.__defaults__ or ()):
+            captured.add(value, f"default {i}", MemberPath(defaults, i))
+        for name, value in (fn.__kwdefaults__ or {}).items():
+            captured.add(value, name, ItemPath(fn.__kwdefaults__, name))
+    else:
+        captured.key.append(id(code))
+        if fn.__closure__:
+            captured.values += cell_values(fn.__closure__)
+        captured.values += map(scope.__getitem__, names)
+        if fn.__defaults__:
+            captured.values += fn.__defaults__
+        if fn.__kwdefaults__:
+            captured.values += fn.__kwdefaults__.values()
     if (inner := fn.__dict__.get("__wrapped__")) is not None:
-        _collect(inner, found)
+        _collect(inner, captured)
 
 
-def _collect_callable_object(fn: Any, found: Captures) -> None:
-    found.add(fn, "the callable")
+def _collect_callable_object(fn: Any, captured: Captures) -> None:
+    captured.add(fn, "the callable")
     method = inspect.getattr_static(type(fn), "__call__", None)
     if isinstance(method, types.FunctionType) and not is_library(method.__module__):
-        _collect(method, found)
+        _collect(method, captured)
     else:
-        found.key.append(type(fn))
-
-
-def codes(fn: Callable[..., Any]) -> list[types.CodeType]:
-    """Returns the code objects that make up a callable."""
-    return [part for part in captures(fn, named=True).key if isinstance(part, types.CodeType)]
+        captured.key.append(type(fn))
 
 
 _HOLDERS = (
@@ -251,7 +260,7 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, _HOLDERS) or not jax.tree_util.all_leaves([value])
 
 
-class Attributes:
+class AttributeNames:
     """The attribute names that code mentions, and what of an object they select.
 
     Attributes:
@@ -264,29 +273,30 @@ class Attributes:
         self.names: set[str] = set()
         self.any = False
 
-    def extent(self) -> tuple[int, bool]:
-        """Grows with every name that is added."""
-        return (len(self.names), self.any)
+    def __contains__(self, key: str) -> bool:
+        """Returns whether an attribute may be read."""
+        return self.any or key in self.names
 
-    def table_of(self, value: Any) -> dict[str, Any]:
-        """Returns the dict of an object; an object with slots only has none."""
-        table = getattr(value, "__dict__", None)
-        return table if isinstance(table, dict) else {}
+    def __len__(self) -> int:
+        """Grows with all that is read."""
+        return len(self.names) + self.any
 
-    def of_table(self, table: dict[str, Any], *, whole: bool) -> list[str]:
-        """Returns the keys that may be read."""
-        return [key for key in list(table) if whole or self.any or key in self.names]
+    def read(self, codes: Iterable[types.CodeType]) -> None:
+        """Adds the names that pieces of code use."""
+        for code in codes:
+            self.names.update(attribute_names(code))
+            self.any = self.any or reads_any_attribute(code)
 
-    def without_table(self, value: Any) -> list[str]:
+    def slots(self, value: Any) -> list[str]:
         """Returns the attributes that may be read and are in no dict."""
-        found = {
+        names = {
             key
             for owner in type(value).__mro__
             if not is_library(owner.__module__)
             for key, member in vars(owner).items()
             if isinstance(member, types.MemberDescriptorType)
         }
-        return sorted(key for key in found if self.any or key in self.names)
+        return sorted(key for key in names if key in self)
 
     def of_class(self, cls: type, *, every: bool, makes: bool) -> Iterator[tuple[type, str, Any]]:
         """Returns class, name and value of all that may be read from the user's classes.
@@ -295,25 +305,27 @@ class Attributes:
         other. Its value is then None.
         """
         owners = [owner for owner in cls.__mro__ if not is_library(owner.__module__)]
+        unused = _NEVER if makes else _NEVER | _MAKING
         keys = dict.fromkeys(
             key
             for owner in owners
             for key, member in list(vars(owner).items())
-            if self._is_used(key, makes=makes) or (every and function_of(member) is not None)
+            if (key not in unused if is_special(key) else key in self)
+            or (every and function_of(member) is not None)
         )
         for owner in owners:
             for key in keys:
                 yield owner, key, vars(owner).get(key)
 
-    def is_data(self, key: str, member: Any) -> bool:
-        """Returns whether a member of a class is a value rather than machinery of Python."""
-        special = key.startswith("__") and key.endswith("__")
-        return not special and member is not None and not isinstance(member, _DESCRIPTORS)
 
-    def _is_used(self, key: str, *, makes: bool) -> bool:
-        if key.startswith("__") and key.endswith("__"):
-            return key not in _NEVER and (makes or key not in _MAKING)
-        return self.any or key in self.names
+def is_special(key: str) -> bool:
+    """Returns whether a name is one that Python gives a meaning to."""
+    return key.startswith("__") and key.endswith("__")
+
+
+def is_data(key: str, member: Any) -> bool:
+    """Returns whether a member of a class is a value rather than machinery of Python."""
+    return not is_special(key) and member is not None and not isinstance(member, _DESCRIPTORS)
 
 
 def function_of(member: Any) -> types.FunctionType | None:

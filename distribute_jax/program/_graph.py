@@ -21,27 +21,23 @@ from distribute_jax._errors import StaleCaptureError
 from distribute_jax._jax_private import HIDDEN_ATTRIBUTES, read_metadata
 from distribute_jax._values import DistributedValues
 from distribute_jax.program._capture import (
-    Attributes,
-    attribute_names,
+    AttributeNames,
     captures,
-    codes,
     function_behind,
     function_of,
     global_names,
+    is_data,
     is_library,
     is_optax,
     is_whole,
-    reads_any_attribute,
 )
 from distribute_jax.program._places import (
-    Attribute,
+    AttributePath,
     CapturePath,
-    CellPath,
     FixedValue,
     IdentityGuard,
     ItemPath,
     MemberPath,
-    cell_value,
 )
 
 _LARGE = 65536
@@ -60,7 +56,7 @@ attribute."""
 
 @dataclass(eq=False)
 class Graph:
-    """What the walk found, in the order found."""
+    """What a walk reaches, in its order."""
 
     variables: list[nnx.Variable[Any]] = field(default_factory=list)
     """Every variable, once."""
@@ -83,20 +79,15 @@ class Graph:
 class Walker:
     """Walks from roots to everything reachable, building a hashable key of the structure."""
 
-    def __init__(self, step_codes: Iterable[types.CodeType], used: Attributes) -> None:
-        """Starts from the code of the step; ``used`` says what of an object counts, and grows."""
+    def __init__(self, used: AttributeNames) -> None:
+        """Starts from the names that the step's code mentions; ``used`` grows with the code reached."""
         self.graph = Graph()
         self._used = used
         self._seen: dict[int, int] = {}
         self._keep: list[Any] = []
-        self._read(step_codes)
-
-    def visit_root(self, value: Any, name: str, place: CapturePath | None) -> Any:
-        """Walks a value that the step reaches directly."""
-        return self.visit(value, name, place or FixedValue(value))
 
     def visit(self, value: Any, name: str, place: CapturePath) -> Any:
-        """Walks one value and returns its key; ``place`` is where it was found."""
+        """Walks one value and returns its key; ``place`` is where it is stored."""
         if isinstance(value, _PLAIN):
             self.graph.statics[name] = value
             return plain_key(value)
@@ -176,15 +167,13 @@ class Walker:
     def _container(self, value: Any, name: str, place: CapturePath) -> Any:
         if isinstance(value, dict):
             items: Any = self._table(value, name)
-        elif isinstance(value, (tuple, frozenset)):
-            parts = tuple(value)
-            places = [
-                MemberPath(place, i) if isinstance(value, tuple) else FixedValue(part)
-                for i, part in enumerate(parts)
-            ]
-            items = tuple(map(self.visit, parts, _indexed(name, parts), places))
         else:
-            items = self._sequence(value, name)
+            if isinstance(value, (list, set)):
+                self.graph.watch.contents(value)
+            items = tuple(
+                self.visit(item, f"{name}[{i}]", _element(value, place, i, item))
+                for i, item in enumerate(list(value))
+            )
         if is_library(type(value).__module__):
             return (type(value), items)
         return (type(value), items, self._attributes(value, name))
@@ -192,26 +181,12 @@ class Walker:
     def _table(self, table: Any, name: str) -> Any:
         self.graph.watch.table(table)
         settable = isinstance(table, dict)
-        return tuple(
-            (
-                mapping_key(key),
-                self.visit(
-                    child,
-                    f"{name}[{key!r}]",
-                    ItemPath(table, key) if settable else FixedValue(child),
-                ),
-            )
-            for key, child in list(table.items())
-        )
-
-    def _sequence(self, value: Any, name: str) -> Any:
-        self.graph.watch.contents(value)
-        items = list(value)
-        settable = isinstance(value, list)
-        places = [
-            ItemPath(value, i) if settable else FixedValue(item) for i, item in enumerate(items)
-        ]
-        return tuple(map(self.visit, items, _indexed(name, items), places))
+        keys = []
+        for key, child in list(table.items()):
+            place = ItemPath(table, key) if settable else FixedValue(child)
+            child_key = self.visit(child, f"{name}[{key!r}]", place)
+            keys.append((key if _is_hashable(key) else id(key), child_key))
+        return tuple(keys)
 
     def _callable(self, value: Any, name: str) -> Any:
         module = getattr(value, "__module__", None)
@@ -221,20 +196,22 @@ class Walker:
             for part in ("func", "args", "keywords"):
                 self.graph.watch.attribute(value, part)
             self.graph.watch.table(value.keywords)
-        found = captures(value, named=True)
-        self._read(codes(value))
-        own = self._object(value, name) if found.values and found.values[0] is value else None
+        captured = captures(value, named=True)
+        self._used.read(captured.codes)
+        is_object = captured.values and captured.values[0] is value
+        attributes = self._object(value, name) if is_object else None
         reached = tuple(
             self.visit(child, child_name, place)
             for child, child_name, place in zip(
-                found.values, found.names or (), found.places or (), strict=True
+                captured.values, captured.names, captured.places, strict=True
             )
             if child is not value
         )
         rules = tuple(
             self.visit(rule, f"{name}.{key}", FixedValue(rule)) for key, rule in _rules(value)
         )
-        return (tuple(found.key), own, reached, rules, self._function(function_behind(value), name))
+        function = self._function(function_behind(value), name)
+        return (tuple(captured.key), attributes, reached, rules, function)
 
     def _closure(self, value: Any, name: str) -> Any:
         """Walks what an optax transformation was made from: rates, schedules, inner transformations."""
@@ -242,12 +219,11 @@ class Walker:
         if not cells:
             return opaque_key(value)
         self.graph.watch.cells(cells)
-        names = value.__code__.co_freevars
-        parts = [
-            self.visit(cell_value(cell), f"{name}.{free}", CellPath(cell))
-            for free, cell in zip(names, cells, strict=True)
-        ]
-        return (value.__code__, *parts)
+        keys = []
+        for free, cell in zip(value.__code__.co_freevars, cells, strict=True):
+            variable = AttributePath(cell, "cell_contents")
+            keys.append(self.visit(variable.get(), f"{name}.{free}", variable))
+        return (value.__code__, *keys)
 
     def _function(self, function: types.FunctionType | None, name: str) -> Any:
         """Watches the globals and cells of a function, and walks attributes set on it."""
@@ -270,39 +246,41 @@ class Walker:
             return opaque_key(value)
         if isinstance(value, type):
             return (value, self._class(value, name, every=False, makes=True))
-        parameter_device = (
-            value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
-        )
-        if is_library(parameter_device) and not is_whole(value):
+        is_module = isinstance(value, types.ModuleType)
+        module = value.__name__ if is_module else type(value).__module__
+        if is_library(module) and not is_whole(value):
             return opaque_key(value)
         return (type(value), self._attributes(value, name))
 
     def _attributes(self, value: Any, name: str) -> Any:
         """Walks the attributes of an object of the user's that the code mentions, and its class."""
-        whole = is_whole(value)
-        table = self._used.table_of(value)
+        table = getattr(value, "__dict__", None)
+        if not isinstance(table, dict):  # an object with slots only
+            table = {}
+        every = self._used.any or is_whole(value)
         if not isinstance(value, types.ModuleType):
             self.graph.watch.containers.append(table)
-            if whole or self._used.any:
+            if every:
                 self.graph.watch.contents(table.keys())
-        # Who looks through all attributes meets them in their order.
-        order = tuple(table) if whole or self._used.any else ()
-        children = self._items(table, sorted(self._used.of_table(table, whole=whole)), name)
+        # Code that looks through all attributes meets them in their order.
+        order = tuple(table) if every else ()
+        used = sorted(key for key in list(table) if every or key in self._used)
+        children = self._items(table, used, name)
         slots = []
-        for key in self._used.without_table(value):
+        for key in self._used.slots(value):
             self.graph.watch.attribute(value, key)
-            held = Attribute(value, key)
-            slots.append((key, self.visit(held.get(), f"{name}.{key}", held)))
+            slot = AttributePath(value, key)
+            slots.append((key, self.visit(slot.get(), f"{name}.{key}", slot)))
         of_class = self._class(type(value), name, every=False, hidden_by=table)
         return (order, children, tuple(slots), of_class)
 
     def _items(self, table: dict[str, Any], keys: Iterable[str], name: str) -> Any:
-        found = []
+        items = []
         for key in keys:
             if not isinstance(table[key], jax.Array):
                 self.graph.watch.item(table, key)
-            found.append((key, self.visit(table[key], _attribute(name, key), ItemPath(table, key))))
-        return tuple(found)
+            items.append((key, self.visit(table[key], _attribute(name, key), ItemPath(table, key))))
+        return tuple(items)
 
     def _class(
         self,
@@ -317,23 +295,23 @@ class Walker:
 
         What is set on the object itself, in ``hidden_by``, now or later, hides what its class has.
         """
-        found = []
+        members = []
         for owner, key, member in self._used.of_class(cls, every=every, makes=makes):
             self.graph.watch.class_item(owner, key)
             if hidden_by is not None:
                 self.graph.watch.item(hidden_by, key)
             function = function_of(member)
             if function is not None:
-                found.append(self.visit(function, f"{name}.{key}", FixedValue(function)))
-            elif self._used.is_data(key, member):
-                found.append(self.visit(member, f"{name}.{key}", Attribute(owner, key)))
-        return tuple(found)
+                members.append(self.visit(function, f"{name}.{key}", FixedValue(function)))
+            elif is_data(key, member):
+                members.append(self.visit(member, f"{name}.{key}", AttributePath(owner, key)))
+        return tuple(members)
 
-    def _read(self, found: Iterable[types.CodeType]) -> None:
-        """Notes which attribute names a piece of code uses."""
-        for code in found:
-            self._used.names.update(attribute_names(code))
-            self._used.any = self._used.any or reads_any_attribute(code)
+
+def _element(container: Any, place: CapturePath, index: int, item: Any) -> CapturePath:
+    if isinstance(container, list):
+        return ItemPath(container, index)
+    return MemberPath(place, index) if isinstance(container, tuple) else FixedValue(item)
 
 
 def _is_numeric(dtype: np.dtype[Any]) -> bool:
@@ -371,10 +349,6 @@ def _rules(value: Any) -> list[tuple[str, types.FunctionType]]:
     ]
 
 
-def _indexed(name: str, items: Any) -> list[str]:
-    return [f"{name}[{i}]" for i in range(len(items))]
-
-
 def _attribute(owner: str, key: str) -> str:
     return f"{owner}[{key}]" if key.isdigit() else f"{owner}.{key}"
 
@@ -407,21 +381,15 @@ def opaque_key(value: Any) -> Any:
     """Keys an opaque value: by equality where it defines one, else by identity."""
     if isinstance(value, np.ndarray):
         return ("ndarray", value.shape, str(value.dtype), hash(value.tobytes()))
-    if cast("Any", type(value)).__hash__ in (None, object.__hash__) or isinstance(
-        value, types.FunctionType
-    ):
-        return Identity(value)
-    try:
-        hash(value)
-    except Exception:  # a class may refuse in its own words, as memoryview does
+    defines_hash = cast("Any", type(value)).__hash__ not in (None, object.__hash__)
+    if not defines_hash or isinstance(value, types.FunctionType) or not _is_hashable(value):
         return Identity(value)
     return (type(value), value)
 
 
-def mapping_key(key: Any) -> Any:
-    """Keys a key of a mapping, which a class of the user's may have made unhashable."""
+def _is_hashable(value: Any) -> bool:
     try:
-        hash(key)
-    except Exception:
-        return id(key)
-    return key
+        hash(value)
+    except Exception:  # a class may refuse in its own words, as memoryview does
+        return False
+    return True

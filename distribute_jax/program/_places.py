@@ -6,6 +6,7 @@ import functools
 import operator
 import types
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
@@ -17,33 +18,13 @@ UNASSIGNED = object()
 """What a closure cell gives before the enclosing function has assigned the name."""
 
 
-class CellPath:
-    """A closure variable."""
-
-    __slots__ = ("cell",)
-    can_set = True
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def get(self) -> Any:
-        """Reads the variable."""
-        return cell_value(self.cell)
-
-    def set(self, value: Any) -> None:
-        """Assigns the variable."""
-        self.cell.cell_contents = value
-
-
+@dataclass(slots=True, eq=False)
 class ItemPath:
     """A value of a dict or list: a global, an attribute, an element."""
 
-    __slots__ = ("container", "key")
+    container: Any
+    key: Any
     can_set = True
-
-    def __init__(self, container: Any, key: Any) -> None:
-        self.container = container
-        self.key = key
 
     def get(self) -> Any:
         """Reads the element; one that is gone gives the unassigned marker."""
@@ -57,14 +38,12 @@ class ItemPath:
         self.container[self.key] = value
 
 
+@dataclass(slots=True, eq=False)
 class MemberPath:
     """An element of a tuple: assigning it puts a new tuple into the place of the old one."""
 
-    __slots__ = ("index", "owner")
-
-    def __init__(self, owner: CapturePath, index: int) -> None:
-        self.owner = owner
-        self.index = index
+    owner: CapturePath
+    index: int
 
     @property
     def can_set(self) -> bool:
@@ -85,85 +64,39 @@ class MemberPath:
         self.owner.set(type(old)(*items) if hasattr(old, "_fields") else items)
 
 
-class Attribute:
-    """An attribute that is in no dict of its object: of a class, or in a slot."""
+@dataclass(slots=True, eq=False)
+class AttributePath:
+    """What is in no dict: an attribute of a class or in a slot, a closure cell, defaults, partial's args."""
 
-    __slots__ = ("name", "owner")
+    owner: Any
+    name: str
     can_set = True
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner = owner
-        self.name = name
 
     def get(self) -> Any:
         """Reads the attribute; one that is gone gives the unassigned marker."""
-        return getattr(self.owner, self.name, UNASSIGNED)
+        try:
+            return getattr(self.owner, self.name, UNASSIGNED)
+        except ValueError:  # a closure cell whose name is not assigned yet
+            return UNASSIGNED
 
     def set(self, value: Any) -> None:
         """Assigns the attribute, of a frozen object too."""
-        if isinstance(self.owner, type):
-            type.__setattr__(self.owner, self.name, value)
+        owner = self.owner
+        if isinstance(owner, type):
+            type.__setattr__(owner, self.name, value)
+        elif isinstance(owner, functools.partial):
+            state = (owner.func, value, owner.keywords, vars(owner) or None)
+            owner.__setstate__(state)  # type: ignore[attr-defined]
         else:
-            object.__setattr__(self.owner, self.name, value)
+            object.__setattr__(owner, self.name, value)
 
 
-class PartialArgumentPath:
-    """An argument of a ``functools.partial``, by position or by name."""
-
-    __slots__ = ("key", "owner")
-    can_set = True
-
-    def __init__(self, owner: functools.partial[Any], key: int | str) -> None:
-        self.owner = owner
-        self.key = key
-
-    def get(self) -> Any:
-        """Reads the argument."""
-        return (
-            self.owner.args[self.key]
-            if isinstance(self.key, int)
-            else self.owner.keywords[self.key]
-        )
-
-    def set(self, value: Any) -> None:
-        """Replaces the argument in the partial itself."""
-        partial, args, keywords = self.owner, self.owner.args, dict(self.owner.keywords)
-        if isinstance(self.key, int):
-            args = (*args[: self.key], value, *args[self.key + 1 :])
-        else:
-            keywords[self.key] = value
-        state = (partial.func, args, keywords, vars(partial) or None)
-        partial.__setstate__(state)  # type: ignore[attr-defined]
-
-
-class DefaultPath:
-    """A default value of a function's argument."""
-
-    __slots__ = ("function", "index")
-    can_set = True
-
-    def __init__(self, function: types.FunctionType, index: int) -> None:
-        self.function = function
-        self.index = index
-
-    def get(self) -> Any:
-        """Reads the default."""
-        return (self.function.__defaults__ or ())[self.index]
-
-    def set(self, value: Any) -> None:
-        """Replaces the default."""
-        old = self.function.__defaults__ or ()
-        self.function.__defaults__ = (*old[: self.index], value, *old[self.index + 1 :])
-
-
+@dataclass(slots=True, eq=False)
 class FixedValue:
     """A value that sits where nothing can be assigned: in a frozenset, or behind a read-only view."""
 
-    __slots__ = ("value",)
+    value: Any
     can_set = False
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
     def get(self) -> Any:
         """Returns the value."""
@@ -174,9 +107,7 @@ class FixedValue:
         raise TypeError(f"a fixed place cannot be assigned {value!r}")
 
 
-CapturePath = (
-    CellPath | ItemPath | MemberPath | Attribute | PartialArgumentPath | DefaultPath | FixedValue
-)
+CapturePath = ItemPath | MemberPath | AttributePath | FixedValue
 
 
 def anchor(place: CapturePath) -> CapturePath:
@@ -194,15 +125,7 @@ def cell_values(cells: Iterable[types.CellType]) -> list[Any]:
     try:
         return list(map(_contents, cells))
     except ValueError:
-        return list(map(cell_value, cells))
-
-
-def cell_value(cell: types.CellType) -> Any:
-    """Reads a closure cell; a name that is not assigned yet gives a marker."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return UNASSIGNED
+        return [AttributePath(cell, "cell_contents").get() for cell in cells]
 
 
 class IdentityGuard:

@@ -269,7 +269,11 @@ class _Recorder:
             for name, raw in zip(binding.names, raws, strict=True)
             for path, _ in jax.tree_util.tree_leaves_with_path(raw)
         ]
-        names = [*variable_names, *(name for name, _, _ in binding.arrays), *data_names(arguments)]
+        names = [
+            *variable_names,
+            *(name for name, _, _ in binding.arrays),
+            *arguments.names_of("data"),
+        ]
         return Traced(
             jaxpr=jaxpr,
             written=self.written,
@@ -295,12 +299,6 @@ def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:
         if isinstance(value, PerReplica) and value.layout is Layout.JOINED:
             return int(leaf.shape[0])
     raise AssertionError("no batch among the arguments")
-
-
-def data_names(arguments: Arguments) -> list[str]:
-    """Names the leaves that are inputs of the program."""
-    from_names = zip(arguments.names, arguments.kinds, strict=True)
-    return [name for name, kind in from_names if kind == "data"]
 
 
 def kept_variables(call: Any, noted: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
