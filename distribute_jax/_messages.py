@@ -100,28 +100,28 @@ def check_int_range(value: Any, got_by: str) -> Any:
     Raises:
         ValueError: an integer needs more bits than JAX has, 32 unless its x64 mode is on.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.ndarray, np.generic)):
-        return value
-    if not isinstance(value, int) and not _holds_integers(value):
-        return value
     config: Any = jax.config
     bits = 64 if config.jax_enable_x64 else 32
-    unsigned = not isinstance(value, int) and value.dtype.kind == "u"
-    limits = np.iinfo(f"{'u' if unsigned else ''}int{bits}")
-    low, high = (value, value) if isinstance(value, int) else (value.min(), value.max())
-    if int(low) < limits.min or int(high) > limits.max:
+    if isinstance(value, int):
+        low, high, unsigned = value, value, False
+    elif isinstance(value, (np.ndarray, np.generic)) and value.size and _may_exceed(value, bits):
+        low, high, unsigned = int(value.min()), int(value.max()), value.dtype.kind == "u"
+    else:
+        return value
+    most = 2 ** (bits if unsigned else bits - 1) - 1
+    if high > most or low < (0 if unsigned else -most - 1):
         text = f"the int {value!r:.60}" if isinstance(value, int) else leaf_text(value)
         raise ArgumentError(
-            f"{got_by} got {text}, which does not fit {limits.dtype}: it would wrap to another number. "
-            'Pass a float, or turn on jax.config.update("jax_enable_x64", True).'
+            f"{got_by} got {text}, which does not fit {'u' if unsigned else ''}int{bits}: it would wrap to "
+            'another number. Pass a float, or turn on jax.config.update("jax_enable_x64", True).'
         )
     return value
 
 
-def _holds_integers(array: Any) -> bool:
+def _may_exceed(array: Any, bits: int) -> bool:
     if array.dtype.kind == "O":  # what NumPy makes of an int beyond 64 bits
-        return array.size > 0 and all(isinstance(number, int) for number in array.flat)
-    return array.dtype.kind in "iu" and array.size > 0
+        return all(isinstance(number, int) for number in array.flat)
+    return array.dtype.kind in "iu" and array.dtype.itemsize * 8 > bits
 
 
 PyTree: TypeAlias = Any

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
-from distribute_jax._messages import leaf_text, listed, path_text
+from distribute_jax._messages import check_int_range, leaf_text, listed, path_text
 from distribute_jax._padding import rows_to_joined, uneven_to_joined
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
@@ -23,33 +23,26 @@ _STATIC = (bool, str, bytes, enum.Enum, np.dtype, type)
 _NUMBERS = (int, float, complex)
 
 
-# Whatever else might be a pytree: only these leaf types skip the flattening.
-_FLAT = (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
-_MOST_TYPES = 1024
 _PLAIN = frozenset({PerReplica, ARRAY})
 
 
-class _ByType(dict[type, bool]):
-    """Whether values are of some types, remembered by their type: Flax and JAX look at them for long."""
-
-    def __init__(self, *types: type) -> None:
-        self._types = types
-
-    def of(self, value: Any) -> bool:
-        """Whether a value is of one of the types."""
-        known = self.get(type(value))
-        if known is None:
-            known = isinstance(value, self._types)
-            if not isinstance(value, jax.core.Tracer):  # they say themselves what they are
-                if len(self) >= _MOST_TYPES:
-                    self.clear()
-                self[type(value)] = known
-        return known
+# Flax and JAX look for long at whether a value is of such a type, so the answer is kept for each type.
+@functools.lru_cache(maxsize=1024)
+def _is_flat(cls: type) -> bool:
+    """Returns whether values of a type are no pytrees, or count as one leaf."""
+    return issubclass(
+        cls, (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
+    )
 
 
-_is_flat = _ByType(*_FLAT).of
-_stops = _ByType(PerReplica, nnx.Pytree, nnx.Variable).of
-"""Whether a value counts as one leaf although it is a pytree."""
+@functools.lru_cache(maxsize=1024)
+def _is_whole(cls: type) -> bool:
+    """Returns whether values of a type count as one leaf although they are pytrees."""
+    return issubclass(cls, (PerReplica, nnx.Pytree, nnx.Variable))
+
+
+def _stops(value: Any) -> bool:
+    return _is_whole(type(value))
 
 
 @dataclass(slots=True, eq=False)
@@ -75,12 +68,11 @@ class Arguments:
     batches: int
     """How many of the leaves are ``PerReplica``s."""
 
-    @staticmethod
-    def with_data(old: Arguments, data: list[Any]) -> Arguments:
+    def with_data(self, data: list[Any]) -> Arguments:
         """Returns the same arguments with other data; the batch is taken from the data."""
         joined = [v for v in data if isinstance(v, PerReplica) and v.layout is Layout.JOINED]
         counts = joined[0].counts if joined else None
-        return replace(old, data=data, counts=counts)
+        return replace(self, data=data, counts=counts)
 
     @property
     def names(self) -> list[str]:
@@ -95,15 +87,13 @@ class Arguments:
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
     """Sorts the leaves of the arguments by what ``run`` does with them."""
-    if not kwargs and _PLAIN.issuperset(map(type, args)):
-        # Nothing to flatten: most steps take batches and arrays only.
-        leaves, treedef, plain = list(args), _flat_treedef(len(args)), True
+    if not kwargs and all(map(_is_flat, map(type, args))):
+        leaves, treedef = list(args), _flat_treedef(len(args))
     else:
-        leaves, treedef = _flattened(args, kwargs)
-        plain = _PLAIN.issuperset(map(type, leaves))
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
     signature: list[Any] = [treedef, trace_settings()]
     bound: list[Any] = []
-    if plain:
+    if _PLAIN.issuperset(map(type, leaves)):  # as of most steps, and quicker
         batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
         joined = [batch for batch in batches if batch.layout is Layout.JOINED]
         if len(joined) < len(batches) and any(map(_has_padded_rows, batches)):
@@ -151,7 +141,7 @@ def _sorted_leaves(
             signature.append((type(leaf), leaf))
             kind = "static"
         elif isinstance(leaf, _NUMBERS):
-            _check_fits(leaf)
+            check_int_range(leaf, "strategy.run")
             signature.append(type(leaf))
         else:
             signature.append("bound")
@@ -179,12 +169,6 @@ def _as_batch(value: PerReplica) -> PerReplica:
     return rows_to_joined(value)
 
 
-def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    if not kwargs and all(map(_is_flat, args)):
-        return list(args), _flat_treedef(len(args))
-    return jax.tree.flatten((args, kwargs), is_leaf=_stops)
-
-
 def _array_signature(array: Any) -> Any:
     shape = array.shape
     if not shape:
@@ -204,21 +188,8 @@ def _scalar_signature(array: Any) -> Any:
     return {"i": int, "f": float}.get(array.dtype.kind if whole else "", ((), array.dtype))
 
 
-def _check_fits(number: Any) -> None:
-    """Refuses an int that JAX cannot hold at its present precision."""
-    config: Any = jax.config
-    bits = 64 if config.jax_enable_x64 else 32
-    if isinstance(number, int) and not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
-        raise ArgumentError(
-            f"strategy.run got the int {number}, which does not fit int{bits}. Pass a float, turn on "
-            'jax.config.update("jax_enable_x64", True), or bind it with functools.partial if Python '
-            "needs it."
-        )
-
-
 def _check_array(array: Any) -> None:
     """Refuses a NumPy array that a device cannot hold, or only with other numbers."""
-    config: Any = jax.config
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
             f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
@@ -230,14 +201,7 @@ def _check_array(array: Any) -> None:
             f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers: "
             "encode other values as integers, or bind them with functools.partial."
         )
-    wide = array.dtype.kind in "iu" and array.dtype.itemsize == 8 and not config.jax_enable_x64
-    if wide and array.size:
-        limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise ArgumentError(
-                f"strategy.run got {leaf_text(array)} with numbers that do not fit 32 bits. Pass "
-                'floats, or turn on jax.config.update("jax_enable_x64", True).'
-            )
+    check_int_range(array, "strategy.run")
 
 
 @functools.lru_cache(maxsize=64)

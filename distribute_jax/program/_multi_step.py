@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
+from distribute_jax._messages import check_int
 from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
@@ -31,8 +32,7 @@ def take_batches(
     Raises:
         StopIteration: there is no element left.
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ArgumentError(f"strategy.run_steps(steps={steps!r}): steps is an int of at least 1.")
+    check_int("strategy.run_steps(steps)", steps)
     if not hasattr(iterator, "__next__"):
         raise ArgumentError(
             f"strategy.run_steps got {type(iterator).__name__}, which is not an iterator. Pass "

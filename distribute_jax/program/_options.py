@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_choice
 
 Lowering = Literal["shard_map", "vmap", "pmap"]
 Verify = Literal["off", "auto", "first", "always"]
@@ -18,8 +19,7 @@ _VARIABLE = "DISTRIBUTE_JAX_VERIFY"
 def _from_environment() -> Verify:
     """Returns how a program verifies its steps where the call does not say."""
     value = os.environ.get(_VARIABLE) or "auto"
-    if value not in get_args(Verify):
-        raise ArgumentError(f"{_VARIABLE} must be off, auto, first or always; got {value!r}.")
+    check_choice(_VARIABLE, value, get_args(Verify))
     return cast("Verify", value)
 
 
@@ -61,14 +61,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuses values that no lowering or check has."""
-        if self.lowering not in get_args(Lowering):
-            raise ArgumentError(
-                f"RunOptions(lowering={self.lowering!r}) is not one of 'shard_map', 'vmap', 'pmap'."
-            )
-        if self.verify not in get_args(Verify):
-            raise ArgumentError(
-                f"RunOptions(verify={self.verify!r}) is not one of 'off', 'auto', 'first', 'always'."
-            )
+        check_choice("RunOptions(lowering)", self.lowering, get_args(Lowering))
+        check_choice("RunOptions(verify)", self.verify, get_args(Verify))
 
 
 UNVERIFIED = RunOptions(verify="off")
@@ -93,7 +87,6 @@ def checked_run_options(options: Any) -> RunOptions:
         return default_run_options()
     if not isinstance(options, RunOptions):
         raise ArgumentError(
-            f"strategy.run(options={options!r:.80}): options must be None or dj.RunOptions(...), such as "
-            'options=dj.RunOptions(verify="first").'
+            f"strategy.run(options={options!r:.80}): options must be None or dj.RunOptions(...)."
         )
     return options

@@ -24,7 +24,6 @@ from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
 from distribute_jax._messages import error_text, listed
 from distribute_jax._padding import other_paddings
 from distribute_jax._values import Layout, PerReplica
-from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
     copied,
@@ -178,7 +177,7 @@ def _check_other_padding(call: Call, entry: BoundProgram, flat: list[Any], outs:
     for changed in other_paddings(batch):
         other = iter(changed)
         data = [next(other) if _is_padded(v) else v for v in call.arguments.data]
-        again = entry.with_data(flat, Arguments.with_data(call.arguments, data))
+        again = entry.with_data(flat, call.arguments.with_data(data))
         found = _differing(call, entry, flat, outs, entry.execute(copied(again)))
         _refuse(call, entry, found, "two different paddings")
 
@@ -203,7 +202,7 @@ def _check_more_padding(
 ) -> None:
     """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
     data = [_doubled_batch(v) if _is_padded(v) else v for v in call.arguments.data]
-    longer = replace(call, arguments=Arguments.with_data(call.arguments, data))
+    longer = replace(call, arguments=call.arguments.with_data(data))
     check: PaddingCheck = entry.program.padding
     first = check.batches == 1
     options = RunOptions(check_sync=False, donate_state=False)

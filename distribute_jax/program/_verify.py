@@ -22,7 +22,6 @@ from distribute_jax._mesh import (
 from distribute_jax._messages import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine
-from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
     OTHER_ORDER,
@@ -362,7 +361,7 @@ def _old_on_host(old: Any, new: Any) -> Array:
 def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
     mesh = first_replica(call.mesh)
     whole = [_whole(value, mesh) for value in call.arguments.data]
-    arguments = Arguments.with_data(call.arguments, whole)
+    arguments = call.arguments.with_data(whole)
     strategy = _OneReplica(call.strategy)
     single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
     shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in whole)

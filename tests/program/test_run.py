@@ -593,7 +593,7 @@ def test_donate_args_gives_mirrored_arguments_away(s2: dj.MirroredStrategy):
 
 @pytest.mark.parametrize("bad", [{"lowering": "xmap"}, {"verify": "never"}])
 def test_run_options_are_validated(bad: dict[str, object]):
-    with pytest.raises(ValueError, match="is not one of"):
+    with pytest.raises(ValueError, match="must be one of"):
         dj.RunOptions(**bad)
 
 

@@ -412,7 +412,7 @@ def test_another_value_of_the_environment_is_refused(
 ):
     monkeypatch.setenv("DISTRIBUTE_JAX_VERIFY", "yes")
     with pytest.raises(
-        ValueError, match="DISTRIBUTE_JAX_VERIFY must be off, auto, first or always; got 'yes'"
+        ValueError, match=r"DISTRIBUTE_JAX_VERIFY must be one of 'off', .*; got 'yes'"
     ):
         s4.run(lambda: 1.0)
 
