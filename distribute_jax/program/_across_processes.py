@@ -15,7 +15,7 @@ import operator
 import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,8 +63,12 @@ def check_same_program(step: str, program: Program, arguments: Arguments, mesh: 
     if job.is_alone:
         return ""
     text = _text_of(program)
-    said = job.exchange("the next step to compile", json.dumps(_facts(step, text, arguments)))
-    facts: list[dict[str, str]] = [json.loads(one) for one in said]
+    facts: list[dict[str, str]] = [
+        json.loads(answer)
+        for answer in job.exchange(
+            "the next step to compile", json.dumps(_facts(step, text, arguments))
+        )
+    ]
     lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]
     if not lines:
         return facts[0]["program"]
@@ -78,39 +82,41 @@ def check_same_program(step: str, program: Program, arguments: Arguments, mesh: 
 
 
 def _facts(step: str, text: str, arguments: Arguments) -> dict[str, str]:
-    flags = xla_flags(os.environ)
+    # What goes whole to each replica has to be equal.
+    whole = [v for v in arguments.data if not isinstance(v, PerReplica) and not is_key(v)]
+    small = (host for host in map(_on_host, whole) if host.nbytes <= _MOST_BYTES)
+    arrays = (v.global_array if isinstance(v, PerReplica) else v for v in arguments.data)
     return {
         "step": step,
-        "shapes of the data": ", ".join(map(_shape, arguments.data)),
-        "values passed": _digest(arguments.data),
-        "XLA_FLAGS": " ".join(sorted(flags)),
+        "shapes of the data": ", ".join(map(_kind, arrays)),
+        "values passed": _digest(small)[:12],
+        "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),
         "program": hashlib.sha256(text.encode()).hexdigest()[:12],
     }
 
 
 def _text_of(program: Program) -> str:
-    text = str(program.traced.jaxpr)
-    small = [np.asarray(c).tobytes() for c in program.traced.jaxpr.consts if not is_key(c)]
-    return _ADDRESS.sub("", f"{text}\nconstants {hashlib.sha256(b''.join(small)).hexdigest()[:12]}")
+    jaxpr = program.traced.jaxpr
+    constants = _digest(np.asarray(c) for c in jaxpr.consts if not is_key(c))
+    return _ADDRESS.sub("", f"{jaxpr}\nconstants {constants[:12]}")
 
 
-def _shape(value: Any) -> str:
-    array = value.global_array if isinstance(value, PerReplica) else value
+def _kind(array: Any) -> str:
     aval = jax.typeof(array)
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def _digest(data: Sequence[Any]) -> str:
-    """Returns a digest of the values that go whole to each replica, which have to be equal."""
+def _on_host(value: Any) -> np.ndarray[Any, Any]:
+    """Returns this process's copy of a value; a random key as its numbers."""
+    local = value.addressable_data(0) if isinstance(value, jax.Array) else value
+    return np.asarray(jax.random.key_data(local) if is_key(local) else local)
+
+
+def _digest(arrays: Iterable[np.ndarray[Any, Any]]) -> str:
     total = hashlib.sha256()
-    for value in data:
-        if isinstance(value, PerReplica) or is_key(value):
-            continue
-        mine = value.addressable_data(0) if isinstance(value, jax.Array) else value
-        host = np.asarray(mine)
-        if host.nbytes <= _MOST_BYTES:
-            total.update(host.tobytes())
-    return total.hexdigest()[:12]
+    for array in arrays:
+        total.update(array.tobytes())
+    return total.hexdigest()
 
 
 def _differences(key: str, values: Sequence[str]) -> list[str]:
@@ -122,8 +128,7 @@ def _differences(key: str, values: Sequence[str]) -> list[str]:
 
 def _first_difference(job: Job, text: str) -> list[str]:
     """Returns the first line of the program that is not the same on all processes."""
-    short = text if len(text) < _MOST_BYTES else text[:_MOST_BYTES]
-    lines = [one.split("\n") for one in job.exchange("the text of a step", short)]
+    lines = [one.split("\n") for one in job.exchange("the text of a step", text[:_MOST_BYTES])]
     for number in range(max(map(len, lines))):
         here = [one[number].strip() if number < len(one) else "(ended)" for one in lines]
         if len(set(here)) > 1:
@@ -137,9 +142,6 @@ def _first_difference(job: Job, text: str) -> list[str]:
 
 _SMALL = 1 << 12
 """Bytes of state that are compared at each write of the user's; more at the first, second, fourth, ..."""
-
-_HOST = 1 << 20
-"""Bytes of a host value that are compared."""
 
 _MOST_NAMED = 8
 
@@ -182,14 +184,14 @@ class Calls:
         program, binding = entry.program, entry.binding
         starts = program.traced.input_starts
         self._names = [program.traced.input_names[i] for i in program.order]
-        own = [
-            keeps_own_values(binding.variables[i])
+        mirrored = [
+            not keeps_own_values(binding.variables[i])
             for i in (*program.written, *program.kept)
             for _ in range(starts[i], starts[i + 1])
         ]
-        self._compared = [i for i, is_own in enumerate(own) if not is_own]
-        self._state = len(own)
-        self._first_data = len(own) + len(program.arrays)
+        self._compared = [i for i, is_mirrored in enumerate(mirrored) if is_mirrored]
+        self._state = len(mirrored)
+        self._first_data = len(mirrored) + len(program.arrays)
         self._what = f"runs {entry.step}"
         self._fingerprint = fingerprint
         self._written_large = 0
@@ -198,16 +200,16 @@ class Calls:
         self, job: Job, left: Sequence[Any], flat: Sequence[Any], data: Sequence[Any], steps: int
     ) -> None:
         """Notes a call before it runs; see ``note_call``."""
-        said = [
+        notes = [
             f"{self._names[self._first_data + place]} = {_text(value)}"
             for place, value in enumerate(data)
             if not isinstance(value, (PerReplica, jax.Array))
         ]
         if len(left) != self._state or any(map(operator.is_not, flat, left)):
-            said += self._written(flat)
+            notes += self._written(flat)
         times = f" {steps} times" if steps > 1 else ""
-        shown = f" with {', '.join(said[:_MOST_NAMED])}" if said else ""
-        rest = "\n".join(said[_MOST_NAMED:])
+        shown = f" with {', '.join(notes[:_MOST_NAMED])}" if notes else ""
+        rest = "\n".join(notes[_MOST_NAMED:])
         job.actions.record(f"{self._what}{times}{shown}", f"{self._fingerprint}{rest}".encode())
 
     def _written(self, flat: Sequence[Any]) -> list[str]:
@@ -254,19 +256,15 @@ def _is_whole(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Returns a number as it is, and a digest of anything longer."""
-    if isinstance(value, jax.Array):
-        value = value.addressable_data(0)
-        value = jax.random.key_data(value) if is_key(value) else value
-    host = np.asarray(value)
+    host = _on_host(value)
     if host.size == 1:
         return f"{host.item()!r}"
-    part = host if host.nbytes <= _HOST else host.reshape(-1)[: _HOST // host.itemsize]
-    digest = hashlib.blake2b(np.ascontiguousarray(part).tobytes(), digest_size=6).hexdigest()
-    return f"{host.dtype}{list(host.shape)} {digest}"
+    part = host if host.nbytes <= _MOST_BYTES else host.reshape(-1)[: _MOST_BYTES // host.itemsize]
+    return f"{host.dtype}{list(host.shape)} {_digest([part])[:12]}"
 
 
 def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
-    """Returns mirrored variables the values that process 0 has where they differ, with one warning.
+    """Sets mirrored variables to the values of process 0 where they differ, with one warning.
 
     Two processes that seed differently build arrays that JAX takes for equal. Components that the
     replicas keep for themselves may differ, and what is divided among the replicas was compared before it
@@ -276,41 +274,38 @@ def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
     job = job_of(mesh)
     if job.is_alone:
         return
-    new = [
-        (variable, name)
+    mirrored = [
+        (variable, name, leaves)
         for variable, name in zip(binding.variables, binding.names, strict=True)
-        if not keeps_own_values(variable) and not _is_divided(variable)
+        if not keeps_own_values(variable)
+        and all(map(_is_whole, leaves := jax.tree.leaves(variable.get_raw_value())))
     ]
-    leaves = [jax.tree.leaves(raw) for raw in read_raw(variable for variable, _ in new)]
     digests = [
-        f"{name} {_kind(of_variable)} {_digest_of_leaves(of_variable)}"
-        for (_, name), of_variable in zip(new, leaves, strict=True)
+        f"{name} {', '.join(map(_kind, leaves))} {_digest(map(_on_host, leaves))}"
+        for _, name, leaves in mirrored
     ]
-    differing = _differing(job, digests, f"the first run of step {step}")
+    differing = [mirrored[i] for i in _differing(job, digests, f"the first run of step {step}")]
     if differing:
-        _take_over([new[i][0] for i in differing], mesh)
+        _take_over([variable for variable, *_ in differing], mesh)
         if is_chief():
-            warn_user(_DIFFER.format(n=len(differing), name=new[differing[0]][1]))
-
-
-def _is_divided(variable: nnx.Variable[Any]) -> bool:
-    leaves = jax.tree.leaves(variable.get_raw_value())
-    return any(isinstance(x, jax.Array) and not x.sharding.is_fully_replicated for x in leaves)
+            warn_user(_DIFFER.format(n=len(differing), name=differing[0][1]))
 
 
 def _differing(job: Job, digests: list[str], place: str) -> list[int]:
     total = hashlib.sha256("".join(digests).encode()).hexdigest()
     if len(set(job.exchange("initial values", total, place=place))) == 1:
         return []
-    said = [json.loads(one) for one in job.exchange("each initial value", json.dumps(digests))]
-    _check_same_variables(said)
-    return [i for i, of_variable in enumerate(zip(*said, strict=True)) if len(set(of_variable)) > 1]
+    answers = job.exchange("each initial value", json.dumps(digests))
+    of_processes: list[list[str]] = list(map(json.loads, answers))
+    _check_same_variables(of_processes)
+    of_variables = zip(*of_processes, strict=True)
+    return [i for i, of_variable in enumerate(of_variables) if len(set(of_variable)) > 1]
 
 
-def _check_same_variables(said: list[list[str]]) -> None:
+def _check_same_variables(of_processes: list[list[str]]) -> None:
     """Refuses models that differ in more than their values: their arrays could not even be sent."""
-    for process, theirs in enumerate(said):
-        for first, other in itertools.zip_longest(said[0], theirs, fillvalue="nothing "):
+    for process, theirs in enumerate(of_processes):
+        for first, other in itertools.zip_longest(of_processes[0], theirs, fillvalue="nothing "):
             if first.rpartition(" ")[0] != other.rpartition(" ")[0]:
                 raise ProcessesDifferError(
                     "The processes of the job run a step with different variables:\n"
@@ -318,22 +313,6 @@ def _check_same_variables(said: list[list[str]]) -> None:
                     f"  {other.rpartition(' ')[0]} on process {process}\n"
                     "Build the same model and optimizer in every process."
                 )
-
-
-def _kind(leaves: list[Any]) -> str:
-    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-
-
-def _digest_of_leaves(leaves: list[Any]) -> str:
-    total = hashlib.sha256()
-    for leaf in leaves:
-        total.update(_on_host(leaf).tobytes())
-    return total.hexdigest()
-
-
-def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    mine = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
-    return np.asarray(jax.random.key_data(mine) if is_key(mine) else mine)
 
 
 def _take_over(variables: list[nnx.Variable[Any]], mesh: Mesh) -> None:

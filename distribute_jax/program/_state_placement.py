@@ -6,7 +6,7 @@ such a dim stays whole on each replica: padding it would change what an optax tr
 
 from __future__ import annotations
 
-import warnings
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +22,7 @@ from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
 from distribute_jax._mesh import DATA, mirrored_sharding, num_replicas, outside_mesh, put
 from distribute_jax._messages import is_donated, leaf_text, listed
+from distribute_jax._user_frames import warn_user
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._layout import FlatStep
@@ -49,26 +50,19 @@ def place_state(
     _check_arrays(binding, raws)
     _check_unmixed(binding, raws, mesh)
 
-    def place(variable: nnx.Variable[Any], raw: Any) -> Any:
-        kept = keeps(variable)
-        return jax.tree.map(
-            lambda leaf: leaf if kept and _over_mesh(leaf, mesh) else _placed(leaf, wanted), raw
-        )
-
-    placed = [
-        on_replicas(cast("Variable", variable), mesh)
-        if keeps_own_values(variable)
-        else place(variable, raw)
-        for variable, raw in zip(binding.variables, raws, strict=True)
-    ]
-    moved = [
-        (name, old)
-        for variable, name, old, new in zip(
-            binding.variables, binding.names, raws, placed, strict=True
-        )
-        if not keeps_own_values(variable)
-        and any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
-    ]
+    placed, moved = [], []
+    for variable, name, raw in zip(binding.variables, binding.names, raws, strict=True):
+        if keeps_own_values(variable):
+            placed.append(on_replicas(cast("Variable", variable), mesh))
+            continue
+        leaves, treedef = jax.tree.flatten(raw)
+        new = [
+            leaf if keeps(variable) and _over_mesh(leaf, mesh) else _placed(leaf, wanted)
+            for leaf in leaves
+        ]
+        placed.append(jax.tree.unflatten(treedef, new))
+        if any(map(operator.is_not, leaves, new)):
+            moved.append((name, leaves))
     write_raw(binding.variables, placed)
     if moved and warn and num_replicas(mesh) > 1:
         _warn(moved, mesh, replicas.parameter_device)
@@ -117,28 +111,24 @@ def fresh_copy(leaf: jax.Array) -> jax.Array:
 
 
 def _warn(
-    moved: Sequence[tuple[str, Any]], mesh: Mesh, parameter_device: ParameterDevice | None
+    moved: Sequence[tuple[str, list[Any]]], mesh: Mesh, parameter_device: ParameterDevice | None
 ) -> None:
-    """Returns of state that was elsewhere; other memory of the right device is no other place."""
+    """Warns of state that was elsewhere; other memory of the right device is no other place."""
     sharded, outside = [], []
-    for name, raw in moved:
-        leaves = [leaf for leaf in jax.tree.leaves(raw) if isinstance(leaf, jax.Array)]
-        if any(_over_mesh(leaf, mesh) for leaf in leaves):
+    for name, leaves in moved:
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        if any(_over_mesh(array, mesh) for array in arrays):
             sharded.append(name)
         elif parameter_device is None or any(
-            leaf.devices() != {parameter_device.device} for leaf in leaves
+            array.devices() != {parameter_device.device} for array in arrays
         ):
             outside.append(name)
-    if sharded:
-        warnings.warn(_SHARDED.format(n=len(sharded), lines=listed(sharded, 3)), stacklevel=7)
-    if outside:
-        where = (
-            f"are stored on {parameter_device.device}"
-            if parameter_device
-            else "are mirrored over its devices"
-        )
-        text = _OUTSIDE.format(n=len(outside), lines=listed(outside, 3), where=where)
-        warnings.warn(text, stacklevel=7)
+    where = "are mirrored over its devices"
+    if parameter_device is not None:
+        where = f"are stored on {parameter_device.device}"
+    for text, names in ((_SHARDED, sharded), (_OUTSIDE, outside)):
+        if names:
+            warn_user(text.format(n=len(names), lines=listed(names, 3), where=where))
 
 
 def _check_unmixed(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
