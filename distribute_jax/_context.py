@@ -135,16 +135,12 @@ def is_between_steps() -> bool:
 def require_loop(method: str) -> None:
     """Raises in a thread that reads batches ahead of the loop, which would wait for the loop itself."""
     if _stack.reads_ahead:
-        raise _not_ahead(method)
-
-
-def _not_ahead(method: str) -> ContextError:
-    return ContextError(
-        f"{method} was called by a source of batches, in the thread that reads ahead of the loop. Two "
-        "programs at once could wait for each other without end, and would use weights of an earlier "
-        "step. Pass InputOptions(experimental_per_replica_buffer_size=0): then each batch is read in "
-        "the loop's own thread, when it is asked for."
-    )
+        raise ContextError(
+            f"{method} was called by a source of batches, in the thread that reads ahead of the loop. Two "
+            "programs at once could wait for each other without end, and would use weights of an earlier "
+            "step. Pass InputOptions(experimental_per_replica_buffer_size=0): then each batch is read in "
+            "the loop's own thread, when it is asked for."
+        )
 
 
 def require_cross_replica(method: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from distribute_jax._errors import LoweringError
+from distribute_jax._errors import ArgumentError, LoweringError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._user_frames import warn_user
 from distribute_jax.processes import COMPILING, doing
@@ -35,7 +35,7 @@ from distribute_jax.program._state_placement import (
     kept_shardings,
     place_state,
 )
-from distribute_jax.program._trace import Call, check_made_once, give_first_values
+from distribute_jax.program._trace import Call, give_first_values
 from distribute_jax.program._trace_errors import compilable, step_name
 
 _MOST_PROGRAMS = 64
@@ -44,6 +44,12 @@ _WHOLE = """\
 RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
 share the state of optimizers. Use RunOptions(lowering="shard_map"), the default, or make the strategy \
 without shard_optimizer_state=True."""
+
+
+_MADE_AGAIN = """\
+The step makes the variables {names} each time that it is traced. A step may make variables in its first \
+run only: make them once, as with `if self.v is None: self.v = dj.Variable(0.0)`, or before, under \
+strategy.scope()."""
 
 
 class Request:
@@ -130,7 +136,9 @@ class ProgramCache:
                 key = (binding.key, placement, *head[1:])
                 self.programs[key] = program
                 if len(self.programs) > _MOST_PROGRAMS:
-                    self._drop(self.programs.popitem(last=False)[1])
+                    _, oldest = self.programs.popitem(last=False)
+                    for bound in self._bound.values():
+                        bound[:] = [e for e in bound if e.program is not oldest]
             else:  # The step moved, removed or added some: the program serves this call alone.
                 once = before.with_arrays(captured)
         fingerprint = check_same_program(name, program, arguments, self._replicas.mesh)
@@ -203,7 +211,9 @@ class ProgramCache:
         entry = BoundProgram(program, call.binding, step_name(call.fn))
         arrays = self._execute(entry, entry.flat_inputs(request.values, call.arguments))
         give_first_values(created, entry.wrap(arrays))
-        check_made_once([] if may_create else [str(v.name) for v in created])
+        if not may_create:
+            names = ", ".join(str(variable.name) for variable in created)
+            raise ArgumentError(_MADE_AGAIN.format(names=names))
 
     def forget_dead(self) -> None:
         """Removes what no call can use again: a model that it was compiled for is gone."""
@@ -213,10 +223,6 @@ class ProgramCache:
                 del self._bound[head]
         for key in [k for k, program in self.programs.items() if not program.is_wanted()]:
             del self.programs[key]
-
-    def _drop(self, program: Program) -> None:
-        for head, entries in list(self._bound.items()):
-            self._bound[head] = [e for e in entries if e.program is not program]
 
 
 @functools.lru_cache(maxsize=64)
@@ -264,10 +270,8 @@ class Recompilations:
                 for name in facts
                 if name in before and before[name] != facts[name]
             ]
-            what = (
-                ", ".join(changed[:4])
-                or "an object or function that it captures is a new one at each call"
-            )
+            new = "an object or function that it captures is a new one at each call"
+            what = ", ".join(changed[:4]) or new
             warn_user(
                 f"{getattr(fn, '__qualname__', fn)} was compiled {_MANY} times. What changed last: "
                 f"{what}. Each new value or shape compiles a new program: pass a number that changes "

@@ -68,7 +68,8 @@ class BoundProgram:
         self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
         self._state_inputs = 0
         self._loose = 0
-        self._known: list[Any] = []
+        self.left: list[Any] = []
+        """The state as the last call has left it."""
         self._kept: list[Any] = []
         self._donated: Donated | None = None
         self._finished: Any = None
@@ -79,11 +80,6 @@ class BoundProgram:
         arrays = range(len(program.plan.mirrored))
         self._plain_results = program.results.leaves == tuple(("array", k) for k in arrays)
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
-
-    @property
-    def left(self) -> list[Any]:
-        """The state as the last call has left it."""
-        return self._known
 
     def inputs_now(self) -> list[Any]:
         """Reads the state that the next call would start from."""
@@ -107,7 +103,7 @@ class BoundProgram:
 
     def release(self) -> None:
         """Lets go of the variables, once an object that the step reached is gone."""
-        self.inputs, self.outputs, self.sources, self._known = [], [], [], []
+        self.inputs, self.outputs, self.sources, self.left = [], [], [], []
         self._kept, self._finished, self._pending = [], None, []
 
     def execute(
@@ -115,21 +111,21 @@ class BoundProgram:
     ) -> list[Any]:
         """Runs the program, or several steps of it; errors say what became of the state."""
         # Several steps in one program give away state only.
-        given = self.program.given if compiled is None else range(self.program.donated)
+        donated = self.program.donated if compiled is None else range(self.program.donated_state)
         compiled = compiled or self.program.compiled
         state = self._state_inputs
-        untouched = len(self._known) == state and all(map(operator.is_, flat, self._known))
+        untouched = len(self.left) == state and all(map(operator.is_, flat, self.left))
         # Another step, or the user's own, may have taken what the last call left.
-        alive = not self._crashes_on_deleted or _all_alive(self._known)
+        alive = not self._crashes_on_deleted or _all_alive(self.left)
         first = state if untouched and alive else 0
         if not _all_alive(flat[first:]):
             self.check_readable(flat, first)
-        if given and self._loose:
-            self._donated = self._donated or Donated(flat, range(self.program.donated))
+        if donated and self._loose:
+            self._donated = self._donated or Donated(flat, range(self.program.donated_state))
             flat = self._donated.apart(flat, range(state, len(flat)))
-        if given and not (untouched and len(given) == self.program.donated):
+        if donated and not (untouched and len(donated) == self.program.donated_state):
             # State that is just what the last call left is distinct; arguments may not be.
-            flat = unshared(flat, given, memory)
+            flat = unshared(flat, donated)
         try:
             with doing(f"running {self.step}"):
                 return self._done(self._dispatch(compiled, flat, untouched))
@@ -140,7 +136,7 @@ class BoundProgram:
         self, compiled: Callable[..., list[Any]], flat: list[Any], untouched: bool
     ) -> list[Any]:
         """Runs the program so that no interrupt comes between it and the list that keeps its outputs."""
-        if not self.program.donated:
+        if not self.program.donated_state:
             return compiled(*flat)
         pending = self._pending = []
         around = (context_now(), *_placements(flat[self._state_inputs :] if untouched else flat))
@@ -162,7 +158,7 @@ class BoundProgram:
         self._pending = []
 
     def _done(self, outs: list[Any]) -> list[Any]:
-        """Keeps what there is to wait for, and gives state and results."""
+        """Keeps what there is to wait for, and returns state and results."""
         self._finished = outs[-1]
         return outs[:-1] if self.program.has_token else outs
 
@@ -185,9 +181,9 @@ class BoundProgram:
             raise DonatedError(_DONATED.format(lines=listed(self._names(gone))))
 
     def store(self, outs: list[Any]) -> list[Any]:
-        """Writes the new state into the variables and gives the rest: the result's arrays."""
+        """Writes the new state into the variables and returns the rest: the result's arrays."""
         state = self.state_size
-        self._known = [*outs[:state], *self._kept]
+        self.left = [*outs[:state], *self._kept]
         if self.program.simple:
             write_raw(self.outputs, outs)
         else:
@@ -248,9 +244,9 @@ class BoundProgram:
         # Several steps take the data of each step one after the other.
         more = (len(flat) - len(shardings)) // size if size else 0
         wanted = (*shardings, *(shardings[len(shardings) - size :] * more))
-        given = set(self.program.given)
+        donated = set(self.program.donated)
         return [
-            put(fresh_copy(x) if i in given else x, to)
+            put(fresh_copy(x) if i in donated else x, to)
             if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(to, x.ndim)
             else x
             for i, (x, to) in enumerate(zip(flat, wanted, strict=True))
@@ -265,13 +261,7 @@ class BoundProgram:
     def output_names(self) -> list[str]:
         """Names every output: the state in the user's words, then the results."""
         traced = self.program.traced
-        first = [traced.input_starts[i] for i in traced.written]
-        state = [
-            traced.input_names[start + k] if k < size else "state"
-            for start, size in zip(first, traced.written_sizes, strict=True)
-            for k in range(size)
-        ]
-        return [*state, *traced.results.names]
+        return [*(traced.input_names[i] for i in traced.old_inputs), *traced.results.names]
 
     def _names(self, indices: Sequence[int]) -> list[str]:
         names = [self.program.traced.input_names[i] for i in self.program.order]
@@ -302,21 +292,21 @@ def _placements(values: Sequence[Any]) -> Iterable[Any]:
     return map(_placement, values)
 
 
-def unshared(flat: list[Any], given: Sequence[int], same: Callable[[Any], Any]) -> list[Any]:
+def unshared(flat: list[Any], donated: Sequence[int]) -> list[Any]:
     """Copies donated arrays that occur twice, so that nothing is donated that is still read."""
-    keys = list(map(same, flat))
+    keys = list(map(_memory, flat))
     if len(set(keys)) == len(keys):
         return flat
     times = Counter(keys)
     flat = list(flat)
-    for i in given:
+    for i in donated:
         if times[keys[i]] > 1 and isinstance(flat[i], jax.Array):
             flat[i] = jnp.copy(flat[i])
     return flat
 
 
-def memory(value: Any) -> Any:
-    """Returns arrays apart by their memory, which two array objects may share."""
+def _memory(value: Any) -> Any:
+    """Returns what is equal for array objects that share memory."""
     is_plain = isinstance(value, jax.Array) and not is_key(value)
     return value.addressable_data(0).unsafe_buffer_pointer() if is_plain else -id(value)
 
@@ -324,9 +314,9 @@ def memory(value: Any) -> Any:
 class Donated:
     """The kinds of the arrays that a program is given, so that few must be looked at closely."""
 
-    def __init__(self, flat: Sequence[Any], given: Sequence[int]) -> None:
+    def __init__(self, flat: Sequence[Any], donated: Sequence[int]) -> None:
         self._by_kind: dict[Any, list[int]] = {}
-        for i in given:
+        for i in donated:
             self._by_kind.setdefault(_kind(flat[i]), []).append(i)
 
     def apart(self, flat: list[Any], loose: Iterable[int]) -> list[Any]:

@@ -99,7 +99,7 @@ def _compile(program: Program, steps: int) -> Compiled:
         stacked=repeated(step.shardings.stacked),
         split=repeated(step.shardings.split),
     )
-    avals, donated = repeated(step.avals), range(program.donated)
+    avals, donated = repeated(step.avals), range(program.donated_state)
     return program.compile(
         replace(step, function=many, shardings=shardings, avals=avals, donated=donated)
     )

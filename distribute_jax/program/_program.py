@@ -53,9 +53,9 @@ class Program:
     compiled: Callable[..., list[Any]]
     order: tuple[int, ...]
     """The flat inputs in the order in which the compiled program takes them."""
-    donated: int
+    donated_state: int
     """How many of the first inputs, the state that is written, are donated."""
-    given: tuple[int, ...]
+    donated: tuple[int, ...]
     """All inputs that are donated: that state, and arguments on request."""
     written: tuple[int, ...]
     """Variables that get a new value, in the order of the first outputs."""
@@ -126,11 +126,11 @@ def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
     order, kept, read = _input_order(traced)
     evaluate = in_one_equation if in_shards else by_equation
     step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
-    donated = 0
+    donated_state = 0
     if options.donate_state and compiler.is_jit and _can_donate(traced):
-        donated = len(traced.old_inputs)
+        donated_state = len(traced.old_inputs)
     more = _donated_arguments(call, traced, step) if options.donate_args and compiler.is_jit else []
-    step = replace(step, donated=(*range(donated), *more))
+    step = replace(step, donated=(*range(donated_state), *more))
     compile_ = compiler.compile
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
@@ -144,7 +144,7 @@ def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
         compiled = compile_(step)
     nests = [jax.tree.structure(variable.get_raw_value()) for variable in call.binding.variables]
     return Program(
-        traced, decided, compiled, order, donated, tuple(step.donated), traced.written, kept, read,
+        traced, decided, compiled, order, donated_state, tuple(step.donated), traced.written, kept, read,
         simple=all(map(jax.tree_util.treedef_is_leaf, [*nests, *traced.written_trees])),
         mesh=call.mesh, step=step, compile=compile_,
         parameter_device=replicas.parameter_device, has_token=has_token,

@@ -13,7 +13,7 @@ from flax import nnx
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._mesh import DATA
-from distribute_jax._messages import PyTree, leaf_text
+from distribute_jax._messages import PyTree
 from distribute_jax._values import DistributedValues
 from distribute_jax.collectives._all_reduce import all_gather, all_reduce, stacked_over_replicas
 from distribute_jax.collectives._markers import real_rows
@@ -138,13 +138,16 @@ class ReplicaContext:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_reduce
         """
+        options_of_strategy = (
+            getattr(self._strategy, "_communication_options", None) or CommunicationOptions()
+        )
         return all_reduce(
             _reduce_op(reduce_op),
             value,
             self.num_replicas_in_sync,
             bound=self._bound,
             ops=getattr(self._strategy, "_cross_device_ops", None),
-            options=self._options_of_strategy.merge(checked_options(options, "all_reduce")),
+            options=options_of_strategy.merge(checked_options(options, "all_reduce")),
         )
 
     def all_gather(
@@ -169,10 +172,7 @@ class ReplicaContext:
         """
         checked_options(options, "all_gather")
         if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-            raise ArgumentError(
-                f"all_gather(axis={axis!r}): axis is an int, the dim of each replica's array along which "
-                "they are joined. Pass axis=0 for rows."
-            )
+            raise ArgumentError(f"all_gather(axis={axis!r}): axis is an int, such as 0 for rows.")
         return all_gather(value, int(axis), bound=self._bound)
 
     def merge_call(
@@ -205,30 +205,25 @@ class ReplicaContext:
                 "merge_call was called in cross-replica context. Call it inside a function given to "
                 "strategy.run, on dj.get_replica_context()."
             )
-        if not callable(merge_fn):
-            raise ArgumentError(
-                f"merge_call got {leaf_text(merge_fn)}, which is not a function. Pass one that takes the "
-                "strategy and then the regrouped values: merge_call(fn, args=(value,))."
-            )
-        check_call(args, kwargs, call="merge_call(merge_fn")
-        given = (tuple(args), dict(kwargs or {}))
-        regrouped, named = jax.tree.map(self._regroup, given, is_leaf=_is_object)
+        check_call(args, kwargs, merge_fn, "merge_call(merge_fn")
+        args, kwargs = jax.tree.map(
+            self._regroup,
+            (tuple(args), kwargs or {}),
+            is_leaf=lambda leaf: isinstance(leaf, (nnx.Variable, nnx.Pytree)),
+        )
         with _context.frame(self._strategy, merging=True):
-            result = merge_fn(self._strategy, *regrouped, **named)
-        return jax.tree.map(self._own_part, result, is_leaf=_is_merged)
-
-    @property
-    def _options_of_strategy(self) -> CommunicationOptions:
-        own = getattr(self._strategy, "_communication_options", None)
-        return CommunicationOptions() if own is None else own
+            result = merge_fn(self._strategy, *args, **kwargs)
+        return jax.tree.map(
+            self._local_part, result, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)
+        )
 
     def _regroup(self, leaf: Any) -> Any:
         if not self._bound or not isinstance(leaf, jax.Array):
             return leaf
         return MergedValues(stacked_over_replicas(leaf), self.num_replicas_in_sync)
 
-    def _own_part(self, leaf: Any) -> Any:
-        if not _is_merged(leaf):
+    def _local_part(self, leaf: Any) -> Any:
+        if not isinstance(leaf, DistributedValues):
             return leaf
         return jnp.stack(leaf.values)[self.replica_id_in_sync_group]
 
@@ -252,11 +247,3 @@ class MergedValues(DistributedValues):
     def __repr__(self) -> str:
         """Shows the shape; inside a traced function there are no numbers yet."""
         return f"PerReplica:{self._replicas} × {self._stacked[0].aval}"
-
-
-def _is_object(leaf: Any) -> bool:
-    return isinstance(leaf, (nnx.Variable, nnx.Pytree))
-
-
-def _is_merged(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues)

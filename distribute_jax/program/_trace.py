@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, StaleCaptureError
+from distribute_jax._errors import StaleCaptureError
 from distribute_jax._jax_private import adopt, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._messages import is_key, leaf_text, listed
@@ -163,7 +163,7 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
     shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
     counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []
     recorder = _Recorder(call)
-    older = arrays_now()
+    older = set(map(id, jax.live_arrays()))
     inside = jax.sharding.use_abstract_mesh(inside_replica(call.mesh))
     name = getattr(call.strategy, "axis_name", DATA)
     axes = [(axis, num_replicas(call.mesh)) for axis in dict.fromkeys((DATA, name))]
@@ -171,10 +171,11 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
         jaxpr = jax.make_jaxpr(recorder.step, axis_env=axes)(
             raws, [abstract(array) for array in arrays], shares, counts
         )
-    jaxpr = with_mesh_axis(jaxpr, name)
+    if name != DATA:
+        jaxpr = _Renaming(name).closed(jaxpr)
     if recorder.rebuilt:
         jaxpr = recorder.without_rebuilt(jaxpr, len(jax.tree.leaves(raws)))
-    check_constants(jaxpr, arrays, older)
+    _check_constants(jaxpr, arrays, older)
     return recorder.traced(jaxpr, (raws, arrays, shares, counts))
 
 
@@ -204,7 +205,8 @@ class _Recorder:
             given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
             noted = stack.enter_context(record_created())
             attributes = [set(vars(node)) for node in nodes]
-            result = call.fn(*self._positional(data), **self._keywords)
+            args, kwargs = self._arguments(data)
+            result = call.fn(*args, **kwargs)
             if kept := kept_variables(call, noted):
                 return self._first_values(kept)
             now = read_raw(binding.variables)
@@ -249,21 +251,22 @@ class _Recorder:
             check_rebuilt(array, unchanged=same)
         return ClosedJaxpr(body.replace(outvars=body.outvars[:kept]), jaxpr.consts)
 
-    def _positional(self, data: list[Any]) -> tuple[Any, ...]:
+    def _arguments(self, data: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         arguments = self.call.arguments
         flow = iter(data)
         leaves = [
             next(flow) if kind == "data" else leaf
             for kind, leaf in zip(arguments.kinds, arguments.leaves, strict=True)
         ]
-        args, self._keywords = jax.tree.unflatten(arguments.treedef, leaves)
-        return tuple(args)
+        args, kwargs = jax.tree.unflatten(arguments.treedef, leaves)
+        return args, kwargs
 
     def traced(self, jaxpr: ClosedJaxpr, inputs: tuple[list[Any], ...]) -> Traced:
         """Puts the outcome together."""
         binding, arguments = self.call.binding, self.call.arguments
         assert self.results is not None
         raws, arrays, shares, counts = inputs
+        constants = set(map(id, jaxpr.consts))
         variable_names = [
             name + jax.tree_util.keystr(path)
             for name, raw in zip(binding.names, raws, strict=True)
@@ -282,15 +285,10 @@ class _Recorder:
             sizes=(len(variable_names), len(arrays), len(shares), len(counts)),
             written_sizes=self.written_sizes,
             written_trees=self.written_trees,
-            constant_arrays=_constant_arrays(jaxpr, arrays),
+            constant_arrays=frozenset(i for i, a in enumerate(arrays) if id(a) in constants),
             input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
             created=self.created,
         )
-
-
-def _constant_arrays(jaxpr: ClosedJaxpr, arrays: Sequence[Any]) -> frozenset[int]:
-    constants = {id(constant) for constant in jaxpr.consts}
-    return frozenset(i for i, array in enumerate(arrays) if id(array) in constants)
 
 
 def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:
@@ -322,16 +320,6 @@ def _raw(variable: Any, value: Any) -> Any:
     return value[None] if keeps_own_values(variable) else value  # one replica's only component
 
 
-def check_made_once(names: Sequence[str]) -> None:
-    """Raises where a step makes variables although it made them before."""
-    if names:
-        raise ArgumentError(
-            f"The step makes the variables {', '.join(names)} each time that it is traced. A step "
-            "may make variables in its first run only: make them once, as with `if self.v is None: "
-            "self.v = dj.Variable(0.0)`, or before, under strategy.scope()."
-        )
-
-
 def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
     """Returns every array that is built into a program, at any depth."""
     yield from jaxpr.consts
@@ -353,18 +341,10 @@ def _in_parameter(value: Any) -> Iterator[Any]:
             yield from _in_parameter(item)
 
 
-def arrays_now() -> set[int]:
-    """Identifies every array there is."""
-    return set(map(id, jax.live_arrays()))
+def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:
+    """Raises where an array from before the trace, by the ids of the ``older``, would be built in.
 
-
-def check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:
-    """Raises where an array from before the trace would be built into the program.
-
-    Args:
-        jaxpr: the step.
-        inputs: the captured arrays that are inputs.
-        older: what ``arrays_now`` returned before the trace; what was made since is a constant by its nature.
+    What was made since is a constant by its nature; the ``inputs`` are captured arrays.
     """
     replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in inputs}
     stale = [
@@ -401,13 +381,8 @@ _NAMES = ("axes", "axis_name")
 """The parameters in which JAX's collectives name axes."""
 
 
-def with_mesh_axis(jaxpr: ClosedJaxpr, name: str) -> ClosedJaxpr:
-    """Returns a traced step in which every collective over the user's axis is over that of the mesh."""
-    return jaxpr if name == DATA else _Renaming(name).closed(jaxpr)
-
-
 class _Renaming:
-    """Goes through a jaxpr and those inside it; one that stands in several places stays one."""
+    """Renames the user's axis in every collective to that of the mesh; equal jaxprs inside stay one."""
 
     def __init__(self, old: str) -> None:
         self._old = old
