@@ -36,13 +36,14 @@ def _is_flat(cls: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_whole(cls: type) -> bool:
+def _is_one_leaf(cls: type) -> bool:
     """Returns whether values of a type count as one leaf although they are pytrees."""
     return issubclass(cls, (PerReplica, nnx.Pytree, nnx.Variable))
 
 
 def _stops(value: Any) -> bool:
-    return _is_whole(type(value))
+    cls: Any = type(value)
+    return _is_one_leaf(cls)
 
 
 @dataclass(slots=True, eq=False)

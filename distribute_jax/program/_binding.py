@@ -42,10 +42,10 @@ class Binding:
     def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
         """Walks everything that ``fn`` and the bound arguments reach."""
         captured = captures(fn, named=True)
-        names = [*captured.names, *arguments.names_of("bound")]
+        named = zip(arguments.bound, arguments.names_of("bound"), strict=True)
+        bound = [(value, name, FixedValue(value)) for value, name in named]
+        graph, structure = _walk(captured.codes, [*captured.roots, *bound])
         values = [*captured.values, *arguments.bound]
-        places = [*captured.places, *map(FixedValue, arguments.bound)]
-        graph, structure = _walk(captured.codes, list(zip(values, names, places, strict=True)))
         self.key = (tuple(captured.key), structure)
         self.variables = graph.variables
         self.names = graph.names

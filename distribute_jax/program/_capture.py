@@ -12,7 +12,7 @@ import textwrap
 import types
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -147,16 +147,18 @@ def without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
 class Captures:
     """What a callable reaches directly: cells, globals, defaults, ``self``, arguments of a partial."""
 
-    named: bool
-    """Whether names and places are recorded; the call path of ``run`` does without."""
-    key: list[Any] = field(default_factory=list)
-    """Equal for callables of the same code; of the very same code object, where no names are recorded."""
-    values: list[Any] = field(default_factory=list)
+    key: list[Any]
+    """Equal for callables of the same code; of the very same code object, where nothing is recorded."""
+    values: list[Any]
     """The values reached."""
-    names: list[str] = field(default_factory=list)
-    """The name of each value in the user's code."""
-    places: list[CapturePath] = field(default_factory=list)
-    """The place of each value."""
+    records: list[tuple[str, CapturePath]] | None
+    """The name in the user's code and the place of each value; the call path of ``run`` does without."""
+
+    @property
+    def roots(self) -> list[tuple[Any, str, CapturePath]]:
+        """Each value with its name and place."""
+        pairs = zip(self.values, self.records or (), strict=True)
+        return [(value, name, place) for value, (name, place) in pairs]
 
     @property
     def codes(self) -> list[types.CodeType]:
@@ -166,9 +168,8 @@ class Captures:
     def add(self, value: Any, name: str, place: CapturePath | None = None) -> None:
         """Adds one value with its name and place."""
         self.values.append(value)
-        if self.named:
-            self.names.append(name)
-            self.places.append(place or FixedValue(value))
+        if self.records is not None:
+            self.records.append((name, place or FixedValue(value)))
 
 
 def captures(fn: Callable[..., Any], *, named: bool = False) -> Captures:
@@ -176,7 +177,7 @@ def captures(fn: Callable[..., Any], *, named: bool = False) -> Captures:
 
     Partials, bound methods, callable objects, ``functools.wraps`` and jitted functions are looked through.
     """
-    captured = Captures(named)
+    captured = Captures([], [], [] if named else None)
     _collect(fn, captured)
     return captured
 
@@ -205,7 +206,7 @@ def _collect(fn: Any, captured: Captures) -> None:
 def _collect_function(fn: types.FunctionType, captured: Captures) -> None:
     code, scope = fn.__code__, fn.__globals__
     names = [name for name in global_names(code) if name in scope]
-    if captured.named:
+    if captured.records is not None:
         captured.key.append(code)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             variable = AttributePath(cell, "cell_contents")

@@ -202,9 +202,7 @@ class Walker:
         attributes = self._object(value, name) if is_object else None
         reached = tuple(
             self.visit(child, child_name, place)
-            for child, child_name, place in zip(
-                captured.values, captured.names, captured.places, strict=True
-            )
+            for child, child_name, place in captured.roots
             if child is not value
         )
         rules = tuple(

@@ -86,7 +86,7 @@ def test_wrong_arguments_are_explained(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match=r"iter\(dataset\)"):
         s2.run_steps(lambda x: x, dataset, steps=2)
     for steps in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="at least 1"):
+        with pytest.raises(ValueError, match="must be an integer >= 1"):
             s2.run_steps(lambda x: x, iter(dataset), steps=steps)
 
 
