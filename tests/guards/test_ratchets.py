@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_756,
+    lines: 41_361,
     lines_of_tests: 38_947,
     files: 201,
     pieces: 1,
