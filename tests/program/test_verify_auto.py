@@ -411,9 +411,7 @@ def test_another_value_of_the_environment_is_refused(
     s4: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("DISTRIBUTE_JAX_VERIFY", "yes")
-    with pytest.raises(
-        ValueError, match=r"DISTRIBUTE_JAX_VERIFY must be one of 'off', .*; got 'yes'"
-    ):
+    with pytest.raises(ValueError, match="DISTRIBUTE_JAX_VERIFY must be one of 'off'"):
         s4.run(lambda: 1.0)
 
 
