@@ -25,129 +25,110 @@ Pick a strategy, build the model under ``strategy.scope()``, write the step for 
 
 from typing import TYPE_CHECKING
 
-from distribute_jax import (
-    data as data,
-    experimental as experimental,
-    tpu as tpu,
-)
+from distribute_jax import data, experimental, tpu
 from distribute_jax._errors import (
-    ArgumentError as ArgumentError,
-    ArgumentTypeError as ArgumentTypeError,
-    BackendStartedError as BackendStartedError,
-    CheckpointDamagedError as CheckpointDamagedError,
-    CheckpointError as CheckpointError,
-    CheckpointFileError as CheckpointFileError,
-    ClusterError as ClusterError,
-    ContextError as ContextError,
-    DeadlineExceededError as DeadlineExceededError,
-    DeadlockError as DeadlockError,
-    DistributeError as DistributeError,
-    DonatedError as DonatedError,
-    IterationError as IterationError,
-    LoweringError as LoweringError,
-    MissingPackageError as MissingPackageError,
-    MixedStrategiesError as MixedStrategiesError,
-    NoClusterError as NoClusterError,
-    NotEqualError as NotEqualError,
-    OutOfSyncError as OutOfSyncError,
-    PaddingLeakError as PaddingLeakError,
-    PerReplicaAttributeError as PerReplicaAttributeError,
-    PerReplicaError as PerReplicaError,
-    PerReplicaTypeError as PerReplicaTypeError,
-    ProcessesDifferError as ProcessesDifferError,
-    ProcessFailedError as ProcessFailedError,
-    ServiceError as ServiceError,
-    StaleCaptureError as StaleCaptureError,
-    StepFailedError as StepFailedError,
-    TaskConflictError as TaskConflictError,
-    TFConfigError as TFConfigError,
-    TracedValueError as TracedValueError,
-    UnsupportedError as UnsupportedError,
+    ArgumentError,
+    ArgumentTypeError,
+    BackendStartedError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointFileError,
+    ClusterError,
+    ContextError,
+    DeadlineExceededError,
+    DeadlockError,
+    DistributeError,
+    DonatedError,
+    IterationError,
+    LoweringError,
+    MissingPackageError,
+    MixedStrategiesError,
+    NoClusterError,
+    NotEqualError,
+    OutOfSyncError,
+    PaddingLeakError,
+    PerReplicaAttributeError,
+    PerReplicaError,
+    PerReplicaTypeError,
+    ProcessesDifferError,
+    ProcessFailedError,
+    ServiceError,
+    StaleCaptureError,
+    StepFailedError,
+    TaskConflictError,
+    TFConfigError,
+    TracedValueError,
+    UnsupportedError,
 )
 from distribute_jax._lazy import lazy_exports, publish
-from distribute_jax._values import (
-    DistributedValues as DistributedValues,
-    Mirrored as Mirrored,
-    PerReplica as PerReplica,
-)
+from distribute_jax._values import DistributedValues, Mirrored, PerReplica
 from distribute_jax.collectives import (
-    CrossDeviceOps as CrossDeviceOps,
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-    NcclAllReduce as NcclAllReduce,
-    ReduceOp as ReduceOp,
-    ReductionToOneDevice as ReductionToOneDevice,
-    RingAllReduce as RingAllReduce,
-    assume_mirrored as assume_mirrored,
-    check_in_sync as check_in_sync,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReduceOp,
+    ReductionToOneDevice,
+    RingAllReduce,
+    assume_mirrored,
+    check_in_sync,
 )
 from distribute_jax.data import (
-    AutoShardPolicy as AutoShardPolicy,
-    DistributedDataset as DistributedDataset,
-    DistributedIterator as DistributedIterator,
-    InputContext as InputContext,
-    InputOptions as InputOptions,
-    InputReplicationMode as InputReplicationMode,
-    PartialPolicy as PartialPolicy,
+    AutoShardPolicy,
+    DistributedDataset,
+    DistributedIterator,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    PartialPolicy,
 )
-from distribute_jax.processes import (
-    ClusterOptions as ClusterOptions,
-    is_chief as is_chief,
-    report_step as report_step,
-)
+from distribute_jax.processes import ClusterOptions, is_chief, report_step
 from distribute_jax.program import (
-    ReplicaContext as ReplicaContext,
-    RunOptions as RunOptions,
-    per_example as per_example,
-    register_aggregation as register_aggregation,
-    same_on_all_replicas as same_on_all_replicas,
-    snapshot as snapshot,
+    ReplicaContext,
+    RunOptions,
+    per_example,
+    register_aggregation,
+    same_on_all_replicas,
+    snapshot,
 )
 from distribute_jax.strategies import (
-    CentralStorageStrategy as CentralStorageStrategy,
-    MirroredStrategy as MirroredStrategy,
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-    OneDeviceStrategy as OneDeviceStrategy,
-    Strategy as Strategy,
-    TPUStrategy as TPUStrategy,
-    ValueContext as ValueContext,
-    experimental_set_strategy as experimental_set_strategy,
-    get_replica_context as get_replica_context,
-    get_strategy as get_strategy,
-    has_strategy as has_strategy,
-    in_cross_replica_context as in_cross_replica_context,
+    CentralStorageStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    Strategy,
+    TPUStrategy,
+    ValueContext,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
 )
-from distribute_jax.tpu._system import (
-    experimental_connect_to_cluster as experimental_connect_to_cluster,
-    initialize_tpu_system as initialize_tpu_system,
-)
-from distribute_jax.variables import (
-    Variable as Variable,
-    VariableAggregation as VariableAggregation,
-    VariableSynchronization as VariableSynchronization,
-)
+from distribute_jax.tpu._system import experimental_connect_to_cluster, initialize_tpu_system
+from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 
 # What builds on `run` and the strategies: a program that uses none of it does not wait for it either.
 if TYPE_CHECKING:
     from distribute_jax import (
-        callbacks as callbacks,
-        cluster_resolver as cluster_resolver,
-        losses as losses,
-        metrics as metrics,
-        summary as summary,
-        testing as testing,
+        callbacks,
+        cluster_resolver,
+        losses,
+        metrics,
+        summary,
+        testing,
     )
-    from distribute_jax.checkpoint import CheckpointManager as CheckpointManager
+    from distribute_jax.checkpoint import CheckpointManager
     from distribute_jax.losses import (
-        compute_average_loss as compute_average_loss,
-        scale_regularization_loss as scale_regularization_loss,
+        compute_average_loss,
+        scale_regularization_loss,
     )
-    from distribute_jax.testing import simulate as simulate
+    from distribute_jax.testing import simulate
     from distribute_jax.training import (
-        AddedLoss as AddedLoss,
-        DTypePolicy as DTypePolicy,
-        Model as Model,
-        Optimizer as Optimizer,
-        unpack_x_y_sample_weight as unpack_x_y_sample_weight,
+        AddedLoss,
+        DTypePolicy,
+        Model,
+        Optimizer,
+        unpack_x_y_sample_weight,
     )
 else:
     __getattr__ = lazy_exports(

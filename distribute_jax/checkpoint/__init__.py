@@ -1,6 +1,6 @@
 """State on the disk: complete or not there, compared with its digest, restored under any strategy."""
 
-from distribute_jax.checkpoint._manager import CheckpointManager as CheckpointManager
-from distribute_jax.checkpoint._save_load import load as load, save as save
+from distribute_jax.checkpoint._manager import CheckpointManager
+from distribute_jax.checkpoint._save_load import load, save
 
 __all__ = ["CheckpointManager", "load", "save"]

@@ -6,38 +6,22 @@ JAX users have. ``_base`` holds the base class, ``_spec`` the jobs and addresses
 """
 
 from distribute_jax._lazy import publish
-from distribute_jax.cluster_resolver._base import ClusterResolver as ClusterResolver
-from distribute_jax.cluster_resolver._detect import detect as detect
-from distribute_jax.cluster_resolver._gce import GCEClusterResolver as GCEClusterResolver
+from distribute_jax.cluster_resolver._base import ClusterResolver
+from distribute_jax.cluster_resolver._detect import detect
+from distribute_jax.cluster_resolver._gce import GCEClusterResolver
 from distribute_jax.cluster_resolver._kubernetes import (
-    KubernetesClusterResolver as KubernetesClusterResolver,
-    KubernetesExecutableLocation as KubernetesExecutableLocation,
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
 )
-from distribute_jax.cluster_resolver._launched import (
-    LaunchedClusterResolver as LaunchedClusterResolver,
-)
-from distribute_jax.cluster_resolver._open_mpi import (
-    OpenMPIClusterResolver as OpenMPIClusterResolver,
-)
-from distribute_jax.cluster_resolver._sage_maker import (
-    SageMakerClusterResolver as SageMakerClusterResolver,
-)
-from distribute_jax.cluster_resolver._simple import (
-    SimpleClusterResolver as SimpleClusterResolver,
-    UnionResolver as UnionResolver,
-)
-from distribute_jax.cluster_resolver._slurm import SlurmClusterResolver as SlurmClusterResolver
-from distribute_jax.cluster_resolver._spec import ClusterSpec as ClusterSpec
-from distribute_jax.cluster_resolver._tf_config import (
-    TFConfigClusterResolver as TFConfigClusterResolver,
-)
-from distribute_jax.cluster_resolver._torchrun import (
-    TorchrunClusterResolver as TorchrunClusterResolver,
-)
-from distribute_jax.cluster_resolver._tpu import (
-    TPUClusterResolver as TPUClusterResolver,
-    TPUSystemMetadata as TPUSystemMetadata,
-)
+from distribute_jax.cluster_resolver._launched import LaunchedClusterResolver
+from distribute_jax.cluster_resolver._open_mpi import OpenMPIClusterResolver
+from distribute_jax.cluster_resolver._sage_maker import SageMakerClusterResolver
+from distribute_jax.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
+from distribute_jax.cluster_resolver._slurm import SlurmClusterResolver
+from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._tf_config import TFConfigClusterResolver
+from distribute_jax.cluster_resolver._torchrun import TorchrunClusterResolver
+from distribute_jax.cluster_resolver._tpu import TPUClusterResolver, TPUSystemMetadata
 
 __all__ = [
     "ClusterResolver",

@@ -1,20 +1,17 @@
 """Collectives over the replicas: the reduce operations on trees, inside ``run``; and are they in sync?"""
 
 from distribute_jax.collectives._algorithms import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-    ReductionToOneDevice as ReductionToOneDevice,
-    RingAllReduce as RingAllReduce,
+    HierarchicalCopyAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
 )
-from distribute_jax.collectives._check_in_sync import check_in_sync as check_in_sync
-from distribute_jax.collectives._cross_device_ops import (
-    CrossDeviceOps as CrossDeviceOps,
-    NcclAllReduce as NcclAllReduce,
-)
-from distribute_jax.collectives._markers import assume_mirrored as assume_mirrored
+from distribute_jax.collectives._check_in_sync import check_in_sync
+from distribute_jax.collectives._cross_device_ops import CrossDeviceOps, NcclAllReduce
+from distribute_jax.collectives._markers import assume_mirrored
 from distribute_jax.collectives._options import (
-    CommunicationImplementation as CommunicationImplementation,
-    CommunicationOptions as CommunicationOptions,
-    ReduceOp as ReduceOp,
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
 )
 
 __all__ = [

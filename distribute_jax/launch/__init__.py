@@ -4,12 +4,6 @@
 ``_verdict`` decides what happens after an attempt, and ``_supervisor`` does it.
 """
 
-from distribute_jax.launch._supervisor import (
-    CACHE as CACHE,
-    Launch as Launch,
-    cache_folder as cache_folder,
-    say as say,
-    supervise as supervise,
-)
+from distribute_jax.launch._supervisor import CACHE, Launch, cache_folder, say, supervise
 
 __all__ = ["CACHE", "Launch", "cache_folder", "say", "supervise"]

@@ -7,14 +7,9 @@ counts, ``_confusion`` counts answers, ``_means`` averages.
 from typing import TYPE_CHECKING
 
 from distribute_jax._lazy import answering_module, publish
-from distribute_jax.metrics._confusion import AUC as AUC, Precision as Precision, Recall as Recall
-from distribute_jax.metrics._means import (
-    Accuracy as Accuracy,
-    Average as Average,
-    MultiMetric as MultiMetric,
-    Welford as Welford,
-)
-from distribute_jax.metrics._metric import Metric as Metric
+from distribute_jax.metrics._confusion import AUC, Precision, Recall
+from distribute_jax.metrics._means import Accuracy, Average, MultiMetric, Welford
+from distribute_jax.metrics._metric import Metric
 
 __all__ = [
     "AUC",

@@ -7,32 +7,16 @@ state and results are combined, ``_lowerings`` and ``_layout`` make a program fo
 executes it. ``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
 """
 
-from distribute_jax.program._aggregation import (
-    Combine as Combine,
-    register_aggregation as register_aggregation,
-)
-from distribute_jax.program._failures import is_runtime_failure as is_runtime_failure
-from distribute_jax.program._metric_merge import (
-    MergeRule as MergeRule,
-    moments_combined as moments_combined,
-    register_merge as register_merge,
-)
-from distribute_jax.program._options import (
-    RunOptions as RunOptions,
-    library_options as library_options,
-)
-from distribute_jax.program._random import same_on_all_replicas as same_on_all_replicas
-from distribute_jax.program._replica_context import (
-    MergedValues as MergedValues,
-    ReplicaContext as ReplicaContext,
-)
-from distribute_jax.program._results import per_example as per_example
-from distribute_jax.program._run import Runner as Runner, one_at_a_time as one_at_a_time
-from distribute_jax.program._snapshot import snapshot as snapshot
-from distribute_jax.program._state_placement import (
-    ParameterDevice as ParameterDevice,
-    Replicas as Replicas,
-)
+from distribute_jax.program._aggregation import Combine, register_aggregation
+from distribute_jax.program._failures import is_runtime_failure
+from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
+from distribute_jax.program._options import RunOptions, library_options
+from distribute_jax.program._random import same_on_all_replicas
+from distribute_jax.program._replica_context import MergedValues, ReplicaContext
+from distribute_jax.program._results import per_example
+from distribute_jax.program._run import Runner, one_at_a_time
+from distribute_jax.program._snapshot import snapshot
+from distribute_jax.program._state_placement import ParameterDevice, Replicas
 
 __all__ = [
     "Combine",

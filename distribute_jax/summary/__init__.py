@@ -2,13 +2,13 @@
 
 from distribute_jax._lazy import publish
 from distribute_jax.summary._write import (
-    SummaryWriter as SummaryWriter,
-    create_file_writer as create_file_writer,
-    flush as flush,
-    histogram as histogram,
-    image as image,
-    scalar as scalar,
-    text as text,
+    SummaryWriter,
+    create_file_writer,
+    flush,
+    histogram,
+    image,
+    scalar,
+    text,
 )
 
 __all__ = [

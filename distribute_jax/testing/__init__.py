@@ -1,20 +1,11 @@
 """Checks for your own tests: a step against one device, the promises of a strategy, real processes."""
 
 from distribute_jax._lazy import publish
-from distribute_jax.testing._check_strategy import (
-    StrategyReport as StrategyReport,
-    check_strategy as check_strategy,
-)
-from distribute_jax.testing._fault import Fault as Fault
-from distribute_jax.testing._local_cluster import (
-    LocalCluster as LocalCluster,
-    ProcessResult as ProcessResult,
-)
-from distribute_jax.testing._one_device import (
-    check_equals_one_device as check_equals_one_device,
-    simulate as simulate,
-)
-from distribute_jax.testing._strategies import strategy_combinations as strategy_combinations
+from distribute_jax.testing._check_strategy import StrategyReport, check_strategy
+from distribute_jax.testing._fault import Fault
+from distribute_jax.testing._local_cluster import LocalCluster, ProcessResult
+from distribute_jax.testing._one_device import check_equals_one_device, simulate
+from distribute_jax.testing._strategies import strategy_combinations
 
 __all__ = [
     "Fault",

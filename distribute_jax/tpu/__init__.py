@@ -3,6 +3,6 @@
 ``experimental`` has the names that TensorFlow has in ``tf.tpu.experimental``.
 """
 
-from distribute_jax.tpu import experimental as experimental
+from distribute_jax.tpu import experimental
 
 __all__ = ["experimental"]

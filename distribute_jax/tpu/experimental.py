@@ -1,8 +1,8 @@
 """What TensorFlow has in ``tf.tpu.experimental``, under the same names."""
 
 from distribute_jax._lazy import publish
-from distribute_jax.tpu._system import initialize_tpu_system as initialize_tpu_system
-from distribute_jax.tpu._topology import DeviceAssignment as DeviceAssignment, Topology as Topology
+from distribute_jax.tpu._system import initialize_tpu_system
+from distribute_jax.tpu._topology import DeviceAssignment, Topology
 
 __all__ = ["DeviceAssignment", "Topology", "initialize_tpu_system"]
 

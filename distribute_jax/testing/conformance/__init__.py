@@ -5,12 +5,7 @@ wrong is reported. ``_core`` knows no check, and no check knows another.
 """
 
 from distribute_jax.testing.conformance import _collectives, _training, _values, _variables
-from distribute_jax.testing.conformance._core import (
-    Check as Check,
-    Fact as Fact,
-    Subject as Subject,
-    error_line as error_line,
-)
+from distribute_jax.testing.conformance._core import Check, Fact, Subject, error_line
 
 CHECKS: dict[str, Check] = {
     check.__name__: check
