@@ -28,10 +28,8 @@ class ClusterResolver(abc.ABC):
     the workers follow in the order of their indices. Tasks of other jobs (``ps``, ``evaluator``) are not
     processes of the training job and are not counted; an ``evaluator`` stands alone, as process 0 of 1.
 
-    Making a resolver and asking it starts nothing: no backend (``num_accelerators`` apart, which counts
-    JAX's devices), no connection between the processes.
-
-    To describe another kind of cluster, define ``cluster_spec``.
+    A resolver connects no processes and starts no backend (except ``num_accelerators``, which counts JAX's
+    devices). To describe another kind of cluster, define ``cluster_spec``.
 
     Example:
         >>> import distribute_jax as dj
@@ -61,20 +59,15 @@ class ClusterResolver(abc.ABC):
 
     @classmethod
     def is_present(cls) -> bool:
-        """Returns whether this process runs in a cluster that the resolver can read.
+        """Returns whether this process runs in such a cluster: whether all ``variables`` are set.
 
-        Returns:
-            True if all its ``variables`` are set; always False for a resolver that is told the cluster.
+        Always False for a resolver that gets the cluster as an argument.
         """
         return bool(cls.variables) and all(name in os.environ for name in cls.variables)
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the cluster as it is now.
-
-        Returns:
-            The jobs and the addresses of their tasks; an empty one where there is no cluster.
-        """
+        """Returns the jobs and the addresses of their tasks; an empty ``ClusterSpec`` without a cluster."""
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -82,10 +75,10 @@ class ClusterResolver(abc.ABC):
         """Returns the address of a task.
 
         Args:
-            task_type: its job; that of the resolver's default task if None. The default task is this
-                process; where only the first address is known, the first.
-            task_id: its index in the job; that of the default task if None.
-            rpc_layer: put in front as ``rpc_layer://``; that of the resolver if None.
+            task_type: the job of the task. If None, that of the default task: this process or, where only
+                the first address is known, the first.
+            task_id: the index of the task in its job; that of the default task if None.
+            rpc_layer: put in front as ``rpc_layer://``; the resolver's ``rpc_layer`` if None.
 
         Returns:
             The address; empty if it is not known.
@@ -107,7 +100,7 @@ class ClusterResolver(abc.ABC):
     ) -> Mapping[str, int]:
         """Returns the number of accelerators by kind, such as ``{"GPU": 8}``; CPUs do not count.
 
-        This asks JAX for its devices and so starts the backend: call it after the strategy was made.
+        This starts the backend, so call it after the strategy was made.
 
         Args:
             task_type: the job of a task, or None for the devices of all processes.
@@ -130,7 +123,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """The job of this process; None where it is not known. May be set."""
-        return self._detected_task_type() if self._task_type is None else self._task_type
+        return self._detected_task()[0] if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -139,7 +132,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job; None where it is not known. May be set."""
-        return self._detected_task_id() if self._task_id is None else self._task_id
+        return self._detected_task()[1] if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -172,9 +165,9 @@ class ClusterResolver(abc.ABC):
 
     @property
     def coordinator_address(self) -> str | None:
-        """The address at which process 0 listens, as ``host:port``; None for a process alone.
+        """The address at which process 0 listens, as ``host:port``; None for a single process.
 
-        With several processes None means that only JAX knows it: see ``detection_method``.
+        With several processes, None means that only JAX can find it: see ``detection_method``.
 
         Raises:
             ClusterError: the address of process 0 has no port.
@@ -189,25 +182,24 @@ class ClusterResolver(abc.ABC):
 
     @property
     def detection_method(self) -> str | None:
-        """Who in JAX knows what this resolver does not; None if it knows all.
+        """The ``cluster_detection_method`` by which ``jax.distributed.initialize`` finds process 0.
 
-        A ``cluster_detection_method`` of ``jax.distributed.initialize``.
+        None if the resolver knows the address itself.
         """
         return None
 
     @property
     def local_process_id(self) -> int | None:
-        """Which of the processes on this machine this one is, from 0; None where it is not known.
+        """The index of this process among those of this machine; None if it is not known.
 
-        Where processes share a machine whose devices nobody has divided, each takes the one of its number.
+        Where several processes share a machine and nothing has divided its devices, each process uses the
+        device with its index.
         """
         return None
 
-    def _detected_task_type(self) -> str | None:
-        return None
-
-    def _detected_task_id(self) -> int | None:
-        return None
+    def _detected_task(self) -> tuple[str | None, int | None]:
+        """Returns the task that this process is, as far as the environment says so."""
+        return None, None
 
     def _detected_rpc_layer(self) -> str | None:
         return None
@@ -235,22 +227,15 @@ class ClusterResolver(abc.ABC):
     def _processes(self, spec: ClusterSpec) -> list[tuple[str, int]]:
         """Returns the tasks that train together, in the order of their process ids."""
         name = type(self).__name__
-        tasks = [
-            (job, i)
-            for job in self._training_jobs
-            if job in spec.jobs
-            for i in spec.task_indices(job)
-        ]
+        jobs = [job for job in self._training_jobs if job in spec.jobs]
+        tasks = [(job, index) for job in jobs for index in spec.task_indices(job)]
         if not tasks:
             raise ClusterError(
                 f"{name}: the cluster {spec!r:.300} has no task that trains. Call the job of the "
                 "processes that train 'worker'; one of them may be in a job 'chief'."
             )
-        chiefs = [task for task in tasks if task[0] == CHIEF]
-        if len(chiefs) > 1:
-            raise ClusterError(
-                f"{name}: the cluster has {len(chiefs)} chiefs; at most one is allowed."
-            )
+        if CHIEF in jobs and (chiefs := spec.num_tasks(CHIEF)) > 1:
+            raise ClusterError(f"{name}: the cluster has {chiefs} chiefs; at most one is allowed.")
         addresses = Counter(address for task in tasks if (address := spec.task_address(*task)))
         for address, number in addresses.items():
             if number > 1:  # the second process could not listen there
@@ -279,11 +264,9 @@ class ClusterResolver(abc.ABC):
 
     def _variable(self, name: str) -> str:
         """Returns an environment variable that must be set."""
-        if name not in os.environ:
-            raise ClusterError(
-                f"{type(self).__name__}: {name} not found in environment. {self._hint}"
-            )
-        return os.environ[name]
+        if name in os.environ:
+            return os.environ[name]
+        raise ClusterError(f"{type(self).__name__}: {name} not found in environment. {self._hint}")
 
     def _number(self, name: str) -> int:
         """Returns an environment variable that must be an int >= 0."""
@@ -306,10 +289,7 @@ class ClusterResolver(abc.ABC):
 
 
 class RankClusterResolver(ClusterResolver):
-    """The base of resolvers for launchers that number the processes, all of which are workers.
-
-    Only the address of rank 0 is known; those of the others are empty.
-    """
+    """Base class for launchers that number the processes; all are workers, and only rank 0 has an address."""
 
     _rank_names: ClassVar[tuple[str, str]]
     """The variables with the rank and with the number of processes."""
@@ -329,11 +309,8 @@ class RankClusterResolver(ClusterResolver):
     def _first_address(self) -> str:
         """Returns the address of rank 0, empty where it is not known."""
 
-    def _detected_task_type(self) -> str | None:
-        return WORKER
-
-    def _detected_task_id(self) -> int | None:
-        return self._rank_and_size(*self._rank_names)[0]
+    def _detected_task(self) -> tuple[str | None, int | None]:
+        return WORKER, self._rank_and_size(*self._rank_names)[0]
 
     def _default_task(self) -> tuple[str | None, int | None]:
         return WORKER, 0

@@ -15,9 +15,9 @@ from distribute_jax.cluster_resolver._tf_config import TFConfigClusterResolver
 from distribute_jax.cluster_resolver._torchrun import TorchrunClusterResolver
 from distribute_jax.cluster_resolver._tpu import TPUClusterResolver
 
-# Our own launcher comes first, since it takes TF_CONFIG away from its processes: one that is there describes
-# another job. Then what the user wrote, then the launcher that started this process, then the platform under
-# it: mpirun and torchrun run inside Slurm steps, and Google's TPU pods inside Kubernetes Jobs.
+# Our launcher comes first: it removes TF_CONFIG from its processes, so one that is set describes another job.
+# Then what the user wrote, then the launcher that started this process, then the platform below it: mpirun
+# and torchrun run inside Slurm steps, and Google's TPU pods inside Kubernetes Jobs.
 ORDER: tuple[type[ClusterResolver], ...] = (
     LaunchedClusterResolver,
     TFConfigClusterResolver,
@@ -34,27 +34,23 @@ _LOOKS_FOR = {
     TFConfigClusterResolver: "TF_CONFIG with a cluster",
     TPUClusterResolver: "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, or the chips of a TPU VM and libtpu",
 }
-"""Where it is something else than the variables of a resolver."""
+"""For resolvers that look for something else than their ``variables``."""
 
 
 def detect() -> ClusterResolver:
     """Returns the resolver of the cluster that this process was started in.
 
-    Looked for are, in this order: ``distribute-jax launch``, ``TF_CONFIG``, torchrun, Open MPI, Slurm,
-    SageMaker, a TPU, and an Indexed Job of Kubernetes; the first that is there is taken. What the user wrote
-    comes before the launcher, and the launcher before the platform it runs on. No network is used to find
-    out. A cluster that is there and described wrongly is an error, never passed over.
+    The first of these that is present is used: ``distribute-jax launch``, ``TF_CONFIG``, torchrun, Open MPI,
+    Slurm, SageMaker, a TPU, an Indexed Job of Kubernetes. What the user wrote comes before the launcher, and
+    the launcher before the platform it runs on. No request is made. A malformed description is an error; it
+    is not skipped.
 
-    JAX detects Open MPI, Slurm, TPUs and Kubernetes as well, but only inside ``jax.distributed.initialize``,
-    without TF_CONFIG and torchrun, and without a list of what it looked for. It is asked the one question
-    that it answers better: where rank 0 is under Open MPI 5 (``detection_method``). The ports for Slurm,
-    Open MPI and TPUs are those that it would take.
-
-    Returns:
-        A resolver made without arguments.
+    JAX detects Open MPI, Slurm, TPUs and Kubernetes too, but only inside ``jax.distributed.initialize``, and
+    neither TF_CONFIG nor torchrun. Ports for Slurm, Open MPI and TPUs are the same as JAX's; under Open MPI 5
+    JAX finds rank 0 (``detection_method``).
 
     Raises:
-        NoClusterError: none is there; the message lists what was looked for. A ``RuntimeError``.
+        NoClusterError: no cluster is present; the message lists what was looked for. A ``RuntimeError``.
 
     Example:
         >>> import distribute_jax as dj

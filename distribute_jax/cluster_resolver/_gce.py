@@ -20,8 +20,8 @@ _API = "https://compute.googleapis.com/compute/v1/"
 class GCEClusterResolver(ClusterResolver):
     """The running instances of an instance group on Google Compute Engine, sorted by address.
 
-    Compute Engine does not know which task a process is, so ``task_id`` must differ between the instances;
-    None finds it by the address of this instance, so that all can run the same line.
+    Compute Engine does not number the instances of a group: pass a different ``task_id`` on each, or None
+    on all, by which each finds its index from its address.
 
     Args:
         project: the name of the project.
@@ -29,7 +29,7 @@ class GCEClusterResolver(ClusterResolver):
         instance_group: its name.
         port: the port of every task.
         task_type: the job of all instances; it cannot be changed later.
-        task_id: the index of this process; None asks the metadata server which instance this is.
+        task_id: the index of this process; if None, the metadata server is asked for its address.
         rpc_layer: put in front of addresses.
         credentials: ``"default"`` for those of this machine, None, a token, or credentials of google.auth.
         service: the Compute Engine API as ``googleapiclient.discovery.build("compute", "v1")`` returns it;
@@ -99,7 +99,7 @@ class GCEClusterResolver(ClusterResolver):
     def _job(self) -> str:
         return self._task_type or "worker"
 
-    def _detected_task_id(self) -> int | None:
+    def _detected_task(self) -> tuple[str | None, int | None]:
         ip = metadata_server(self._timeout).text("/instance/network-interfaces/0/ip").strip()
         addresses = self.cluster_spec().job_tasks(self._job)
         if f"{ip}:{self._port}" not in addresses:
@@ -107,7 +107,7 @@ class GCEClusterResolver(ClusterResolver):
                 f"GCEClusterResolver: this instance, {ip}, is not in the group {self._group!r}: "
                 f"{addresses}. Run the program on its instances, or pass task_id."
             )
-        return addresses.index(f"{ip}:{self._port}")
+        return self._job, addresses.index(f"{ip}:{self._port}")
 
     def _instances(self) -> Iterator[dict[str, Any]]:
         if self._service is not None:

@@ -18,24 +18,24 @@ _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 
 @dataclass(frozen=True)
 class Service:
-    """How to ask one service, and what to tell the user when it does not answer."""
+    """The address, session and error hint of one HTTP service."""
 
     name: str
     root: str
-    """The start of all its addresses, such as ``http://host:port``."""
+    """The start of every URL, such as ``http://host:port``."""
     hint: str
     timeout: float
     session: Any
     """A ``requests.Session``, which adds the credentials."""
     errors: tuple[type[Exception], ...]
-    """What the session raises where no answer comes."""
+    """What the session raises if there is no answer."""
 
     def text(self, path: str, body: Any = None) -> str:
-        """Returns the answer for a path, asked by POST where there is a body."""
+        """Returns the text of the answer to a GET or, with a body, a POST."""
         return str(self._ask(path, body).text)
 
     def json(self, path: str, body: Any = None) -> dict[str, Any]:
-        """Returns the JSON object that a path answers."""
+        """Returns the JSON object of the answer."""
         response = self._ask(path, body)
         try:
             answer = response.json()
@@ -67,15 +67,14 @@ class Service:
 
 
 def retry_policy() -> Any:
-    """Returns urllib3's policy for services that are busy or start; a silent one is not asked again."""
+    """Returns urllib3's policy: retry services that are busy or starting, not those that do not answer."""
     from urllib3 import Retry
 
-    busy = (429, 500, 502, 503, 504)
     return Retry(
         2,
         read=0,
         backoff_factor=0.2,
-        status_forcelist=busy,
+        status_forcelist=(429, 500, 502, 503, 504),
         allowed_methods=None,
         raise_on_status=False,
     )

@@ -13,12 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from distribute_jax._errors import (
-    ArgumentError,
-    ClusterError,
-    MissingPackageError,
-    ServiceError,
-)
+from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageError, ServiceError
 from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver
 from distribute_jax.cluster_resolver._http import retry_policy
 from distribute_jax.cluster_resolver._spec import ClusterSpec
@@ -37,7 +32,7 @@ _RIGHTS = (
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs that asks for the pods.
+    """Whether the program runs in a pod or outside the cluster.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver
     """
@@ -51,13 +46,13 @@ class KubernetesExecutableLocation(enum.Enum):
 class KubernetesClusterResolver(ClusterResolver):
     """The pods of a Kubernetes job.
 
-    In a pod of an Indexed Job or of a JobSet, and without ``job_to_label_mapping`` and ``override_client``,
-    the pods are those of the Job, numbered as Kubernetes numbers them, slice by slice. If the manifest sets
-    ``NUM_PROCESSES`` and ``COORDINATOR_ADDRESS`` nothing is asked (and only the first address is known);
-    otherwise the API is asked for the Job, through the package ``kubernetes``.
+    In a pod of an Indexed Job or JobSet, unless ``job_to_label_mapping`` or ``override_client`` is passed,
+    the cluster is that Job's pods, with the indices that Kubernetes gives them, slice by slice. If the
+    manifest sets ``NUM_PROCESSES`` and ``COORDINATOR_ADDRESS``, no request is made and only the first address
+    is known; otherwise the Job is read from the API, through the package ``kubernetes``.
 
-    Otherwise the pods are found by their labels, sorted by name, at their own addresses; all must be running.
-    A pod finds its own task by its name; elsewhere set ``task_type`` and ``task_id``.
+    Elsewhere pods are selected by label and sorted by name; all must be running. A pod finds its task by its
+    name; outside the cluster set ``task_type`` and ``task_id``.
 
     Args:
         job_to_label_mapping: the label selectors of the pods of each job;
@@ -69,9 +64,9 @@ class KubernetesClusterResolver(ClusterResolver):
         executable_location: a ``KubernetesExecutableLocation``.
 
     Raises:
-        ArgumentError: ``executable_location`` is not one.
+        ArgumentError: ``executable_location`` is not a ``KubernetesExecutableLocation``.
         ClusterError: at a call: the API does not answer, or a pod does not run; a ``RuntimeError``.
-        MissingPackageError: at a call: the API has to be asked, without the package ``kubernetes``.
+        MissingPackageError: at a call: the API is needed and the package ``kubernetes`` is not installed.
 
     Example:
         >>> import distribute_jax as dj, os
@@ -121,12 +116,6 @@ class KubernetesClusterResolver(ClusterResolver):
 
     def _default_task(self) -> tuple[str | None, int | None]:
         return None, None
-
-    def _detected_task_type(self) -> str | None:
-        return self._detected_task()[0]
-
-    def _detected_task_id(self) -> int | None:
-        return self._detected_task()[1]
 
     def _detected_task(self) -> tuple[str | None, int | None]:
         if self._is_indexed():
@@ -217,9 +206,8 @@ class KubernetesClusterResolver(ClusterResolver):
                 "KubernetesExecutableLocation.OFF_CLUSTER, or an override_client."
             ) from None
         configuration.retries = retry_policy()
-        call: Callable[..., Any] = getattr(
-            getattr(client, api)(client.ApiClient(configuration)), method
-        )
+        service = getattr(client, api)(client.ApiClient(configuration))
+        call: Callable[..., Any] = getattr(service, method)
         try:
             return call(*args, _request_timeout=_SECONDS, **options)
         except client.ApiException as error:
@@ -245,11 +233,11 @@ def _running_ip(pod: Any) -> str:
             f'KubernetesClusterResolver: Pod "{name}" is not running; phase: "{phase}". All must run; wait '
             "for it (kubectl wait), or select the pods by labels that the finished ones lack."
         )
-    if not ip:
-        raise ClusterError(
-            f'KubernetesClusterResolver: Pod "{name}" is running and has no address yet.'
-        )
-    return str(ip)
+    if ip:
+        return str(ip)
+    raise ClusterError(
+        f'KubernetesClusterResolver: Pod "{name}" is running and has no address yet.'
+    )
 
 
 def _check_job(name: str, index: int, pods: int, parallelism: int, subdomain: str | None) -> None:

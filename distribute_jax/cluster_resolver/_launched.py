@@ -34,9 +34,8 @@ _POLL = 0.02
 class LaunchedClusterResolver(RankClusterResolver):
     """The processes that ``distribute-jax launch``, or ``dj.testing.LocalCluster``, has started.
 
-    All are workers. Process 0 picks a port that nobody listens on, once for each start of the job, and
-    writes it into a folder that only this job knows; the others wait for it, so that
-    ``coordinator_address``, ``cluster_spec`` and ``master`` may take as long as process 0 takes to ask.
+    All are workers. At each start of the job process 0 picks a free port and writes it into a folder of the
+    job. The others wait for it in ``coordinator_address``, ``cluster_spec`` and ``master``.
 
     Args:
         rpc_layer: put in front of addresses.
@@ -99,7 +98,7 @@ class LaunchedClusterResolver(RankClusterResolver):
 
 @functools.cache
 def _publish_address(file: Path, host: str) -> str:
-    """Picks the port on which process 0 listens, once in this process, and writes it for the others."""
+    """Picks the port on which process 0 listens, once per process, and writes it for the others."""
     address = _free_address(host)
     part = file.with_name(f".{file.name}-{os.getpid()}")
     part.write_text(address)

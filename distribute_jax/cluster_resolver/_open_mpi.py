@@ -25,16 +25,16 @@ _PORTS = range(61440, 65536)
 class OpenMPIClusterResolver(RankClusterResolver):
     """The processes that Open MPI's ``mpirun`` has started.
 
-    All are workers, and the rank in the communicator of all is the index. Only the address of rank 0 is
-    known; those of the others are empty.
+    All are workers; the index is the rank in ``MPI_COMM_WORLD``. Only the address of rank 0 is known; the
+    others are empty.
 
-    Open MPI 4 tells each process where ``mpirun`` runs; rank 0 is taken to run there, and the port is made
-    from the id of the job, as JAX's own detection does. If mpirun runs on a host without a rank, pass
-    ``coordinator_address``. Open MPI 5 does not tell: then ``coordinator_address`` is None and
-    ``detection_method`` is ``"mpi4py"``, by which JAX asks MPI itself, unless an address is passed.
+    Open MPI 4 tells each process where ``mpirun`` runs. Rank 0 is assumed to run there, with a port computed
+    from the id of the job, as in JAX's own detection; if it does not, pass ``coordinator_address``. Open
+    MPI 5 does not tell: unless an address is passed, ``coordinator_address`` is None and
+    ``detection_method`` is ``"mpi4py"``, by which JAX asks MPI.
 
     Args:
-        coordinator_address: where rank 0 listens, as ``host:port``; found as described if None.
+        coordinator_address: where rank 0 listens, as ``host:port``; found as described above if None.
         rpc_layer: put in front of addresses.
 
     Raises:
@@ -75,7 +75,7 @@ class OpenMPIClusterResolver(RankClusterResolver):
 
     @property
     def detection_method(self) -> str | None:
-        """``"mpi4py"`` where Open MPI does not tell where rank 0 is, otherwise None."""
+        """``"mpi4py"`` if Open MPI does not tell where rank 0 is, otherwise None."""
         return None if self._first_address() else "mpi4py"
 
     def _first_address(self) -> str:

@@ -47,7 +47,7 @@ class SageMakerClusterResolver(ClusterResolver):
         environment: str | None = None,
     ) -> None:
         self._port = port
-        self._task_type = task_type
+        self._task_type = task_type or WORKER
         self._task_id = task_id
         self._rpc_layer = rpc_layer
         self._environment = environment or ""
@@ -62,17 +62,14 @@ class SageMakerClusterResolver(ClusterResolver):
         """Returns the address of a task, of this one by default; empty for a single host."""
         return super().master(task_type, task_id, rpc_layer) if len(self._hosts()) > 1 else ""
 
-    def _detected_task_type(self) -> str | None:
-        return WORKER
-
-    def _detected_task_id(self) -> int | None:
+    def _detected_task(self) -> tuple[str | None, int | None]:
         hosts, this_host = self._hosts(), os.environ.get("SM_CURRENT_HOST")
         if this_host not in hosts:
             raise ClusterError(
                 f"SageMakerClusterResolver: SM_CURRENT_HOST={this_host!r} is not one of the hosts {hosts} "
                 "in SM_HOSTS. SageMaker sets both; do not set them by hand."
             )
-        return hosts.index(this_host)
+        return WORKER, hosts.index(this_host)
 
     def _hosts(self) -> list[str]:
         text = self._variable("SM_HOSTS")

@@ -10,7 +10,7 @@ from distribute_jax.cluster_resolver._spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that is given as it is.
+    """A cluster that the program passes as a ``ClusterSpec``.
 
     Args:
         cluster_spec: the jobs and their addresses.
@@ -77,9 +77,9 @@ class SimpleClusterResolver(ClusterResolver):
 class UnionResolver(ClusterResolver):
     """The clusters of several resolvers as one.
 
-    The tasks of a job that several of them have are joined: lists in the order of the resolvers; where
-    one has indices with gaps, by index. The master, and what is not passed about this process, are those
-    of the first resolver.
+    If several resolvers have the same job, its tasks are joined: lists are appended in the order of the
+    resolvers; if one of them is a dict with gaps, tasks keep their indices. ``master()``, and whatever is
+    not passed here, come from the first resolver.
 
     Args:
         *resolvers: the resolvers, at least one.
@@ -150,11 +150,8 @@ class UnionResolver(ClusterResolver):
     def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
-    def _detected_task_type(self) -> str | None:
-        return self._resolvers[0].task_type
-
-    def _detected_task_id(self) -> int | None:
-        return self._resolvers[0].task_id
+    def _detected_task(self) -> tuple[str | None, int | None]:
+        return self._resolvers[0].task_type, self._resolvers[0].task_id
 
     def _detected_rpc_layer(self) -> str | None:
         return self._resolvers[0].rpc_layer

@@ -45,29 +45,28 @@ _gpus_before: dict[str, list[str]] = {}
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """The tasks of the Slurm step that this process was started in by ``srun``.
+    """The tasks of the Slurm step in which ``srun`` started this process.
 
-    Ranks are handed out to the jobs in the order of their names, and to the hosts in the order in which
-    Slurm fills them: block by block, or in turn under ``--distribution=cyclic``. The address of a task is its
-    host, with ``port_base`` plus its number on that host. Process 0 listens on a port that is made from
-    the ids of the job and the step, as JAX's own detection does, so that two jobs on one host do not meet.
+    Ranks are assigned to the jobs in the order of their names, and to the hosts as Slurm fills them: in
+    blocks, or in turn with ``--distribution=cyclic``. The address of a task is its host, with ``port_base``
+    plus the index of the task on that host. The port of process 0 is computed from the ids of the job and
+    the step, as in JAX's own detection, so that two jobs on one host use different ports.
 
-    Where tasks share the GPUs of a host, each is confined to its own by ``CUDA_VISIBLE_DEVICES``, when the
-    resolver is made: before the backend starts. GPUs that Slurm has divided itself
-    (``--gpus-per-task``), and hosts without any, are left as they are.
+    If tasks share the GPUs of a host, making the resolver sets ``CUDA_VISIBLE_DEVICES`` to this task's share,
+    before the backend starts. GPUs that Slurm has divided already (``--gpus-per-task``) stay as they are.
 
     Args:
         jobs: the number of tasks of each job; all are workers if None.
         port_base: the port of the first task on each host.
-        gpus_per_node: the GPUs of each host; those that this process sees if None.
-        gpus_per_task: the GPUs of each task; an equal share of a host's if None.
+        gpus_per_node: the number of GPUs of each host; those that this process sees if None.
+        gpus_per_task: the number of GPUs of each task; an equal share of the host's if None.
         tasks_per_node: a number for every host, or a dict from hosts to numbers; Slurm's if None.
         auto_set_gpu: whether to set ``CUDA_VISIBLE_DEVICES``.
         rpc_layer: put in front of addresses.
 
     Raises:
-        ClusterError: not a Slurm step, or one with other tasks or GPUs than asked for; a ``RuntimeError``.
-        ArgumentError: a variable of Slurm's is malformed.
+        ClusterError: not in a Slurm step, or it has fewer tasks or GPUs than requested; a ``RuntimeError``.
+        ArgumentError: a variable of Slurm is malformed.
 
     Example:
         >>> import distribute_jax as dj, os
@@ -123,16 +122,12 @@ class SlurmClusterResolver(ClusterResolver):
         return self._spec
 
     def get_task_info(self) -> tuple[str, int]:
-        """Returns the job of this process and its index in it.
-
-        Returns:
-            ``(task_type, task_id)``.
-        """
+        """Returns the job of this process and its index in the job."""
         return self._this_task()
 
     @property
     def coordinator_address(self) -> str | None:
-        """The host of process 0, with a port made from the ids of job and step."""
+        """The host of process 0, with a port computed from the ids of job and step."""
         address = super().coordinator_address
         if address is None or JOB_ID not in os.environ:
             return address
@@ -142,7 +137,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     @property
     def local_process_id(self) -> int | None:
-        """The number of this process on its host; None where it sees its own GPUs only."""
+        """The index of this process on its host; None if it sees only its share of the GPUs."""
         return None if self._gpus_per_task else self._number_on_host(self._rank)
 
     def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
@@ -171,9 +166,7 @@ class SlurmClusterResolver(ClusterResolver):
         if jobs is None:
             jobs = {WORKER: self._number(NUM_TASKS)}
         if not all(type(count) is int and count >= 0 for count in jobs.values()):
-            raise ArgumentError(
-                f"The numbers of tasks in jobs must be ints >= 0; got {dict(jobs)!r}."
-            )
+            raise ArgumentError(f"The values of jobs must be ints >= 0; got {dict(jobs)!r}.")
         if sum(jobs.values()) != len(self._hosts):
             raise ClusterError(
                 f"SlurmClusterResolver: Requested {sum(jobs.values())} tasks but only {len(self._hosts)} "
@@ -273,20 +266,16 @@ def _choices(inside: str, text: str) -> list[str]:
     """Returns what a bracket stands for: ``1-3,05-07,9`` is 1 2 3 05 06 07 9."""
     choices: list[str] = []
     for item in inside.split(","):
-        numbers = _RANGE.fullmatch(item)
-        if numbers:
-            choices += _numbers(numbers[1], numbers[2], text)
+        if bounds := _RANGE.fullmatch(item):
+            first, last = int(bounds[1]), int(bounds[2])
+            if not 0 <= last - first < _MAX_HOSTS:
+                raise _malformed(text, item)
+            choices += [str(i).zfill(len(bounds[1])) for i in range(first, last + 1)]
         elif _WORD.fullmatch(item):
             choices.append(item)
         else:
             raise _malformed(text, f"[{inside}]")
     return choices
-
-
-def _numbers(first: str, last: str, text: str) -> list[str]:
-    if not 0 <= int(last) - int(first) < _MAX_HOSTS:
-        raise _malformed(text, f"{first}-{last}")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
 def _malformed(text: str, part: str) -> ArgumentError:
@@ -318,9 +307,7 @@ def _installed_gpus() -> int:
         return 0
     command = [program, "--query-gpu=index", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        listed = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=_SECONDS)
+    except (OSError, subprocess.SubprocessError):
         return 0
-    return len(done.stdout.split()) if done.returncode == 0 else 0
+    return len(listed.split())

@@ -22,8 +22,8 @@ class ClusterSpec:
             dict from the index of a task to its address.
 
     Raises:
-        ArgumentTypeError: ``cluster`` is of another form; a ``TypeError``.
-        ArgumentError: an index is negative.
+        ArgumentTypeError: ``cluster`` has another type; a ``TypeError``.
+        ArgumentError: an index is negative; a ``ValueError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -52,13 +52,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns the number of tasks of a job.
-
-        Args:
-            job_name: one of ``jobs``.
-
-        Returns:
-            How many tasks it has, gaps not counted.
+        """Returns the number of tasks of a job, without counting gaps.
 
         Raises:
             ArgumentError: there is no such job; a ``ValueError``.
@@ -66,13 +60,7 @@ class ClusterSpec:
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the indices of the tasks of a job.
-
-        Args:
-            job_name: one of ``jobs``.
-
-        Returns:
-            The indices, sorted.
+        """Returns the sorted indices of the tasks of a job.
 
         Raises:
             ArgumentError: there is no such job; a ``ValueError``.
@@ -81,13 +69,6 @@ class ClusterSpec:
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of one task.
-
-        Args:
-            job_name: one of ``jobs``.
-            task_index: one of its ``task_indices``.
-
-        Returns:
-            The address as it was given.
 
         Raises:
             ArgumentError: there is no such job or task; a ``ValueError``.
@@ -101,13 +82,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job, by index.
-
-        Args:
-            job_name: one of ``jobs``.
-
-        Returns:
-            A list with the address of task i at i, and None where there is no task.
+        """Returns a list with the address of task i at position i, and None where there is no task.
 
         Raises:
             ArgumentError: there is no such job; a ``ValueError``.
@@ -116,11 +91,7 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Returns the cluster as a dict that makes an equal one.
-
-        Returns:
-            For each job a list of addresses or, where its indices leave gaps, a dict.
-        """
+        """Returns for each job the list of its addresses or, if its indices have gaps, a dict by index."""
         return {
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._jobs.items()

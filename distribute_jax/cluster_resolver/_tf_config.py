@@ -100,11 +100,8 @@ class TFConfigClusterResolver(ClusterResolver):
             self.task_id if task_id is None else task_id,
         )
 
-    def _detected_task_type(self) -> str | None:
-        return _read().task_type
-
-    def _detected_task_id(self) -> int | None:
-        return _read().task_id
+    def _detected_task(self) -> tuple[str | None, int | None]:
+        return _read().task
 
     def _detected_rpc_layer(self) -> str | None:
         return _read().rpc_layer
@@ -119,8 +116,7 @@ _EXAMPLE = (
 @dataclass(frozen=True)
 class _TFConfig:
     cluster: ClusterSpec
-    task_type: str | None
-    task_id: int | None
+    task: tuple[str | None, int | None]
     rpc_layer: str | None
     environment: str
     session_master: str | None
@@ -130,10 +126,10 @@ def _read() -> _TFConfig:
     text = os.environ.get(TF_CONFIG, "")
     config = _object(_parse(text), "the whole") if text.strip() else {}
     task = _object(config.get("task") or {}, "its 'task'")
+    index = None if task.get("index") is None else _index(task["index"], "its task's 'index'")
     return _TFConfig(
         cluster=_cluster(config.get("cluster") or {}),
-        task_type=_text(task, "type", "its task's 'type'"),
-        task_id=None if task.get("index") is None else _index(task["index"], "its task's 'index'"),
+        task=(_text(task, "type", "its task's 'type'"), index),
         rpc_layer=_text(config, "rpc_layer", "its 'rpc_layer'"),
         environment=_text(config, "environment", "its 'environment'") or "",
         session_master=_text(config, "session_master", "its 'session_master'"),
@@ -153,9 +149,9 @@ def _parse(text: str) -> Any:
 
 
 def _object(value: Any, part: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _malformed(part, value, "an object in braces")
-    return value
+    if isinstance(value, dict):
+        return value
+    raise _malformed(part, value, "an object in braces")
 
 
 def _cluster(cluster: Any) -> ClusterSpec:

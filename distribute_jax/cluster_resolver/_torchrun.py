@@ -12,9 +12,9 @@ from distribute_jax.cluster_resolver._base import RankClusterResolver
 class TorchrunClusterResolver(RankClusterResolver):
     """The processes that ``torchrun``, or another launcher that sets its variables, has started.
 
-    All are workers, and ``RANK`` is the index. Only the address of rank 0 is known; those of the others
-    are empty. While torchrun itself listens at ``MASTER_PORT`` (it says so in
-    ``TORCHELASTIC_USE_AGENT_STORE``), process 0 listens at the port above.
+    All are workers; the index is ``RANK``. Only the address of rank 0 is known; the others are empty. If
+    torchrun itself listens on ``MASTER_PORT`` (``TORCHELASTIC_USE_AGENT_STORE`` is ``True``), process 0
+    listens on the next port.
 
     Args:
         rpc_layer: put in front of addresses.

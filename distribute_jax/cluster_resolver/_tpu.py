@@ -17,18 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import jax
 
 from distribute_jax._errors import ArgumentError, ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import ClusterResolver
-from distribute_jax.cluster_resolver._http import (
-    google_service,
-    metadata_server,
-    project_and_zone,
-)
+from distribute_jax.cluster_resolver._http import google_service, metadata_server, project_and_zone
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
 WORKER_ID = "TPU_WORKER_ID"
@@ -53,52 +49,48 @@ _COORDINATOR_PORT = 8482
 
 @dataclass(frozen=True)
 class TPUSystemMetadata:
-    """How many cores and hosts a TPU has, as JAX sees them.
+    """The numbers of cores and hosts of a TPU, as JAX sees them.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/tpu/experimental/TPUSystemMetadata
     """
 
     num_cores: int
-    """The devices of all processes."""
     num_hosts: int
-    """The processes."""
     num_of_cores_per_host: int
-    """The devices of this process."""
     topology: object
     """Always None: the coordinates of a device are its attribute ``coords``."""
     devices: tuple[jax.Device, ...]
-    """The devices."""
 
 
 class TPUClusterResolver(ClusterResolver):
     """The hosts of a TPU: one process on each, in the order of their numbers.
 
-    - ``tpu=None``: the TPU that this machine is a host of, by the environment (Google Kubernetes Engine) or
-      the metadata server (TPU VMs). Of several slices the processes are numbered slice by slice; only the
-      addresses of this slice are known, the others are empty.
-    - ``tpu="name"``: asks the Cloud TPU API for the hosts; which of them this is, the machine knows.
-    - ``tpu="grpc://10.0.0.2:8470"``, several with commas: these hosts.
-    - ``tpu="local"`` or ``""``: this process alone with the devices it has, also simulated ones.
+    - ``tpu=None``: the TPU that this machine belongs to, from the environment (Google Kubernetes Engine) or
+      the metadata server (TPU VMs). With several slices, processes are numbered slice by slice, and the
+      addresses of other slices are empty.
+    - ``tpu="name"``: the hosts that the Cloud TPU API lists; the machine knows which of them it is.
+    - ``tpu="grpc://10.0.0.2:8470"``, or several with commas: these hosts.
+    - ``tpu="local"`` or ``""``: this process only, with its devices, simulated ones included.
 
-    Process 0 listens on port 8482, as in JAX's own detection, which reads the same metadata; this resolver
-    adds bounded waits, and errors that name the address that did not answer.
+    Process 0 listens on port 8482, as with JAX's own detection, which reads the same metadata. Every request
+    has a timeout, and errors name the address that did not answer.
 
     Args:
         tpu: as above.
-        zone: the zone of a TPU known by name; that of this machine if None.
-        project: its project; that of this machine if None.
-        job_name: the name of the job of the hosts.
-        coordinator_name: the name of a job to add, of one task that does not train.
+        zone: the zone of a TPU with a name; this machine's if None.
+        project: the project of a TPU with a name; this machine's if None.
+        job_name: the job of the hosts.
+        coordinator_name: the name of another job, with one task that does not train.
         coordinator_address: the address of that task.
         credentials: ``"default"`` for those of this machine, None, a token, or credentials of google.auth.
         service: the Cloud TPU API as googleapiclient returns it; asked through google-auth if None.
-        discovery_url: its scheme and host are taken as those of the API.
+        discovery_url: the API is called at the scheme and host of this URL.
         timeout: seconds to wait for each answer.
 
     Raises:
         ArgumentError: only one of ``coordinator_name`` and ``coordinator_address`` is given.
         ClusterError: at a call: a service does not answer, or the TPU is not ready; a ``RuntimeError``.
-        MissingPackageError: at a call: requests is not installed, or google-auth for a TPU by its name.
+        MissingPackageError: at a call: requests is not installed, or google-auth for a TPU with a name.
 
     Example:
         >>> import distribute_jax as dj
@@ -131,7 +123,7 @@ class TPUClusterResolver(ClusterResolver):
         self._credentials = credentials
         self._service = service
         self._discovery_url = discovery_url
-        self._job_name = job_name
+        self._job_name = self._task_type = job_name
         self._training_jobs = (job_name,)
         self._other_jobs = (
             {coordinator_name: [coordinator_address or ""]} if coordinator_name else {}
@@ -141,10 +133,9 @@ class TPUClusterResolver(ClusterResolver):
 
     @classmethod
     def is_present(cls) -> bool:
-        """Returns whether this machine is a host of a TPU, without asking a service.
+        """Returns whether this machine is a host of a TPU, without a request.
 
-        Returns:
-            True if the environment names the hosts, or if chips, libtpu and a metadata server are there.
+        True if the environment names the hosts, or if there are chips and libtpu.
         """
         if _is_in_environment():
             return True
@@ -155,18 +146,7 @@ class TPUClusterResolver(ClusterResolver):
     def connect(
         tpu: str | None = None, zone: str | None = None, project: str | None = None
     ) -> TPUClusterResolver:
-        """Makes a resolver and asks it once, so that a missing TPU is an error here.
-
-        The processes are connected when the strategy is made.
-
-        Args:
-            tpu: see the class.
-            zone: see the class.
-            project: see the class.
-
-        Returns:
-            The resolver.
-        """
+        """Returns a resolver whose TPU exists, or raises; the strategy connects the processes."""
         resolver = TPUClusterResolver(tpu, zone, project)
         resolver.cluster_spec()
         return resolver
@@ -178,35 +158,19 @@ class TPUClusterResolver(ClusterResolver):
         return ClusterSpec({self._job_name: self._addresses(), **self._other_jobs})
 
     def get_master(self) -> str:
-        """Returns ``master()``.
-
-        Returns:
-            The address of the first host, or an empty string.
-        """
+        """Returns ``master()``: the address of the first host, or an empty string."""
         return self.master()
 
     def get_job_name(self) -> str:
-        """Returns the name of the job of the hosts.
-
-        Returns:
-            The ``job_name`` of the constructor.
-        """
+        """Returns the ``job_name`` of the constructor."""
         return self._job_name
 
     def get_coordination_service_leader(self) -> str:
-        """Returns the task that all connect to: the first host.
-
-        Returns:
-            Its name in TensorFlow's form.
-        """
+        """Returns the task that all processes connect to, the first host, in TensorFlow's form."""
         return f"/job:{self._job_name}/replica:0/task:0"
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Counts cores and hosts. This starts the backend: call it after the strategy was made.
-
-        Returns:
-            The numbers that JAX sees.
-        """
+        """Counts cores and hosts. This starts the backend: call it after the strategy was made."""
         devices = tuple(jax.devices())
         return TPUSystemMetadata(
             len(devices), jax.process_count(), jax.local_device_count(), None, devices
@@ -214,7 +178,7 @@ class TPUClusterResolver(ClusterResolver):
 
     @property
     def coordinator_address(self) -> str | None:
-        """The first host of the first slice, at JAX's port."""
+        """The first host of the first slice, with JAX's port."""
         address = super().coordinator_address
         return address and f"{address.rpartition(':')[0]}:{_COORDINATOR_PORT}"
 
@@ -225,24 +189,22 @@ class TPUClusterResolver(ClusterResolver):
         return (None, None) if self._tpu in _LOCAL else (self._job_name, 0)
 
     @cached_property
-    def _slice(self) -> Slice:
+    def _slice(self) -> _Slice:
         if _is_in_environment():
             hosts = tuple(name.strip() for name in os.environ[WORKER_HOSTNAMES].split(","))
             return _slice(hosts, os.environ[WORKER_ID], os.environ)
         return _slice_of_metadata(self._timeout)
 
-    def _detected_task_type(self) -> str | None:
-        return self._job_name
-
-    def _detected_task_id(self) -> int | None:
+    def _detected_task(self) -> tuple[str | None, int | None]:
         if self._tpu in _LOCAL:
-            return 0
+            return self._job_name, 0
         # A TPU known by its name, or by its addresses, is one slice.
-        return self._slice.host_id + (self._slice.first_host if self._tpu is None else 0)
+        first_host = self._slice.first_host if self._tpu is None else 0
+        return self._job_name, first_host + self._slice.host_id
 
     def _addresses(self) -> list[str]:
         if self._tpu is None:
-            return _all_slices(self._slice)
+            return self._slice.addresses
         if self._tpu.startswith(_LAYER):
             return [address.strip().removeprefix(_LAYER) for address in self._tpu.split(",")]
         node = self._node()
@@ -282,42 +244,22 @@ class TPUClusterResolver(ClusterResolver):
         return api.json(f"/v2/{path}")
 
 
-@dataclass(frozen=True)
-class Slice:
-    """The hosts of a TPU slice as one of them sees it."""
+class _Slice(NamedTuple):
+    """What a host of a TPU slice knows of all slices."""
 
-    hosts: tuple[str, ...]
-    """Their names or addresses, in the order of their numbers."""
+    addresses: list[str]
+    """The addresses of the hosts of all slices, slice by slice; empty where they are not known."""
+    first_host: int
+    """The number of the first host of this slice among those of all slices."""
     host_id: int
-    """The number of this host."""
-    slices: int
-    """How many slices train together."""
-    slice_id: int
-    """Which of them this is."""
-    coordinator: str
-    """The host of process 0; empty for the first of the hosts."""
-
-    @property
-    def first_host(self) -> int:
-        """The number of the first host among those of all slices."""
-        return self.slice_id * len(self.hosts)
-
-
-def _all_slices(this: Slice) -> list[str]:
-    """Returns the addresses of the hosts of all slices; empty where this slice does not know them."""
-    addresses = [""] * (this.slices * len(this.hosts))
-    if this.coordinator:
-        addresses[0] = f"{this.coordinator}:{_PORT}"
-    for number, host in enumerate(this.hosts, this.first_host):
-        addresses[number] = addresses[number] or f"{host}:{_PORT}"
-    return addresses
+    """The number of this host in its slice."""
 
 
 def _is_in_environment() -> bool:
     return WORKER_HOSTNAMES in os.environ and WORKER_ID in os.environ
 
 
-def _slice_of_metadata(timeout: float) -> Slice:
+def _slice_of_metadata(timeout: float) -> _Slice:
     server = metadata_server(timeout)
     number = server.text(f"{_ATTRIBUTES}agent-worker-number").strip()
     hosts = parse_endpoints(server.text(f"{_ATTRIBUTES}worker-network-endpoints"))
@@ -330,7 +272,7 @@ def _slice_of_metadata(timeout: float) -> Slice:
     return _slice(hosts, number, {**variables, **os.environ})
 
 
-def _slice(hosts: tuple[str, ...], host_id: str, variables: Mapping[str, str]) -> Slice:
+def _slice(hosts: tuple[str, ...], host_id: str, variables: Mapping[str, str]) -> _Slice:
     texts = {
         WORKER_ID: host_id,
         NUM_SLICES: variables.get(NUM_SLICES) or "1",
@@ -345,8 +287,11 @@ def _slice(hosts: tuple[str, ...], host_id: str, variables: Mapping[str, str]) -
             f"TPUClusterResolver: this is host {host} of {len(hosts)} in slice {slice_id} of {slices}, but "
             f"numbers count from 0. Check {WORKER_ID}, {WORKER_HOSTNAMES}, {SLICE_ID} and {NUM_SLICES}."
         )
-    coordinator = variables.get(COORDINATOR, "").partition(":")[0]
-    return Slice(hosts, host, max(slices, 1), slice_id, coordinator)
+    addresses, first = [""] * (max(slices, 1) * len(hosts)), slice_id * len(hosts)
+    addresses[first : first + len(hosts)] = [f"{name}:{_PORT}" for name in hosts]
+    if coordinator := variables.get(COORDINATOR, "").partition(":")[0]:
+        addresses[0] = f"{coordinator}:{_PORT}"
+    return _Slice(addresses, first, host)
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Source: https://github.com/tensorflow/tensorboard/tree/master/tensorboard/plugin
 from __future__ import annotations
 
 import io
+import operator
 import os
 import time
 import weakref
@@ -38,11 +39,11 @@ _current: ContextVar[tuple[SummaryWriter, int | None] | None] = ContextVar("writ
 class SummaryWriter:
     """Writes summaries into one event file, which TensorBoard reads.
 
-    In a job of several processes only the first one writes; the calls do nothing in the others.
-    ``create_file_writer`` makes one.
+    In a job of several processes only the first one writes; calls do nothing in the others.
+    ``create_file_writer`` returns one.
 
     Args:
-        logdir: the folder of the file; it is made if it is missing.
+        logdir: the folder of the file, created if it is missing.
         filename_suffix: the end of the file's name.
 
     Raises:
@@ -54,15 +55,15 @@ class SummaryWriter:
     def __init__(self, logdir: str | os.PathLike[str], filename_suffix: str = ".v2") -> None:
         self._closed = False
         self._events = _open(os.fspath(logdir), filename_suffix) if is_chief() else None
-        # As in TensorFlow, nobody has to close a writer.
+        # As in TensorFlow, a writer need not be closed.
         self._close_file = self._events and weakref.finalize(self, self._events.close)
 
     @contextmanager
     def as_default(self, step: int | None = None) -> Iterator[SummaryWriter]:
-        """Makes this the writer of ``dj.summary.scalar`` and so on in the block; flushes at its end.
+        """Makes this the current writer of ``dj.summary.scalar`` etc. in the block; flushes at its end.
 
         Args:
-            step: the step of calls that name none.
+            step: the step of calls that do not pass one.
         """
         token = _current.set((self, step))
         try:
@@ -72,16 +73,16 @@ class SummaryWriter:
             self.flush()
 
     def set_as_default(self, step: int | None = None) -> None:
-        """Makes this the current writer from here on; see ``as_default``."""
+        """Makes this the current writer; see ``as_default``."""
         _current.set((self, step))
 
     def flush(self) -> None:
-        """Writes what is buffered to the disk."""
+        """Writes buffered events to disk."""
         if self._events is not None and not self._closed:
             self._events.flush()
 
     def close(self) -> None:
-        """Closes the file; later calls with this writer are errors."""
+        """Closes the file; writing with this writer is an error afterwards."""
         if self._close_file is not None:
             self._close_file()  # at the first call only
         self._closed = True
@@ -91,7 +92,7 @@ class SummaryWriter:
     ) -> bool:
         if self._closed:
             raise ContextError(
-                "This summary writer is closed. Make another one: dj.summary.create_file_writer(logdir)."
+                "This summary writer is closed. Make another: dj.summary.create_file_writer(logdir)."
             )
         if self._events is None:
             return False
@@ -135,10 +136,10 @@ def _open(logdir: str, suffix: str) -> Any:
 def create_file_writer(
     logdir: str | os.PathLike[str], *, filename_suffix: str = ".v2"
 ) -> SummaryWriter:
-    """Makes a writer of an event file in a folder.
+    """Returns a writer of a new event file in a folder.
 
     Args:
-        logdir: the folder; it is made if it is missing.
+        logdir: the folder, created if it is missing.
         filename_suffix: the end of the file's name.
 
     Example:
@@ -155,8 +156,7 @@ def create_file_writer(
 
 def flush(writer: SummaryWriter | None = None) -> None:
     """Flushes a writer, or the current one."""
-    current = _current.get()
-    if writer is None and current is not None:
+    if writer is None and (current := _current.get()):
         writer = current[0]
     if writer is not None:
         writer.flush()
@@ -167,16 +167,16 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
 
     Args:
         name: its tag.
-        data: the number, as a Python number or an array of no dims; reading it waits for its step.
-        step: which step of the training it belongs to; None for that of ``as_default``.
-        description: a text for TensorBoard.
+        data: a Python number or a scalar array; reading an array waits for the step that computes it.
+        step: the training step; that of ``as_default`` if None.
+        description: shown by TensorBoard.
 
     Returns:
-        Whether it was written: False without a current writer, and in all processes but the first.
+        True if it was written; False without a current writer, and in all processes but the first.
 
     Raises:
-        ValueError: an array of any dims; no step.
-        TypeError: a per-replica value; a value that a step is still computing.
+        ValueError: ``data`` is not a scalar, or there is no step.
+        TypeError: a per-replica value, or a value inside a step.
 
     Example:
         >>> import distribute_jax as dj
@@ -205,20 +205,20 @@ def histogram(
     buckets: int = 30,
     description: str | None = None,
 ) -> bool:
-    """Writes how numbers are distributed.
+    """Writes a histogram of numbers.
 
     Args:
         name: its tag.
         data: an array of any shape.
         step: as for ``scalar``.
-        buckets: into how many buckets of equal width they are counted.
-        description: a text for TensorBoard.
+        buckets: the number of buckets, which have equal width.
+        description: shown by TensorBoard.
 
     Returns:
-        Whether it was written; see ``scalar``.
+        True if it was written; see ``scalar``.
 
     Raises:
-        ValueError: numbers that are not finite; fewer than one bucket; no step.
+        ValueError: a number is not finite, ``buckets`` is below 1, or there is no step.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/histogram
     """
@@ -231,7 +231,7 @@ def histogram(
     if not np.isfinite(array).all():
         raise ArgumentError(
             f"dj.summary.histogram({name!r}): {int((~np.isfinite(array)).sum())} of {array.size} numbers "
-            "are NaN or infinite, which belong into no bucket. Leave them out, as in data[isfinite(data)]."
+            "are NaN or infinite and have no bucket. Leave them out, as in data[isfinite(data)]."
         )
     writer, step = current
     return writer._write(step, name, "histograms", _count(array, buckets), description)
@@ -249,16 +249,16 @@ def image(
     Args:
         name: their tag.
         data: of shape (images, height, width, channels), with 1 to 4 channels: grey, grey with alpha,
-            RGB or RGB with alpha; uint8, or floats from 0 to 1, beyond which they are clipped.
+            RGB or RGB with alpha; uint8, or floats, which are clipped to 0 … 1.
         step: as for ``scalar``.
-        max_outputs: how many of the images are written.
-        description: a text for TensorBoard.
+        max_outputs: the greatest number of images that are written.
+        description: shown by TensorBoard.
 
     Returns:
-        Whether they were written; see ``scalar``.
+        True if they were written; see ``scalar``.
 
     Raises:
-        ValueError: data of another shape or dtype; no step.
+        ValueError: ``data`` has another shape or dtype, or there is no step.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/image
     """
@@ -283,19 +283,19 @@ def image(
 
 
 def text(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
-    """Writes a text, which TensorBoard reads as Markdown.
+    """Writes a text, which TensorBoard shows as Markdown.
 
     Args:
         name: its tag.
-        data: a string, or a nest of lists of strings, which becomes a table.
+        data: a string, or nested lists of strings, which become a table.
         step: as for ``scalar``.
-        description: another text, about the first.
+        description: shown by TensorBoard.
 
     Returns:
-        Whether it was written; see ``scalar``.
+        True if it was written; see ``scalar``.
 
     Raises:
-        ValueError: no strings; no step.
+        ValueError: ``data`` is not made of strings, or there is no step.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/text
     """
@@ -319,21 +319,18 @@ def _current_writer(function: str, step: object) -> tuple[SummaryWriter, int] | 
     writer, default = current
     step = default if step is None else step
     try:
-        number = int(step)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        number = None
-    if number is None or number != step:
+        return writer, operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
         raise ArgumentError(
-            f"dj.summary.{function} got step={step!r}. Pass a whole number, step=…, or give all calls of "
-            "a block one: writer.as_default(step=…)."
-        )
-    return writer, number
+            f"dj.summary.{function}: step must be an int; got {step!r}. Pass it here, or to "
+            "writer.as_default(step=…)."
+        ) from None
 
 
 def _numbers(function: str, name: str, data: Any) -> Array:
     if isinstance(data, jax.core.Tracer):
         raise TracedValueError(
-            f"dj.summary.{function}({name!r}) was called inside a step, where numbers are not known yet. "
+            f"dj.summary.{function}({name!r}) was called inside a step, where values are not known yet. "
             "Return the value from the step, and write the result of strategy.run."
         )
     if isinstance(data, DistributedValues):

@@ -19,19 +19,18 @@ def experimental_connect_to_cluster(
 ) -> None:
     """Connects the processes of a job, for code that was written for TensorFlow.
 
-    Making the strategy does the same, so new code needs no such call. A second call, and a strategy made
-    after it, find the processes connected.
+    Making the strategy does the same, so new code does not need it. Further calls do nothing.
 
     Args:
-        cluster_spec_or_resolver: a resolver, since a ``ClusterSpec`` does not say which of the processes
-            this is; ``dj.cluster_resolver.detect()`` if None.
-        cluster_options: how long the processes wait for each other.
+        cluster_spec_or_resolver: a resolver, because a ``ClusterSpec`` does not say which process this is;
+            ``dj.cluster_resolver.detect()`` if None.
+        cluster_options: the timeouts of the job.
 
     Raises:
-        ValueError: it is not a resolver.
-        RuntimeError: something has computed before (``BackendStartedError``), or the processes cannot
-            meet (``ClusterError``).
-        TimeoutError: a process did not come in time.
+        ValueError: ``cluster_spec_or_resolver`` is not a resolver.
+        RuntimeError: JAX has computed before (``BackendStartedError``), or the processes cannot
+            connect (``ClusterError``).
+        TimeoutError: a process did not connect in time.
 
     Example:
         >>> import distribute_jax as dj
@@ -48,21 +47,21 @@ def initialize_tpu_system(
     *,
     cluster_options: ClusterOptions | None = None,
 ) -> Topology:
-    """Returns the topology of the cores of all processes; connects the processes if that is not done.
+    """Returns the topology of the cores of all processes, after connecting the processes.
 
-    JAX starts a TPU by itself, so nothing else is initialized, and nothing is lost by a second call.
+    JAX starts a TPU by itself, so nothing else is initialized, and a second call loses nothing.
 
     Args:
-        cluster_resolver: knows the processes; ``dj.cluster_resolver.detect()`` if None.
-        cluster_options: how long the processes wait for each other.
+        cluster_resolver: a resolver; ``dj.cluster_resolver.detect()`` if None.
+        cluster_options: the timeouts of the job.
 
     Returns:
         The topology, from which ``DeviceAssignment.build`` makes replicas of several cores.
 
     Raises:
-        ValueError: it is not a resolver.
+        ValueError: ``cluster_resolver`` is not a resolver.
         RuntimeError: as for ``experimental_connect_to_cluster``.
-        TimeoutError: a process did not come in time.
+        TimeoutError: a process did not connect in time.
 
     Example:
         >>> import distribute_jax as dj, jax

@@ -19,15 +19,15 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class Topology:
     """The cores of all processes, by their coordinates (x, y, z, core on the chip).
 
-    ``initialize_tpu_system`` returns one. The devices of a TPU have coordinates; several slices are placed
-    one after the other along x. Devices without coordinates, such as simulated ones, are laid out as the
-    chips of a TPU v3 host, of two cores each and two chips wide, one host after the other along y.
+    ``initialize_tpu_system`` returns one. Several slices are placed one after the other along x. Devices
+    without coordinates, such as simulated ones, get those of TPU v3 hosts: two chips wide, two cores on each
+    chip, one host after the other along y.
 
     Args:
-        devices: all devices of all processes, as in ``jax.devices()``; every process has as many.
+        devices: the devices of all processes, as in ``jax.devices()``; the same number for each process.
 
     Raises:
-        ValueError: there are no devices, or the processes do not have equally many.
+        ValueError: there are no devices, or the processes have different numbers of them.
 
     Example:
         >>> import distribute_jax as dj, jax
@@ -132,13 +132,10 @@ def _coordinates(devices: Sequence[Any], per_task: int) -> list[tuple[int, ...]]
     if not all(hasattr(device, "coords") for device in devices):
         return [_simulated(number, per_task) for number in range(len(devices))]
     width = 1 + max(device.coords[0] for device in devices)
+    slices = [getattr(device, "slice_index", 0) or 0 for device in devices]
     return [
-        (
-            device.coords[0] + width * (getattr(device, "slice_index", 0) or 0),
-            *device.coords[1:],
-            device.core_on_chip,
-        )
-        for device in devices
+        (device.coords[0] + width * number, *device.coords[1:], device.core_on_chip)
+        for device, number in zip(devices, slices, strict=True)
     ]
 
 
@@ -153,17 +150,17 @@ def _simulated(number: int, per_task: int) -> tuple[int, ...]:
 
 
 class DeviceAssignment:
-    """Which cores each replica has: replica by replica, the coordinates of its cores in order.
+    """The cores of each replica, by their coordinates.
 
-    ``build`` divides the topology into blocks, and is simpler than the constructor.
+    ``build``, which divides the topology into blocks, is simpler than the constructor.
 
     Args:
         topology: the result of ``initialize_tpu_system``.
-        core_assignment: ints of shape (replicas, cores of each, 4): the coordinates of every core.
+        core_assignment: ints of shape (replicas, cores per replica, 4): the coordinates of every core.
 
     Raises:
-        ValueError: ``topology`` is not one, the array has another shape, or names a core twice or one that
-            does not exist.
+        ValueError: ``topology`` is not a ``Topology``; the array has another shape, or names a core twice or
+            one that does not exist.
 
     Example:
         >>> import distribute_jax as dj, jax
@@ -208,16 +205,13 @@ class DeviceAssignment:
 
         Args:
             topology: the result of ``initialize_tpu_system``.
-            computation_shape: the cores of one replica along each of the axes (x, y, z, core);
-                ``[1, 1, 1, 2]`` takes the two cores of one chip. One core if None.
-            computation_stride: how far apart the cores of a replica are along each axis; 1 if None.
+            computation_shape: the number of cores of a replica along each axis (x, y, z, core);
+                ``[1, 1, 1, 2]`` is the two cores of a chip. One core if None.
+            computation_stride: the distance between the cores of a replica along each axis; 1 if None.
             num_replicas: the number of replicas; the first blocks are used.
 
-        Returns:
-            The assignment.
-
         Raises:
-            ValueError: a shape is not of four positive ints, or so many replicas do not fit.
+            ValueError: a shape is not four positive ints, or that many replicas do not fit.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/tpu/experimental/DeviceAssignment#build
         """
@@ -318,19 +312,13 @@ def _blocks(topology: Topology, shape: Ints, stride: Ints) -> Iterator[Ints]:
     """Yields the cores of each block without missing devices, process by process."""
     footprint = shape * stride
     inside = np.asarray(list(np.ndindex(*shape)), np.int32) * stride
-    # With a stride, blocks are woven into each other: each starts where the last has left a core out.
+    # With a stride, blocks interleave: each starts at a core that the block before has left out.
     axes = zip(topology.mesh_shape.tolist(), footprint.tolist(), stride.tolist(), strict=True)
-    starts = itertools.product(
-        *(
-            [
-                base + offset
-                for base in range(0, size - length + 1, length)
-                for offset in range(step)
-            ]
-            for size, length, step in axes
-        )
-    )
-    blocks = [np.asarray(start, np.int32) + inside for start in starts]
+    starts = [
+        [base + offset for base in range(0, size - length + 1, length) for offset in range(step)]
+        for size, length, step in axes
+    ]
+    blocks = [np.asarray(start, np.int32) + inside for start in itertools.product(*starts)]
     missing = {tuple(core) for core in topology.missing_devices.tolist()}
     complete = [b for b in blocks if missing.isdisjoint(map(tuple, b.tolist()))]
     yield from sorted(complete, key=lambda b: topology.task_ordinal_at_coordinates(b[0]))
@@ -339,22 +327,21 @@ def _blocks(topology: Topology, shape: Ints, stride: Ints) -> Iterator[Ints]:
 def in_topology_order(devices: Sequence[Any]) -> list[Any]:
     """Orders devices process by process, and within a process so that neighbours follow each other.
 
-    JAX orders the chips of one process; over all processes its order may go back and forth between them,
-    but the replicas of a process have to be one run, since its rows of a batch are one.
+    Over all processes JAX's order may go back and forth between them, but the replicas of a process must be
+    contiguous, as its rows of a batch are.
     """
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     if all(device.platform != "tpu" for device in devices):
         return devices
-    by_process = [list(local) for _, local in itertools.groupby(devices, lambda d: d.process_index)]
-    meshes = [
-        create_device_mesh((len(local),), local, allow_split_physical_axes=True)
-        for local in by_process
-    ]
-    return [device for mesh in meshes for device in mesh.flat]
+    ordered: list[Any] = []
+    for _, group in itertools.groupby(devices, lambda device: device.process_index):
+        local = list(group)
+        ordered += create_device_mesh((len(local),), local, allow_split_physical_axes=True).tolist()
+    return ordered
 
 
 def checked_assignment(assignment: Any, caller: str) -> list[list[Any]]:
-    """Returns the devices of each replica of an assignment that a strategy can work with."""
+    """Returns the devices of each replica, after checking that a strategy can use the assignment."""
     if not isinstance(assignment, DeviceAssignment):
         raise ArgumentError(
             f"{caller}: experimental_device_assignment must be a DeviceAssignment, such as "
