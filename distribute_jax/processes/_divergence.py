@@ -107,8 +107,8 @@ class Action:
 class ActionLog:
     """What this process has done, and the result of comparing it.
 
-    Process 0 publishes its latest action. Each of the others compares the chain of its own action of the
-    same number; if that differs, it publishes its log, and process 0 names the first difference.
+    Process 0 publishes its latest action. Each of the others compares the chain of the action with
+    the same number; if that differs, it publishes its log, and process 0 names the first difference.
 
     Args:
         index: which process this is.

@@ -59,7 +59,7 @@ def heartbeats(job: Job) -> dict[int, Heartbeat]:
 
 
 def announce_left(job: Job, step: int) -> None:
-    """Tells the others that this process is done."""
+    """Announces that this process is done."""
     job.store.put(f"{_LEFT}{job.index}", str(step))
 
 
@@ -74,7 +74,7 @@ def all_left(job: Job) -> bool:
 
 
 def announce_failure(job: Job, text: str) -> str | None:
-    """Tells the others that this process has failed; returns the first failure if it is another's.
+    """Announces the failure of this process; returns the first failure if it is that of another process.
 
     A process that fails takes the others with it, and they may fail in many ways: the first is the cause.
     """
@@ -92,7 +92,7 @@ def failure_of_another(job: Job) -> str | None:
 
 
 def announce_hang(job: Job, message: str) -> None:
-    """Tells the others that there is no progress."""
+    """Announces that there is no progress."""
     job.store.put(f"{_HUNG}{job.index}", message)
 
 

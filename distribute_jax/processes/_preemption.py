@@ -73,7 +73,7 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Tells the others that this process is done.
+        """Announces that this process is done.
 
         A SIGTERM that came too late to stop the loop has its usual effect now.
         """

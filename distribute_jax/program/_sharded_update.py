@@ -29,7 +29,7 @@ from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, ClosedJaxpr, Control, Mark
 from distribute_jax.program._state_placement import share_dim, share_sharding, share_spec
 
-_OWN = frozenset({"an input of its own"})
+_NOT_REPLICATED = frozenset({"a divided input"})
 
 
 def compile_shares(step: FlatStep) -> Compiled:
@@ -40,7 +40,7 @@ def compile_shares(step: FlatStep) -> Compiled:
 def on_shares(step: FlatStep) -> FlatStep:
     """Returns a step of all replicas, over global arrays, from that of one; sharded state is shared."""
     mesh, shardings = step.mesh, step.shardings
-    marks = [_OWN if split else MIRRORED for split in shardings.split]
+    marks = [_NOT_REPLICATED if split else MIRRORED for split in shardings.split]
     halves = SplitStep(_traced(step), marks, shardings.mirrored, num_replicas(mesh))
     first: Callable[..., Any] = jax.shard_map(
         lambda *inputs: halves.first(inputs),

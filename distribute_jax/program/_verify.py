@@ -216,8 +216,8 @@ class _Comparison:
     def differences(self) -> tuple[list[str], list[str]]:
         """Returns a line for each output that differs, and for each that changed too little to tell.
 
-        What the step's own precision does not show to be equal is compared in float64. A difference
-        that is no larger than what the last digits of the inputs make is none.
+        What the step's own precision does not show to be equal is compared in float64. Differences
+        no larger than those that rounding of the inputs makes are ignored.
         """
         found = self._underived(self._judged(self._native, self.chosen))
         if found:
@@ -402,7 +402,7 @@ def _changes(left: Array, right: Array, old: Array | float) -> str:
 
 
 def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
-    """Says how what the step added differs (or the values, where nothing was there before)."""
+    """Returns how the updates differ (or the values, if there were none before)."""
     if not np.issubdtype(right.dtype, np.inexact):
         return f"differs by up to {largest(left.astype(np.float64) - right):.3g}"
     if not same_specials(left, right):

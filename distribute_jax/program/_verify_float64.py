@@ -193,7 +193,7 @@ _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    # What is done to the bits of a number, or outside of JAX, is done to those of its own dtype.
+    # Operations on the bits of a number, and callbacks, get the original dtype.
     **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
     "reduce_precision": lambda eqn, values: values,
 }

@@ -121,9 +121,9 @@ def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[Any]:
 
 
 def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
-    """Whether a step has the number of replicas as a number of its own, and scales by it.
+    """Returns whether a step holds the number of replicas as a Python number, and scales by it.
 
-    One device then divides by the number of replicas, too: what differs tells nothing.
+    On one device it divides by that number too, so the comparison shows nothing.
     """
     replicas = num_replicas(call.mesh)
     scales = (float(replicas), 1 / replicas)

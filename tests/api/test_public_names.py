@@ -25,7 +25,7 @@ def test_the_public_names_of_the_library_are_in_order(check: Check) -> None:
 
 GOOD = '''
 def f(x: int) -> int:
-    """Says.
+    """Does it.
 
     Args:
         x: a number.
@@ -35,10 +35,10 @@ def f(x: int) -> int:
     """
 
 class A:
-    """Says."""
+    """Does it."""
 
     def g(self, x: int) -> int:
-        """Says."""
+        """Does it."""
 
 __all__ = ["A", "f"]
 '''
@@ -49,13 +49,17 @@ BROKEN = {
     "absent": (list_faults, ('["A", "f"]', '["A", "f", "g"]'), "cannot be imported"),
     "unlisted": (list_faults, ('["A", "f"]', '["f"]'), "not in __all__"),
     "unlisted import": (list_faults, ("class A", "import math as math\nclass A"), "not in __all__"),
-    "class": (docstring_faults, ('class A:\n    """Says."""', "class A:"), "A has no docstring"),
+    "class": (docstring_faults, ('class A:\n    """Does it."""', "class A:"), "A has no docstring"),
     "dataclass": (
         docstring_faults,
-        ('class A:\n    """Says."""', "import dataclasses\n@dataclasses.dataclass\nclass A:"),
+        ('class A:\n    """Does it."""', "import dataclasses\n@dataclasses.dataclass\nclass A:"),
         "A has no docstring",
     ),
-    "method": (docstring_faults, ('int:\n        """Says."""', "int: ..."), "A.g has no docstring"),
+    "method": (
+        docstring_faults,
+        ('int:\n        """Does it."""', "int: ..."),
+        "A.g has no docstring",
+    ),
     "argument": (docstring_faults, ("x: a number", "y: a number"), "['y'] but takes ['x']"),
     "module": (module_faults, ("class A:", "class A:\n    __module__ = 'sample._a'"), "sample._a"),
     "untyped": (annotation_faults, ("f(x: int)", "f(x)"), "f has no type for x"),

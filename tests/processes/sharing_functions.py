@@ -53,7 +53,7 @@ def share_in_job(folder):
     told["whole"] = [shard.data.shape for shard in moments.bias[...].addressable_shards]
     dj.check_in_sync(tree)
     dj.checkpoint.save(Path(folder) / "job", tree)
-    # Another step binds the divided state anew: processes that hold different shares do not differ.
+    # Another step binds the divided state again: processes that hold different shares have not diverged.
     told["verified"] = train(strategy, tree, X[4:6], dj.RunOptions(verify="first"))
     dj.checkpoint.load(Path(folder) / "alone", tree)
     told["loaded"] = train(strategy, tree, X[4:6])

@@ -71,7 +71,7 @@ def test_other_numbers_of_processes_read_them(folder, two_by_two):
 
 
 def test_four_processes_read_a_quarter_each(folder, two_by_two):
-    """Of what two processes wrote, each of four reads the file of its own rows."""
+    """Two processes have saved; each of four loads only the file with its rows."""
     del two_by_two
     cluster = LocalCluster(4, 1, timeout=120)
     told = [r.value for r in cluster.run(divided_functions.load_in_four, str(folder), "parts")]

@@ -23,7 +23,7 @@ def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
 
 @pytest.mark.exhaustive
 def test_who_leaves_without_an_error_is_named_as_gone():
-    """``sys.exit(0)`` while the other process goes on is no hang of both, and the hint names the limit."""
+    """``sys.exit(0)`` of one process does not make the other hang, and the hint names the limit."""
     results = run(exit_functions.left_by_sys_exit, 0)
     ended_within(results, 3.0)
     first = results[0].stderr

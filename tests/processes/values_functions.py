@@ -31,8 +31,8 @@ def values_in_job():
         jax.device_put(np.asarray(shard.data) + (me == 1 and i == 1), shard.device)
         for i, shard in enumerate(kernel.get_raw_value().addressable_shards)
     ]
-    lies = kernel.get_raw_value().sharding
-    odd = jax.make_array_from_single_device_arrays((2, 2), lies, shards)
+    sharding = kernel.get_raw_value().sharding
+    odd = jax.make_array_from_single_device_arrays((2, 2), sharding, shards)
     told["out of sync"] = message(lambda: dj.check_in_sync({"kernel": odd}))
     kept = dj.snapshot({"kernel": kernel})
     kernel[...] += 1
