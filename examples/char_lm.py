@@ -1,13 +1,13 @@
-"""Train a character-level transformer on Python's own sources, and let it write some.
+"""Train a character-level transformer on Python's standard library, and generate text with it.
 
     python examples/char_lm.py                    8 simulated devices, on any machine
     python examples/char_lm.py --replicas 4       only four of them
     python examples/char_lm.py --devices real     the GPUs, TPU cores or CPU that JAX finds
 
-The text is the standard library of the Python that runs this, so nothing is downloaded. Each dispatch
-takes several batches (``steps_per_execution``), since a step of a small model takes hardly longer than
-starting it. The program prints the perplexity on text that was not trained on: among how many characters,
-equally likely, the model has to guess.
+The text is the standard library of the running Python, so nothing is downloaded. Each dispatch runs
+several batches (``steps_per_execution``), since dispatching the step of a small model takes about as long
+as the step. The program prints the perplexity on validation text: the number of equally likely characters
+among which the model would have to guess.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import distribute_jax as dj
 VOCABULARY = 128
 """A character is its ASCII code."""
 TEMPERATURE = 0.7
-"""Below 1, likely characters are drawn more often than the model thinks they come."""
+"""Below 1, likely characters are drawn more often than the model predicts."""
 
 
 # The model: plain Flax.
 
 
 class Block(nnx.Module):
-    """Attention to earlier characters, then a layer for each character by itself."""
+    """Attention to earlier characters, then a layer applied to each character."""
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs) -> None:
         self.norm1 = nnx.LayerNorm(width, rngs=rngs)
@@ -66,7 +66,7 @@ class Transformer(nnx.Module):
         self.head = nnx.Linear(width, VOCABULARY, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the logits of what follows each character, of which the later ones are not seen."""
+        """Returns the logits of the character after each one, which depend on earlier characters only."""
         x = self.characters(x) + self.places(jnp.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -84,7 +84,7 @@ class Windows(NamedTuple):
 
 
 def read_text(characters: int) -> str:
-    """Reads the standard library's modules in the order of their names, up to a number of characters."""
+    """Reads modules of the standard library in the order of their names, up to a number of characters."""
     parts: list[str] = []
     for path in sorted(Path(os.__file__).parent.glob("[a-z]*.py")):
         parts.append(path.read_bytes().decode("ascii", errors="ignore"))
@@ -94,7 +94,7 @@ def read_text(characters: int) -> str:
 
 
 def windows(text: str, context: int) -> Windows:
-    """Cuts a text into consecutive windows; a rest that fills none is left out."""
+    """Divides a text into consecutive windows, without a remainder."""
     codes = np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int32)
     count = (len(codes) - 1) // context
     x, y = codes[: count * context], codes[1 : count * context + 1]
@@ -112,7 +112,7 @@ def load_data(characters: int, context: int) -> tuple[Windows, Windows]:
 
 
 def make_model(strategy: dj.Strategy, module: dict[str, int], steps_per_execution: int) -> dj.Model:
-    """Builds the transformer under the strategy, and says how it is trained and measured."""
+    """Builds and compiles the transformer under the strategy."""
     with strategy.scope():
         model = dj.Model(Transformer(**module, rngs=nnx.Rngs(0)))
     model.compile(
@@ -132,7 +132,7 @@ def next_character(module: Transformer, window: jax.Array, key: jax.Array) -> ja
 
 
 def write(module: Transformer, beginning: np.ndarray, length: int) -> str:
-    """Continues a window of text, shape (context,), by some characters."""
+    """Returns the next characters after a window of text of shape (context,)."""
     codes = beginning.tolist()
     for key in jax.random.split(jax.random.key(0), length):
         window = jnp.asarray([codes[-len(beginning) :]])
@@ -141,7 +141,7 @@ def write(module: Transformer, beginning: np.ndarray, length: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, prints perplexities, and a text that the model wrote."""
+    """Trains, and prints perplexities and a generated text."""
     options = parser().parse_args(arguments)
     if options.devices == "simulated":
         dj.simulate(8)
@@ -163,8 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     perplexities = ", ".join(f"{math.exp(loss):.3f}" for loss in history.history["val_loss"])
     print(f"Validation perplexity after each epoch: {perplexities}")
     beginning = validation.x[0]
-    print(f"Text that it has not seen:\n{''.join(map(chr, beginning))}")
-    print(f"What it writes after it:\n{write(model.module, beginning, options.sample)}")
+    print(f"Validation text:\n{''.join(map(chr, beginning))}")
+    print(f"Generated continuation:\n{write(model.module, beginning, options.sample)}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -178,9 +178,9 @@ def parser() -> argparse.ArgumentParser:
         "--steps-per-execution": (8, "batches in one dispatch"),
         "--characters": (500_000, "length of the text"),
         "--context": (64, "characters in a window"),
-        "--width": (64, "numbers for each character in the model"),
+        "--width": (64, "width of the model"),
         "--layers": (2, "blocks of the model"),
-        "--sample": (400, "characters that it writes in the end"),
+        "--sample": (400, "characters to generate"),
     }
     for name, (default, meaning) in numbers.items():
         added.add_argument(name, type=int, default=default, help=f"{meaning} (%(default)s)")

@@ -5,9 +5,8 @@
     python examples/digits.py --devices real     the GPUs, TPU cores or CPU that JAX finds
 
 The 1,797 images of 8 × 8 pixels come with scikit-learn, so nothing is downloaded. The program
-first trains on all replicas and prints the accuracy on images that it has not seen. Then it trains
-from the same seeds on 1, 2, 4 and 8 replicas and shows how far their losses are from those of one
-device.
+first trains on all replicas and prints the accuracy on test images. Then it trains from the same
+seeds on 1, 2, 4 and 8 replicas and shows how far their losses are from those of one device.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SIMULATED_DEVICES = 8
 COMPARED_REPLICAS = (1, 2, 4, 8)
 COMPARED_EPOCHS = 3
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}
-"""Relative differences from one device up to here are rounding."""
+"""Relative differences from one device below these are rounding."""
 
 console = Console(markup=False, highlight=False)
 
@@ -66,7 +65,7 @@ class Digits(NamedTuple):
     def batches(
         self, batch_size: int, seed: int | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Cuts the examples into global batches, shuffled if there is a seed; the last is short."""
+        """Yields global batches, shuffled if there is a seed; the last one is smaller."""
         order = np.arange(len(self.labels))
         if seed is not None:
             np.random.default_rng(seed).shuffle(order)
@@ -84,11 +83,11 @@ def load_data() -> tuple[Digits, Digits]:
     return Digits(images[train], labels[train]), Digits(images[test], labels[test])
 
 
-# The steps: code for one replica, which sees its share of each global batch.
+# The steps: code for one replica, which gets its share of each global batch.
 
 
 class Steps(NamedTuple):
-    """A model's training step and test step."""
+    """The training step and the test step of a model."""
 
     train: Callable[[jax.Array, jax.Array], dict[str, jax.Array]]
     test: Callable[[jax.Array, jax.Array], jax.Array]
@@ -119,7 +118,7 @@ def make_steps(strategy: dj.Strategy, dtype: Any = jnp.float32) -> Steps:
 
 
 def count_correct(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Counts this replica's right answers, without the rows that only fill up a partial batch."""
+    """Counts the correct predictions of this replica, without the padding of a partial batch."""
     is_real = dj.get_replica_context().batch_mask
     return jnp.sum((logits.argmax(axis=-1) == labels) & is_real)
 
@@ -162,7 +161,7 @@ def train(strategy: dj.Strategy, steps: Steps, data: Digits, batch_size: int, ep
 
 
 def summary(steps: Sequence[StepResult], seconds: float) -> str:
-    """Words for an epoch so far: means over the examples, and the speed."""
+    """Returns a text about the epoch so far: means over the examples, and the speed."""
     examples = sum(step.examples for step in steps)
     loss = sum(step.loss * step.examples for step in steps) / examples
     accuracy = sum(step.correct for step in steps) / examples
@@ -170,7 +169,7 @@ def summary(steps: Sequence[StepResult], seconds: float) -> str:
 
 
 def accuracy_on(strategy: dj.Strategy, steps: Steps, data: Digits, batch_size: int) -> float:
-    """Returns the share of right answers, over exactly the images of the data."""
+    """Returns the accuracy over exactly the images of the data."""
     batches = strategy.distribute_dataset(lambda: data.batches(batch_size))
     correct = [strategy.run(steps.test, args=(x, y)) for x, y in batches]
     return sum(int(count) for count in correct) / len(data.labels)
@@ -190,7 +189,7 @@ def losses_on(replicas: int, dtype: str, data: Digits, batch_size: int, epochs: 
 
 
 def compare(counts: Sequence[int], dtype: str, data: Digits, batch_size: int, epochs: int) -> float:
-    """Prints a table of the losses, and gives the largest relative difference from one device."""
+    """Prints a table of the losses; returns the largest relative difference from one device."""
     sizes = [len(labels) for _, labels in data.batches(batch_size)]
     table = Table(title=f"\nThe same run in {dtype} on {', '.join(map(str, counts))} replicas")
     for name in ["replicas", *(f"loss, epoch {i + 1}" for i in range(epochs)), "difference"]:
@@ -208,7 +207,7 @@ def compare(counts: Sequence[int], dtype: str, data: Digits, batch_size: int, ep
 
 
 def print_comparison(counts: Sequence[int], data: Digits, batch_size: int, epochs: int) -> bool:
-    """Compares in float32 and float64; tells whether every run equals that on one device."""
+    """Compares in float32 and float64; returns whether every run equals the one on one device."""
     equal = True
     console.print(
         "\nNow the same run, from the same seeds, on one device and on several. A difference is "
@@ -225,11 +224,11 @@ def print_comparison(counts: Sequence[int], data: Digits, batch_size: int, epoch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; the exit status is 1 where a run differs from one device."""
+    """Runs the program; returns 1 if a run differs from one device."""
     options = parser(__doc__).parse_args(arguments)
     if options.devices == "simulated":
         dj.simulate(SIMULATED_DEVICES)
-    # On GPUs and TPUs, float32 products are rounded to fewer bits unless one asks for all of them.
+    # By default GPUs and TPUs round float32 products to fewer bits.
     jax.config.update("jax_default_matmul_precision", "float32")
     available = jax.device_count()
     strategy = dj.MirroredStrategy(list(range(options.replicas or available)))

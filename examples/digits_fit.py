@@ -4,7 +4,7 @@
     python examples/digits_fit.py --replicas 4       only four of them
     python examples/digits_fit.py --devices real     the GPUs, TPU cores or CPU that JAX finds
 
-The model and the images are those of digits.py; the steps and the loops are those of `dj.Model`.
+The model and the images are those of digits.py; `dj.Model` has the steps and the loops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import distribute_jax as dj
 
 
 def make_model(strategy: dj.Strategy) -> dj.Model:
-    """Builds the CNN under the strategy, and says how it is trained and measured."""
+    """Builds and compiles the CNN under the strategy."""
     with strategy.scope():
         model = dj.Model(CNN(jnp.float32, rngs=nnx.Rngs(0)))
     model.compile(
@@ -34,7 +34,7 @@ def make_model(strategy: dj.Strategy) -> dj.Model:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, and prints the accuracy on images that were not trained on."""
+    """Trains, and prints the accuracy on the test images."""
     options = parser(__doc__).parse_args(arguments)
     if options.devices == "simulated":
         dj.simulate(SIMULATED_DEVICES)

@@ -1,11 +1,11 @@
-"""A training in many processes that may be ended at any moment, and goes on where it stopped.
+"""Training in many processes that may be stopped at any moment, and continues where it stopped.
 
     distribute-jax launch --processes 2 --devices-per-process 1 examples/digits_job.py
-    python examples/digits_job.py                what a scheduler starts on each host
+    python examples/digits_job.py                run by a scheduler on each host
     python examples/digits_job.py --tpu          the same on each host of a TPU
 
-All processes take part in each step and in each checkpoint; the first one prints. However often the job
-was killed or preempted, its last line is that of a job that was not: the same weights, bit by bit.
+All processes take part in each step and each checkpoint; the first one prints. However often the job was
+killed or preempted, the final weights are those of an uninterrupted job, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import distribute_jax as dj
 
 SHOWN_EVERY = 10
 START_SECONDS = 300.0
-"""Hosts that a scheduler hands out are not ready at one moment: one may still fetch an image."""
+"""The hosts of a scheduler are not ready at the same time: one may still pull an image."""
 
 
 def train_step(model: CNN, optimizer: dj.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Takes one step on this replica's share of the global batch, and gives the batch's loss."""
+    """Takes one step on this replica's share of the global batch; returns the loss of the batch."""
 
     def loss_fn(model: CNN) -> jax.Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
@@ -51,7 +51,7 @@ def train(strategy: dj.Strategy, options: argparse.Namespace) -> CNN:
         dj.CheckpointManager(options.directory, every_steps=options.every) as manager,
         manager.preemptible(state, batches) as loop,
     ):
-        say(f"{loop.step} steps were done before, {strategy.num_replicas_in_sync} replicas go on.")
+        say(f"Resuming after step {loop.step}, on {strategy.num_replicas_in_sync} replicas.")
         while loop.step < options.steps:
             loss = strategy.run(train_step, args=(model, optimizer, *next(batches)))
             if loop.step % SHOWN_EVERY == 0:
@@ -60,13 +60,13 @@ def train(strategy: dj.Strategy, options: argparse.Namespace) -> CNN:
 
 
 def say(text: str) -> None:
-    """Prints a line once, however many processes there are."""
+    """Prints a line in the first process only."""
     if dj.is_chief():
         print(text, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, or goes on to train, and prints the digest of the weights."""
+    """Starts or resumes training, and prints a hash of the weights."""
     options = parser().parse_args(arguments)
     # The strategy comes first: it connects the processes before anything computes.
     make = dj.TPUStrategy if options.tpu else dj.MultiWorkerMirroredStrategy

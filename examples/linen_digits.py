@@ -1,4 +1,4 @@
-"""Train a Linen CNN with batch norm and dropout, held in a TrainState, over several replicas.
+"""Train a Linen CNN with batch norm and dropout, in a TrainState, over several replicas.
 
     python examples/linen_digits.py
 
@@ -39,7 +39,7 @@ class CNN(nn.Module):
 
 
 class State(TrainState):
-    """All that a step changes, and the key that its random numbers come from."""
+    """Everything that a step changes, and the key for its random numbers."""
 
     batch_stats: Any
     key: jax.Array
@@ -58,7 +58,7 @@ def train_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Arr
     """Takes one step on this replica's share of the global batch."""
     replica = dj.get_replica_context()
     key = jax.random.fold_in(state.key, state.step)
-    # Without the replica's id every replica would drop the same units.
+    # Without the replica id every replica would drop the same units.
     rngs = {"dropout": jax.random.fold_in(key, replica.replica_id_in_sync_group)}
 
     def loss_fn(params: Any) -> tuple[jax.Array, Any]:
@@ -74,7 +74,7 @@ def train_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Arr
 
 
 def test_step(state: State, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Counts the right answers among the real examples of the global batch."""
+    """Counts the correct predictions among the real examples of the global batch."""
     replica = dj.get_replica_context()
     logits = state.apply_fn({"params": state.params, "batch_stats": state.batch_stats}, x, False)
     return replica.all_reduce("sum", jnp.sum((logits.argmax(-1) == y) & replica.batch_mask))
@@ -89,7 +89,7 @@ def load_data() -> tuple[Batch, Batch]:
 
 
 def train(strategy: dj.Strategy, state: State, data: Batch, epochs: int) -> State:
-    """Trains for some epochs; each leaves out the last examples, which do not fill a batch."""
+    """Trains for some epochs, each without the last examples, which do not fill a batch."""
     (images, labels), options = data, dj.RunOptions(donate_args=True)
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(labels))
@@ -101,13 +101,13 @@ def train(strategy: dj.Strategy, state: State, data: Batch, epochs: int) -> Stat
 
 
 def accuracy_on(strategy: dj.Strategy, state: State, data: Batch) -> float:
-    """Returns the share of right answers over exactly the images of the data."""
+    """Returns the accuracy over exactly the images of the data."""
     (batch,) = strategy.distribute_dataset([data])
     return int(strategy.run(test_step, args=(state, *batch))) / len(data[1])
 
 
 def main() -> None:
-    """Trains, and prints the accuracy on images that were not trained on."""
+    """Trains, and prints the accuracy on the test images."""
     dj.simulate(8)  # without this line, the GPUs, TPU cores or CPU that JAX finds
     strategy = dj.MirroredStrategy()
     training, test = load_data()

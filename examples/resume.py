@@ -1,10 +1,10 @@
-"""A training loop that can be killed at any moment, and goes on where it stopped.
+"""A training loop that can be killed at any moment, and continues where it stopped.
 
     python examples/resume.py        kill it with Ctrl-C or `kill -9`, and start it again
     python examples/resume.py --directory /tmp/other --steps 1000 --every 50
 
-Model, optimizer, random numbers and the position in the data are saved while the loop goes on. However
-often it was killed, the last line is that of a run that was not: the same weights, bit by bit.
+Model, optimizer, random numbers and the position in the data are saved while the loop runs. However
+often it was killed, the final weights are those of an uninterrupted run, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import distribute_jax as dj
 
 
 class Network(nnx.Module):
-    """Images (batch, 8, 8, 1) to logits (batch, 10); the random numbers are those of dropout."""
+    """Images (batch, 8, 8, 1) to logits (batch, 10), with random numbers for dropout."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(64, 128, rngs=rngs)
@@ -37,7 +37,7 @@ class Network(nnx.Module):
 
 
 def train_step(model: Network, optimizer: dj.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Takes one step on this replica's share of the global batch, and gives the batch's loss."""
+    """Takes one step on this replica's share of the global batch; returns the loss of the batch."""
 
     def loss_fn(model: Network) -> jax.Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
@@ -52,10 +52,10 @@ def train(strategy: dj.Strategy, directory: str, steps: int, every: int) -> Netw
     """Trains until a step, from the newest checkpoint in the directory if there is one.
 
     Args:
-        strategy: may be another one than that of the run that was killed.
-        directory: where the checkpoints are.
+        strategy: may differ from that of the interrupted run.
+        directory: the directory of the checkpoints.
         steps: the last step, counted from 1.
-        every: a checkpoint is made after so many steps.
+        every: the number of steps between checkpoints.
     """
     with strategy.scope():
         model = Network(nnx.Rngs(0))
@@ -69,7 +69,7 @@ def train(strategy: dj.Strategy, directory: str, steps: int, every: int) -> Netw
     }
     with dj.CheckpointManager(directory, every_steps=every) as manager:
         done = manager.restore_latest(state) or 0
-        print(f"{done} steps were done before.", flush=True)
+        print(f"Resuming after step {done}.", flush=True)
         for step in range(done + 1, steps + 1):
             loss = strategy.run(train_step, args=(model, optimizer, *next(state["data"])))
             manager.save(step, state, force=step == steps)
@@ -79,15 +79,15 @@ def train(strategy: dj.Strategy, directory: str, steps: int, every: int) -> Netw
 
 
 def digest(model: nnx.Module) -> str:
-    """Returns a short text that differs if any bit of a weight does."""
-    found = hashlib.sha256()
+    """Returns a short hash of all weights."""
+    sha256 = hashlib.sha256()
     for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
-        found.update(np.asarray(leaf).tobytes())
-    return found.hexdigest()[:16]
+        sha256.update(np.asarray(leaf).tobytes())
+    return sha256.hexdigest()[:16]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, or goes on to train, and prints the digest of the weights."""
+    """Starts or resumes training, and prints a hash of the weights."""
     options = parser().parse_args(arguments)
     if options.devices == "simulated":
         dj.simulate(SIMULATED_DEVICES)

@@ -1,4 +1,4 @@
-"""What the processes of a local cluster run in docs/testing.md and docs/many_processes.md."""
+"""Functions that the processes of a local cluster run in docs/testing.md and docs/many_processes.md."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import distribute_jax as dj
 
 
 def ids_of_all() -> np.ndarray:
-    """Connects the processes, and gathers what each knows of itself."""
+    """Connects the processes, and gathers their process ids."""
     resolver = dj.cluster_resolver.detect()
     jax.distributed.initialize(
         resolver.coordinator_address,
@@ -28,7 +28,7 @@ def count() -> None:
 
 
 def what_each_sees() -> dict[str, Any]:
-    """Shows, for docs/many_processes.md, what belongs to one process and what is the same on all."""
+    """Shows, for docs/many_processes.md, which values are local and which are the same on all."""
     strategy = dj.MultiWorkerMirroredStrategy()
     (batch,) = strategy.distribute_dataset(dj.data.from_arrays(np.arange(8)).batch(8))
     doubled = strategy.run(lambda x: 2 * x, args=(batch,))

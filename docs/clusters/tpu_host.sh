@@ -21,7 +21,7 @@ if ! command -v gcsfuse >/dev/null; then
   sudo apt-get -o DPkg::Lock::Timeout=300 install --yes gcsfuse
 fi
 
-# What one host writes the others see at once, since nothing about a file is remembered.
+# Without metadata caches the other hosts see at once what one host writes.
 mkdir -p "$HOME/checkpoints"
 mountpoint -q "$HOME/checkpoints" ||
   gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the job on a spot TPU v5e-16 until it has finished. Start it in the clone, on any machine with
-# gcloud; if it is ended, start it again.
+# gcloud; if it is interrupted, start it again.
 #
 #     BUCKET=my-bucket ZONE=us-west4-a bash docs/clusters/tpu_job.sh
 set -euo pipefail
@@ -14,7 +14,7 @@ state() { tpu describe "$name" --format='value(state)' 2>/dev/null || echo NONE;
 on_all_hosts() { tpu ssh "$name" --worker=all --command="$1"; }
 
 make() {
-  # A spot TPU that was taken away is not started again; it makes room for a new one.
+  # A preempted spot TPU cannot be restarted; it is deleted before a new one is created.
   { [ "$(state)" = NONE ] || tpu delete "$name" --quiet; } &&
     tpu create "$name" --accelerator-type=v5litepod-16 --version=v2-alpha-tpuv5-lite --spot
 }

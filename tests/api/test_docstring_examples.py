@@ -31,7 +31,7 @@ def test_the_example_in_the_docstring_runs(public: Public) -> None:
 
 
 def _right() -> None:
-    """Does it.
+    """Adds.
 
     Example:
         >>> 1 + 1
@@ -40,7 +40,7 @@ def _right() -> None:
 
 
 def _wrong() -> None:
-    """Does it.
+    """Adds.
 
     Example:
         >>> 1 + 1
@@ -49,7 +49,7 @@ def _wrong() -> None:
 
 
 def _needs_what_it_does_not_import() -> None:
-    """Does it.
+    """Adds.
 
     Example:
         >>> dj.get_strategy()

@@ -25,7 +25,7 @@ def test_the_public_names_of_the_library_are_in_order(check: Check) -> None:
 
 GOOD = '''
 def f(x: int) -> int:
-    """Does it.
+    """Adds.
 
     Args:
         x: a number.
@@ -35,10 +35,10 @@ def f(x: int) -> int:
     """
 
 class A:
-    """Does it."""
+    """Adds."""
 
     def g(self, x: int) -> int:
-        """Does it."""
+        """Adds."""
 
 __all__ = ["A", "f"]
 '''
@@ -49,15 +49,15 @@ BROKEN = {
     "absent": (list_faults, ('["A", "f"]', '["A", "f", "g"]'), "cannot be imported"),
     "unlisted": (list_faults, ('["A", "f"]', '["f"]'), "not in __all__"),
     "unlisted import": (list_faults, ("class A", "import math as math\nclass A"), "not in __all__"),
-    "class": (docstring_faults, ('class A:\n    """Does it."""', "class A:"), "A has no docstring"),
+    "class": (docstring_faults, ('class A:\n    """Adds."""', "class A:"), "A has no docstring"),
     "dataclass": (
         docstring_faults,
-        ('class A:\n    """Does it."""', "import dataclasses\n@dataclasses.dataclass\nclass A:"),
+        ('class A:\n    """Adds."""', "import dataclasses\n@dataclasses.dataclass\nclass A:"),
         "A has no docstring",
     ),
     "method": (
         docstring_faults,
-        ('int:\n        """Does it."""', "int: ..."),
+        ('int:\n        """Adds."""', "int: ..."),
         "A.g has no docstring",
     ),
     "argument": (docstring_faults, ("x: a number", "y: a number"), "['y'] but takes ['x']"),

@@ -79,4 +79,4 @@ def test_the_command_prints_perplexity_and_text(tmp_path: Path) -> None:
     assert found is not None
     assert loss is not None
     assert float(found[1]) == pytest.approx(math.exp(float(loss[1])), rel=1e-3)
-    assert "What it writes after it:" in printed
+    assert "Generated continuation:" in printed

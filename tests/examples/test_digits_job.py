@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     with launched(tmp_path_factory.mktemp("alone")) as job:
         lines = finished(job)
     assert job.returncode == 0, "\n".join(lines)
-    assert "[0] 0 steps were done before, 2 replicas go on." in lines
+    assert "[0] Resuming after step 0, on 2 replicas." in lines
     assert re.fullmatch(rf"\[0\] Weights after step {STEPS}: [0-9a-f]{{16}}", lines[-1])
     assert not any(line.startswith("[1] step") for line in lines), "every process prints"
     return lines[-1]
@@ -96,7 +96,7 @@ def test_three_kills_leave_no_trace_in_the_weights(tmp_path: Path, undisturbed: 
     assert job.returncode == 0, "\n".join(lines)
     killed = re.findall(r"process (\d) .* was ended by SIGKILL at step \d+", "\n".join(lines))
     assert killed == ["1", "0", "1"]
-    done = [int(n) for n in re.findall(r"\] (\d+) steps were done before", "\n".join(lines))]
+    done = [int(n) for n in re.findall(r"\] Resuming after step (\d+)", "\n".join(lines))]
     assert len(done) == 4
     assert done == sorted(done)
     assert done[-1] >= 35, "it started over"
@@ -116,6 +116,6 @@ def test_a_job_that_was_told_to_end_goes_on_at_the_step_it_had_come_to(
     assert lines[-1].endswith("stopped by SIGTERM: all processes have saved and ended")
     with launched(tmp_path) as job:
         lines = finished(job)
-    (done,) = re.findall(r"\] (\d+) steps were done before", "\n".join(lines))
+    (done,) = re.findall(r"\] Resuming after step (\d+)", "\n".join(lines))
     assert 10 <= int(done) < STEPS
     assert lines[-1] == undisturbed

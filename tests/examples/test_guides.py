@@ -139,7 +139,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     pods = as_pods(tmp_path_factory.mktemp("pods"))
     printed = [pod.communicate(timeout=200)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(printed)
-    assert "0 steps were done before, 2 replicas go on." in printed[0]
+    assert "Resuming after step 0, on 2 replicas." in printed[0]
     return printed[0].splitlines()[-1]
 
 
@@ -200,7 +200,7 @@ def test_a_slurm_job_whose_time_is_over_is_requeued_and_goes_on(tmp_path: Path, 
     again = submitted(folder)
     printed, _ = again.communicate(timeout=200)
     assert again.returncode == 0, printed
-    done = re.search(r"^(\d+) steps were done before", printed, re.MULTILINE)
+    done = re.search(r"^Resuming after step (\d+)", printed, re.MULTILINE)
     assert done is not None
     assert int(done[1]) >= 50
     assert printed.splitlines()[-1] == undisturbed
@@ -224,6 +224,6 @@ def test_the_commands_for_one_machine_train_and_go_on(tmp_path: Path):
         for command in commands
     ]  # fmt: skip
     assert len(printed) == 2
-    assert "[0] 0 steps were done before, 2 replicas go on." in printed[0]
-    assert "[0] 60 steps were done before, 2 replicas go on." in printed[1]
+    assert "[0] Resuming after step 0, on 2 replicas." in printed[0]
+    assert "[0] Resuming after step 60, on 2 replicas." in printed[1]
     assert LAST.search(printed[1])
