@@ -36,14 +36,14 @@ def launched(monkeypatch, tmp_path):
 def test_all_processes_meet_where_process_0_says(launched, tmp_path):
     """Its port is picked once for each attempt; the others wait for it."""
     resolver = launched(1)
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(resolver.coordinator_address))
+    addresses = []
+    waiting = threading.Thread(target=lambda: addresses.append(resolver.coordinator_address))
     waiting.start()
     time.sleep(0.05)
     assert (resolver.num_processes, resolver.process_id, resolver.local_process_id) == (3, 1, 1)
     (tmp_path / "coordinator-0").write_text("127.0.0.1:4242")
     waiting.join()
-    assert found == ["127.0.0.1:4242"]
+    assert addresses == ["127.0.0.1:4242"]
 
     first = launched(0, **{_launched.ATTEMPT: "1"})
     address = first.coordinator_address

@@ -61,8 +61,8 @@ def test_process_0_must_be_met_at_a_host_and_a_port(address):
         _ = resolver.coordinator_address
 
 
-def test_a_simple_resolver_gives_back_what_it_was_given():
-    """Each argument of the constructor is an answer, and a task that is asked for has its own address."""
+def test_a_simple_resolver_returns_what_it_was_passed():
+    """Each argument of the constructor is an answer, and a named task has its address."""
     spec = ClusterSpec({"worker": ["a:1", "b:1"]})
     resolver = SimpleClusterResolver(spec, "m", "worker", 1, "cloud", {"TPU": 8}, "grpc")
     assert resolver.cluster_spec() is spec

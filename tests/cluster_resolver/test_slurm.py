@@ -34,7 +34,7 @@ def test_a_list_of_hosts_is_expanded_in_its_order(text, hosts):
 @pytest.mark.parametrize(
     "text", ["", "n[1-", "n1-2]", "n[]", "n[3-1]", "a,,b", "n[1,]", "a b", "n[0-9999999]"]
 )
-def test_what_is_no_list_of_hosts_is_refused(text):
+def test_a_malformed_list_of_hosts_is_refused(text):
     """No host is guessed."""
     with pytest.raises(ValueError, match="Invalid hostlist format"):
         expand_hosts(text)
@@ -50,7 +50,7 @@ def test_numbers_of_tasks_are_expanded(text, counts):
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x)", "2(3)", "2,,3", "-1", "1(x99999999)"])
-def test_what_are_no_numbers_of_tasks_is_refused(text):
+def test_malformed_numbers_of_tasks_are_refused(text):
     """No number is guessed."""
     with pytest.raises(ValueError, match="must be numbers with commas"):
         expand_tasks(text)
@@ -74,7 +74,7 @@ def step(monkeypatch):
     return play
 
 
-def test_tasks_of_several_jobs_lie_on_the_hosts_in_order(step):
+def test_tasks_of_several_jobs_are_placed_on_the_hosts_in_order(step):
     """TensorFlow's own example: one ps and four workers on three hosts with two GPUs each."""
     step(3, 5, "t02n13,t02n41,t02n43", "2(x2),1")
     resolver = SlurmClusterResolver({"ps": 1, "worker": 4}, gpus_per_node=2, gpus_per_task=1)
@@ -105,7 +105,9 @@ def test_tasks_of_several_jobs_lie_on_the_hosts_in_order(step):
         ("n[1-2]", "1,2", "", ["n1", "n2", "n2"]),
     ],
 )
-def test_ranks_lie_on_the_hosts_as_slurm_fills_them(step, nodes, per_node, distribution, hosts):
+def test_ranks_are_placed_on_the_hosts_as_slurm_fills_them(
+    step, nodes, per_node, distribution, hosts
+):
     """Process 0 must be met where rank 0 really runs."""
     step(1, len(hosts), nodes, per_node, SLURM_DISTRIBUTION=distribution, SLURMD_NODENAME=hosts[1])
     addresses = SlurmClusterResolver().cluster_spec().job_tasks("worker")
@@ -129,20 +131,16 @@ def test_process_0_is_met_at_a_port_of_the_job(step):
 
 
 @pytest.mark.parametrize(
-    ("given", "hosts"), [(2, ["a", "a", "b", "b"]), ({"b": 1, "a": 3}, ["a", "a", "a", "b"])]
+    ("tasks_per_node", "hosts"),
+    [(2, ["a", "a", "b", "b"]), ({"n10": 1, "n2": 2, "m": 1}, ["m", "n2", "n2", "n10"])],
 )
-def test_numbers_of_tasks_may_be_given(step, given, hosts):
-    """One number for all hosts, or a dict, whose hosts are sorted."""
+def test_numbers_of_tasks_may_be_passed(step, tasks_per_node, hosts):
+    """One number for all hosts, or a dict, whose hosts are sorted by their numbers, as by Slurm."""
     step(0, 4, "a,b", "wrong")
-    addresses = SlurmClusterResolver(tasks_per_node=given).cluster_spec().job_tasks("worker")
+    addresses = (
+        SlurmClusterResolver(tasks_per_node=tasks_per_node).cluster_spec().job_tasks("worker")
+    )
     assert [address.partition(":")[0] for address in addresses] == hosts
-
-
-def test_hosts_of_a_dict_are_sorted_by_their_numbers(step):
-    """As Slurm sorts them."""
-    step(0, 3, "x", "wrong")
-    spec = SlurmClusterResolver(tasks_per_node={"n10": 1, "n2": 1, "m": 1}).cluster_spec()
-    assert spec.job_tasks("worker") == ["m:8888", "n2:8888", "n10:8888"]
 
 
 GPUS = {  # visible, rank, tasks on the host, arguments: visible afterwards, accelerators, local id

@@ -35,7 +35,7 @@ def test_the_task_and_its_address_are_those_of_the_variable(tf_config):
     assert (resolver.rpc_layer, resolver.environment) == (None, "")
 
 
-def test_what_is_given_wins_over_the_variable(tf_config):
+def test_arguments_win_over_the_variable(tf_config):
     """Arguments and setters, 0 included, come before TF_CONFIG, which comes before nothing."""
     tf_config(
         {
@@ -45,12 +45,16 @@ def test_what_is_given_wins_over_the_variable(tf_config):
             "environment": "google",
         }
     )
-    found = TFConfigClusterResolver()
-    assert (found.task_id, found.rpc_layer, found.environment) == (1, "grpc", "google")
-    given = TFConfigClusterResolver("worker", 2, "http", "mine")
-    assert (given.master(), given.environment) == ("http://w2:2222", "mine")
-    given.task_id, given.rpc_layer = 0, "grpc"
-    assert given.master() == "grpc://w0:2222"
+    from_variable = TFConfigClusterResolver()
+    assert (from_variable.task_id, from_variable.rpc_layer, from_variable.environment) == (
+        1,
+        "grpc",
+        "google",
+    )
+    passed = TFConfigClusterResolver("worker", 2, "http", "mine")
+    assert (passed.master(), passed.environment) == ("http://w2:2222", "mine")
+    passed.task_id, passed.rpc_layer = 0, "grpc"
+    assert passed.master() == "grpc://w0:2222"
 
 
 def test_the_variable_is_read_at_each_call(tf_config):

@@ -43,7 +43,7 @@ def test_one_index_with_two_addresses_is_a_key_error():
     assert str(error.value).startswith("UnionResolver: Duplicate keys")
 
 
-def test_what_is_given_wins_over_the_first_resolver_0_included():
+def test_arguments_win_over_the_first_resolver_0_included():
     """TensorFlow ignores a task_id of 0."""
     first = _simple({"worker": ["a:1", "b:1"]}, "m", "worker", 1, "cloud", {"GPU": 2}, "grpc")
     other = _simple({"worker": ["c:1"]}, "n", "ps", 2)
@@ -55,11 +55,11 @@ def test_what_is_given_wins_over_the_first_resolver_0_included():
         {"GPU": 2},
     )
     assert plain.master("worker", 2) == "c:1"
-    given = UnionResolver(first, other, task_type="worker", task_id=0, rpc_layer="http")
-    assert (given.task_id, given.rpc_layer, given.process_id) == (0, "http", 0)
-    assert given.master("worker", 2) == "http://c:1"
-    given.task_id = 2
-    assert (given.process_id, given.num_processes) == (2, 3)
+    named = UnionResolver(first, other, task_type="worker", task_id=0, rpc_layer="http")
+    assert (named.task_id, named.rpc_layer, named.process_id) == (0, "http", 0)
+    assert named.master("worker", 2) == "http://c:1"
+    named.task_id = 2
+    assert (named.process_id, named.num_processes) == (2, 3)
 
 
 def test_other_objects_are_refused():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One core; what JAX tells of it, and no more."""
+    """One core, with the attributes that JAX gives it."""
 
     id: int
     process_index: int
@@ -20,15 +20,15 @@ class Chip:
 
 def hosts(across: int, down: int, kind: str = "TPU v4", cores: int = 1) -> list[Chip]:
     """A grid of hosts of 2 × 2 chips, numbered along x; the ids count chip by chip, host by host."""
-    found = []
+    chips: list[Chip] = []
     for host in range(across * down):
         x, y = 2 * (host % across), 2 * (host // across)
         for chip in range(4):
             at = (x + chip % 2, y + chip // 2, 0)
-            found += [
-                Chip(len(found) + core, host, at, core, device_kind=kind) for core in range(cores)
+            chips += [
+                Chip(len(chips) + core, host, at, core, device_kind=kind) for core in range(cores)
             ]
-    return found
+    return chips
 
 
 def slices(count: int) -> list[Chip]:

@@ -1,4 +1,4 @@
-"""Where cores lie, which of them make a replica, and in which order: on grids of TPU hosts."""
+"""The coordinates of cores, and the cores and the order of replicas, on grids of TPU hosts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_the_topology_of_a_pod_is_what_its_devices_say():
     ("count", "shape"),
     [(8, [2, 2, 1, 2]), (4, [2, 1, 1, 2]), (2, [1, 1, 1, 2]), (3, [1, 3, 1, 1]), (1, [1] * 4)],
 )
-def test_simulated_devices_lie_as_the_chips_of_a_host_of_two_cores_each(count, shape):
+def test_simulated_devices_have_the_coordinates_of_chips_of_two_cores_each(count, shape):
     assert Topology(jax.devices()[:count]).mesh_shape.tolist() == shape
 
 
-def test_slices_lie_one_after_the_other():
+def test_slices_are_placed_one_after_the_other():
     """Their coordinates repeat, so without that two devices would be at one place."""
     topology = Topology(slices(3))
     assert topology.mesh_shape.tolist() == [6, 2, 1, 1]
@@ -86,7 +86,7 @@ def test_blocks_hold_neighbouring_cores_and_are_numbered_process_by_process(shap
     assert assignment.tpu_ordinal(count - 1, 32 // count - 1) == 7
 
 
-def test_with_a_stride_the_blocks_are_woven_into_each_other():
+def test_with_a_stride_the_blocks_interleave():
     assignment = DeviceAssignment.build(
         Topology(hosts(1, 1)), [2, 1, 1, 1], [1, 1, 1, 1], num_replicas=2
     )
@@ -97,7 +97,7 @@ def test_with_a_stride_the_blocks_are_woven_into_each_other():
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite"])
-def test_the_replicas_of_a_process_are_one_run_of_neighbours(kind):
+def test_the_replicas_of_a_process_are_contiguous_neighbours(kind):
     """JAX's order over all hosts of a 4 × 4 grid goes back and forth; that of a host does not."""
     devices = hosts(2, 2, kind)
     order = in_topology_order(devices[::-1])
