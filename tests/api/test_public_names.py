@@ -55,11 +55,7 @@ BROKEN = {
         ('class A:\n    """Adds."""', "import dataclasses\n@dataclasses.dataclass\nclass A:"),
         "A has no docstring",
     ),
-    "method": (
-        docstring_faults,
-        ('int:\n        """Adds."""', "int: ..."),
-        "A.g has no docstring",
-    ),
+    "method": (docstring_faults, ('int:\n        """Adds."""', "int: ..."), "A.g has no docstring"),
     "argument": (docstring_faults, ("x: a number", "y: a number"), "['y'] but takes ['x']"),
     "module": (module_faults, ("class A:", "class A:\n    __module__ = 'sample._a'"), "sample._a"),
     "untyped": (annotation_faults, ("f(x: int)", "f(x)"), "f has no type for x"),

@@ -45,8 +45,8 @@ def test_arguments_win_over_the_variable(tf_config):
             "environment": "google",
         }
     )
-    from_variable = TFConfigClusterResolver()
-    assert (from_variable.task_id, from_variable.rpc_layer, from_variable.environment) == (
+    resolver = TFConfigClusterResolver()
+    assert (resolver.task_id, resolver.rpc_layer, resolver.environment) == (
         1,
         "grpc",
         "google",
