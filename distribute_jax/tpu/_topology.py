@@ -26,6 +26,14 @@ class Topology:
     Args:
         devices: the devices of all processes, as in ``jax.devices()``; the same number for each process.
 
+    Attributes:
+        mesh_shape: the number of cores along each axis, int32 of shape (4,).
+        mesh_rank: the number of axes: 4.
+        device_coordinates: the coordinates of the devices, int32 of shape (processes, devices of each, 4).
+        missing_devices: the coordinates within ``mesh_shape`` without a device, of shape (missing, 4).
+        num_tasks: the number of processes.
+        num_tpus_per_task: the number of devices of each process.
+
     Raises:
         ValueError: there are no devices, or the processes have different numbers of them.
 
@@ -46,43 +54,16 @@ class Topology:
                 "Every process must have the same number of devices, one at least; the numbers are "
                 f"{sorted(counts)}. Pass jax.devices()."
             )
-        self._devices, self._per_task = by_process, counts.pop()
-        at = np.asarray(_coordinates(by_process, self._per_task), np.int32)
+        self._devices, self.num_tpus_per_task = by_process, counts.pop()
+        at = np.asarray(_coordinates(by_process, self.num_tpus_per_task), np.int32)
         at -= at.min(0)
-        self._mesh_shape: Ints = at.max(0) + 1
-        self._coordinates: Ints = at.reshape(-1, self._per_task, at.shape[-1])
-        self._numbers: Ints = np.full(self._mesh_shape, -1, np.int32)
+        self.mesh_shape: Ints = at.max(0) + 1
+        self.mesh_rank = len(self.mesh_shape)
+        self.device_coordinates: Ints = at.reshape(-1, self.num_tpus_per_task, self.mesh_rank)
+        self.num_tasks = len(self.device_coordinates)
+        self._numbers: Ints = np.full(self.mesh_shape, -1, np.int32)
         self._numbers[tuple(at.T)] = np.arange(len(at))
-
-    @property
-    def mesh_shape(self) -> Ints:
-        """The number of cores along each axis, int32 of shape (4,)."""
-        return self._mesh_shape
-
-    @property
-    def mesh_rank(self) -> int:
-        """The number of axes: 4."""
-        return len(self._mesh_shape)
-
-    @property
-    def device_coordinates(self) -> Ints:
-        """The coordinates of each device, int32 of shape (processes, devices of each, 4)."""
-        return self._coordinates
-
-    @property
-    def missing_devices(self) -> Ints:
-        """The coordinates within ``mesh_shape`` at which there is no device, of shape (missing, 4)."""
-        return np.argwhere(self._numbers < 0).astype(np.int32)
-
-    @property
-    def num_tasks(self) -> int:
-        """The number of processes."""
-        return len(self._coordinates)
-
-    @property
-    def num_tpus_per_task(self) -> int:
-        """The number of devices of each process."""
-        return self._per_task
+        self.missing_devices: Ints = np.argwhere(self._numbers < 0).astype(np.int32)
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
         """Returns the number of the process that has the device at these coordinates.
@@ -90,7 +71,7 @@ class Topology:
         Raises:
             ValueError: there is no device.
         """
-        return self._number_at(device_coordinates) // self._per_task
+        return self._number_at(device_coordinates) // self.num_tpus_per_task
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
         """Returns the number of the device at these coordinates among those of its process.
@@ -98,7 +79,7 @@ class Topology:
         Raises:
             ValueError: there is no device.
         """
-        return self._number_at(device_coordinates) % self._per_task
+        return self._number_at(device_coordinates) % self.num_tpus_per_task
 
     def device_at_coordinates(self, device_coordinates: Sequence[int]) -> jax.Device:
         """Returns the device at these coordinates.
@@ -111,7 +92,7 @@ class Topology:
     def _number_at(self, coordinates: Sequence[int]) -> int:
         at = tuple(map(int, coordinates))
         inside = len(at) == self.mesh_rank and all(
-            0 <= i < n for i, n in zip(at, self._mesh_shape, strict=True)
+            0 <= i < n for i, n in zip(at, self.mesh_shape, strict=True)
         )
         number = int(self._numbers[at]) if inside else -1
         if number < 0:
@@ -123,8 +104,8 @@ class Topology:
 
     def __repr__(self) -> str:
         return (
-            f"Topology(mesh_shape={self._mesh_shape.tolist()}, num_tasks={self.num_tasks}, "
-            f"num_tpus_per_task={self._per_task})"
+            f"Topology(mesh_shape={self.mesh_shape.tolist()}, num_tasks={self.num_tasks}, "
+            f"num_tpus_per_task={self.num_tpus_per_task})"
         )
 
 
@@ -158,6 +139,13 @@ class DeviceAssignment:
         topology: the result of ``initialize_tpu_system``.
         core_assignment: ints of shape (replicas, cores per replica, 4): the coordinates of every core.
 
+    Attributes:
+        topology: the topology that the cores belong to.
+        num_replicas: the number of replicas.
+        num_cores_per_replica: the number of cores of each replica.
+        core_assignment: the coordinates of every core, int32 of shape (replicas, cores per replica, 4).
+        devices: the devices of each replica, in order: a list of lists.
+
     Raises:
         ValueError: ``topology`` is not a ``Topology``; the array has another shape, or names a core twice or
             one that does not exist.
@@ -174,7 +162,7 @@ class DeviceAssignment:
     """
 
     def __init__(self, topology: Topology, core_assignment: Any) -> None:
-        self._topology = _checked_topology(topology, "DeviceAssignment")
+        self.topology = _checked_topology(topology, "DeviceAssignment")
         cores = np.asarray(core_assignment, np.int32)
         if cores.ndim != 3 or cores.shape[-1] != topology.mesh_rank or not cores.size:
             raise ArgumentError(
@@ -187,8 +175,9 @@ class DeviceAssignment:
             raise ArgumentError(
                 f"core_assignment must name every core once; the cores {twice[:4]} are named more than once."
             )
-        self._cores: Ints = cores
-        self._devices = [
+        self.core_assignment: Ints = cores
+        self.num_replicas, self.num_cores_per_replica = cores.shape[:2]
+        self.devices = [
             [topology.device_at_coordinates(core) for core in replica] for replica in cores
         ]
 
@@ -226,34 +215,9 @@ class DeviceAssignment:
             )
         return DeviceAssignment(topology, blocks[:num_replicas])
 
-    @property
-    def topology(self) -> Topology:
-        """The topology that the cores belong to."""
-        return self._topology
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of replicas."""
-        return len(self._cores)
-
-    @property
-    def num_cores_per_replica(self) -> int:
-        """The number of cores of each replica."""
-        return int(self._cores.shape[1])
-
-    @property
-    def core_assignment(self) -> Ints:
-        """The coordinates of every core, int32 of shape (replicas, cores of each, 4)."""
-        return self._cores
-
-    @property
-    def devices(self) -> list[list[jax.Device]]:
-        """The devices of each replica, in order."""
-        return [list(replica) for replica in self._devices]
-
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
         """Returns the coordinates of a core of a replica."""
-        return tuple(self._cores[replica, logical_core].tolist())
+        return tuple(self.core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
         """Returns the replicas that have one of their cores in a process.
@@ -267,26 +231,28 @@ class DeviceAssignment:
         """
         inside = 0 <= logical_core < self.num_cores_per_replica
         tasks = [
-            self._topology.task_ordinal_at_coordinates(replica[logical_core])
-            for replica in (self._cores if inside else ())
+            self.topology.task_ordinal_at_coordinates(replica[logical_core])
+            for replica in (self.core_assignment if inside else ())
         ]
         replicas = [replica for replica, task in enumerate(tasks) if task == task_id]
         if not replicas:
             raise ArgumentError(
                 f"DeviceAssignment.lookup_replicas({task_id}, {logical_core}): no replica has its core "
-                f"{logical_core} in process {task_id}. There are {self._topology.num_tasks} processes, "
+                f"{logical_core} in process {task_id}. There are {self.topology.num_tasks} processes, "
                 f"and replicas have {self.num_cores_per_replica} cores, both counted from 0."
             )
         return replicas
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
         """Returns the number of a core's device among those of its process."""
-        return self._topology.tpu_device_ordinal_at_coordinates(self._cores[replica, logical_core])
+        return self.topology.tpu_device_ordinal_at_coordinates(
+            self.core_assignment[replica, logical_core]
+        )
 
     def __repr__(self) -> str:
         return (
             f"DeviceAssignment(num_replicas={self.num_replicas}, "
-            f"num_cores_per_replica={self.num_cores_per_replica}, topology={self._topology!r})"
+            f"num_cores_per_replica={self.num_cores_per_replica}, topology={self.topology!r})"
         )
 
 
