@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_361,
-    lines_of_tests: 38_947,
+    lines: 41_070,
+    lines_of_tests: 38_938,
     files: 201,
     pieces: 1,
-    private_words: 22,
+    private_words: 0,
     private_imports: 33,
 }
 
