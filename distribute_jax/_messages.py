@@ -52,6 +52,25 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ArgumentError(f"{name} must be one of {allowed}; got {value!r:.60}.")
 
 
+def real_array(called: str, name: str, value: Any) -> jax.Array:
+    """Returns an argument as an array of real numbers or bools, or raises an ``ArgumentError``."""
+    try:
+        if isinstance(value, (str, bytes, dict)):
+            raise TypeError(f"a {type(value).__name__}")
+        array = jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(
+            f"{called} got {name}={leaf_text(value)}, which is not an array of numbers. Pass one array "
+            "with the batch as dim 0; with several outputs, each has its loss and metrics."
+        ) from error
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_)):
+        raise ArgumentError(
+            f"{called} got {name} of dtype {array.dtype}. It takes real numbers and bools: pass "
+            "jnp.abs(value), or the part that you mean."
+        )
+    return array
+
+
 def is_array(value: Any) -> bool:
     """Returns whether a value is an array or a tracer of one (Python numbers are not)."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))

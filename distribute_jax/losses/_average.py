@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import promoting
+from distribute_jax._messages import check_choice, promoting
+from distribute_jax._padding import align, real_mask
 from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
-from distribute_jax.collectives._markers import part_of_mean
-from distribute_jax.losses._loss import examples, over_sum, real_rows, real_terms, replica_context
+from distribute_jax.losses._loss import examples, kept, marked, over_sum, replica_context
+
+_NAME = "compute_average_loss"
 
 
 @promoting
@@ -24,16 +26,16 @@ def compute_average_loss(
 ) -> jax.Array:
     """Returns this replica's part of the mean loss over the global batch.
 
-    Summed over the replicas it is the mean over the real examples of the global batch, so its summed
-    gradients are those of one device. Padding of a partial batch is left out by itself.
+    The parts of all replicas add up to the mean over the real examples of the global batch, and their
+    gradients to the gradient on one device. The padding of a partial batch does not count.
 
     Args:
-        per_example_loss: one loss for each example of the per-replica batch; further dims, as the
+        per_example_loss: one loss for each example of the per-replica batch; further dims, such as the
             tokens of a sequence, are summed.
-        sample_weight: weights that scale the terms, broadcast from the left; the divisor stays the
-            number of examples, as in TensorFlow, unless ``divide_by`` says otherwise.
+        sample_weight: weights of the losses, broadcast from the left. The divisor is still the number of
+            examples, as in TensorFlow, unless ``divide_by`` says otherwise.
         global_batch_size: what to divide by. By default the number of real examples of the global
-            batch; a value that is passed is obeyed.
+            batch; a number that is passed is used as it is.
         divide_by: ``"examples"``, or ``"weights"``: the sum of the weights of the global batch, over all
             replicas and further dims, as for a loss per token. The weights need not be spread evenly; where
             all of them are 0 the loss is 0.
@@ -56,7 +58,7 @@ def compute_average_loss(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
     """
-    context = replica_context("compute_average_loss")
+    replica = replica_context(_NAME)
     losses = jnp.asarray(per_example_loss)
     if losses.ndim == 0:
         raise ArgumentError(
@@ -64,68 +66,35 @@ def compute_average_loss(
             "can it divide by the examples of the global batch: leave the mean out of the loss."
         )
     by_weights = _divides_by_weights(divide_by, sample_weight, global_batch_size)
+    keep = real_mask(_NAME, "losses", losses.shape, replica)
     if sample_weight is not None:
-        weights = jnp.asarray(
-            sample_weight, wide(mean_dtype(losses.dtype)) if by_weights else losses.dtype
-        )
-        _check_weights(weights.shape, losses.shape)
-        weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+        dtype = wide(mean_dtype(losses.dtype)) if by_weights else losses.dtype
+        array = jnp.asarray(sample_weight, dtype)
+        weights = align(_NAME, "sample_weight", array, "losses", losses.shape)
+        terms = as_dtype(losses, dtype) * weights
         if by_weights:
-            return _marked(_over_weights(losses, weights, context), context)
-        losses = losses * weights
-    if context.is_padded:
-        losses = real_terms("compute_average_loss", losses, context.batch_mask)
-    own_size = global_batch_size is not None
+            part = over_sum(jnp.sum(kept(terms, keep)), weights, losses.shape, keep, replica)
+            return marked(as_dtype(part, mean_dtype(losses.dtype)), replica)
+        losses = terms
+    total = jnp.sum(kept(losses, keep))
     if global_batch_size is None:
-        global_batch_size = examples(context, losses.shape[0])
-    elif not isinstance(global_batch_size, jax.core.Tracer) and not global_batch_size > 0:
+        return marked(jnp.divide(total, examples(replica, losses.shape[0])), replica)
+    if not isinstance(global_batch_size, jax.core.Tracer) and not global_batch_size > 0:
         raise ArgumentError(
-            f"compute_average_loss(global_batch_size={global_batch_size!r}): the loss is divided by it, "
-            "so it is a number above 0. Leave it out to divide by the real examples of the global batch."
+            f"compute_average_loss: global_batch_size must be above 0; got {global_batch_size!r}. Leave it "
+            "out to divide by the real examples of the global batch."
         )
-    part = jnp.divide(jnp.sum(losses), global_batch_size)
-    return part if own_size else _marked(part, context)
-
-
-def _marked(part: jax.Array, context: Any) -> jax.Array:
-    return part_of_mean(part) if context.num_replicas_in_sync > 1 else part
+    return jnp.divide(total, global_batch_size)
 
 
 def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:
-    if divide_by not in ("examples", "weights"):
-        raise ArgumentError(
-            f'compute_average_loss(divide_by={divide_by!r}): divide_by must be "examples" or "weights".'
-        )
-    if divide_by == "examples":
-        return False
-    if sample_weight is None or global_batch_size is not None:
+    check_choice("compute_average_loss: divide_by", divide_by, ("examples", "weights"))
+    if divide_by == "weights" and (sample_weight is None or global_batch_size is not None):
         raise ArgumentError(
             'compute_average_loss(divide_by="weights") divides by the sum of the weights: pass '
             "sample_weight, and leave global_batch_size out."
         )
-    return True
-
-
-def _over_weights(losses: jax.Array, weights: jax.Array, context: Any) -> jax.Array:
-    """Returns this replica's part of the weighted mean; added up in float32 at least."""
-    terms = as_dtype(losses, weights.dtype) * weights
-    real = None
-    if context.is_padded:
-        real = real_rows("compute_average_loss", losses, context.batch_mask)
-        terms = jnp.where(real, terms, 0)
-    part = over_sum(jnp.sum(terms), jnp.broadcast_to(weights, losses.shape), real, context)
-    return as_dtype(part, mean_dtype(losses.dtype))
-
-
-def _check_weights(weights: tuple[int, ...], losses: tuple[int, ...]) -> None:
-    fits = len(weights) <= len(losses) and all(
-        w in (1, size) for w, size in zip(weights, losses, strict=False)
-    )
-    if not fits:
-        raise ArgumentError(
-            f"compute_average_loss got sample_weight of shape {weights} for losses of shape {losses}. Give "
-            f"one weight for each example, shape {losses[:1]}, or one for each loss."
-        )
+    return bool(divide_by == "weights")
 
 
 @promoting
@@ -148,6 +117,6 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
-    context = replica_context("scale_regularization_loss")
+    replica = replica_context("scale_regularization_loss")
     total = jnp.sum(jnp.asarray(regularization_loss))
-    return jnp.divide(total, context.num_replicas_in_sync)
+    return jnp.divide(total, replica.num_replicas_in_sync)

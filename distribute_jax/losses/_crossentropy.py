@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from distribute_jax.losses._loss import FormulaLoss
+from distribute_jax._messages import real_array
+from distribute_jax.losses._loss import FormulaLoss, check_smoothing
 from distribute_jax.losses._shapes import (
-    array,
     checked_axis,
     clipped,
     log_probabilities,
     mismatch,
     pair,
     predictions,
-    smoothing,
 )
 
 
@@ -52,9 +52,7 @@ def binary_crossentropy(
     Source: https://keras.io/api/losses/probabilistic_losses/
     """
     name = "binary_crossentropy"
-    labels, predicted = pair(name, y_true, y_pred)
-    labels = _smoothed(name, labels, label_smoothing)
-    axis = checked_axis(name, axis, predicted.ndim)
+    labels, predicted, axis = _two_classes(name, y_true, y_pred, label_smoothing, axis)
     if from_logits:
         return jnp.mean(optax.sigmoid_binary_cross_entropy(predicted, labels), axis=axis)
     return jnp.mean(_crossentropy(labels, predicted), axis=axis)
@@ -85,9 +83,7 @@ def binary_focal_crossentropy(
         axis: the dim of the mean.
     """
     name = "binary_focal_crossentropy"
-    labels, predicted = pair(name, y_true, y_pred)
-    labels = _smoothed(name, labels, label_smoothing)
-    axis = checked_axis(name, axis, predicted.ndim)
+    labels, predicted, axis = _two_classes(name, y_true, y_pred, label_smoothing, axis)
     if from_logits:
         predicted = jax.nn.sigmoid(predicted)
     right = labels * predicted + (1.0 - labels) * (1.0 - predicted)
@@ -102,11 +98,17 @@ def _crossentropy(labels: jax.Array, probabilities: jax.Array) -> jax.Array:
     return -(labels * jnp.log(p) + (1.0 - labels) * jnp.log(1.0 - p))
 
 
-def _smoothed(name: str, labels: jax.Array, label_smoothing: float) -> jax.Array:
-    amount = smoothing(name, label_smoothing)
-    return labels * (1.0 - amount) + 0.5 * amount if amount else labels
+def _two_classes(
+    name: str, y_true: Any, y_pred: Any, label_smoothing: float, axis: int
+) -> tuple[jax.Array, jax.Array, int]:
+    labels, predicted = pair(name, y_true, y_pred)
+    check_smoothing(name, label_smoothing)
+    if label_smoothing:
+        labels = labels * (1.0 - label_smoothing) + 0.5 * label_smoothing
+    return labels, predicted, checked_axis(name, axis, predicted.ndim)
 
 
+@dataclass(repr=False, eq=False)
 class BinaryCrossentropy(FormulaLoss):
     """Cross-entropy of yes and no; see ``binary_crossentropy``, and ``Loss`` for the other arguments.
 
@@ -119,55 +121,29 @@ class BinaryCrossentropy(FormulaLoss):
 
     formula = staticmethod(binary_crossentropy)
     _expects = "probability"
-
-    def __init__(
-        self,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        axis: int = -1,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = "binary_crossentropy",
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            reduction,
-            name,
-            dtype,
-            from_logits=from_logits,
-            label_smoothing=smoothing("BinaryCrossentropy", label_smoothing),
-            axis=axis,
-        )
+    from_logits: bool = False
+    label_smoothing: float = 0.0
+    axis: int = -1
+    reduction: str | None = "sum_over_batch_size"
+    name: str = "binary_crossentropy"
+    dtype: Any = None
 
 
+@dataclass(repr=False, eq=False)
 class BinaryFocalCrossentropy(FormulaLoss):
     """Focal cross-entropy of yes and no; see ``binary_focal_crossentropy`` and ``Loss``."""
 
     formula = staticmethod(binary_focal_crossentropy)
     _expects = "probability"
-
-    def __init__(
-        self,
-        apply_class_balancing: bool = False,
-        alpha: float = 0.25,
-        gamma: float = 2.0,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        axis: int = -1,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = "binary_focal_crossentropy",
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            reduction,
-            name,
-            dtype,
-            apply_class_balancing=apply_class_balancing,
-            alpha=alpha,
-            gamma=gamma,
-            from_logits=from_logits,
-            label_smoothing=smoothing("BinaryFocalCrossentropy", label_smoothing),
-            axis=axis,
-        )
+    apply_class_balancing: bool = False
+    alpha: float = 0.25
+    gamma: float = 2.0
+    from_logits: bool = False
+    label_smoothing: float = 0.0
+    axis: int = -1
+    reduction: str | None = "sum_over_batch_size"
+    name: str = "binary_focal_crossentropy"
+    dtype: Any = None
 
 
 _ONE_HOT = (
@@ -245,16 +221,17 @@ def _one_hot(
     name: str, y_true: Any, y_pred: Any, label_smoothing: float, axis: int
 ) -> tuple[jax.Array, jax.Array, int]:
     predicted = predictions(name, y_pred)
-    labels = array(name, "y_true", y_true).astype(predicted.dtype)
+    labels = real_array(name, "y_true", y_true).astype(predicted.dtype)
     if labels.shape != predicted.shape or predicted.ndim < 2:
         raise mismatch(name, labels.shape, predicted.shape, _ONE_HOT)
     axis = checked_axis(name, axis, predicted.ndim)
-    amount = smoothing(name, label_smoothing)
-    if amount:
-        labels = labels * (1.0 - amount) + amount / labels.shape[axis]
+    check_smoothing(name, label_smoothing)
+    if label_smoothing:
+        labels = labels * (1.0 - label_smoothing) + label_smoothing / labels.shape[axis]
     return labels, predicted, axis
 
 
+@dataclass(repr=False, eq=False)
 class CategoricalCrossentropy(FormulaLoss):
     """Cross-entropy of one-hot labels; see ``categorical_crossentropy`` and ``Loss``.
 
@@ -267,53 +244,28 @@ class CategoricalCrossentropy(FormulaLoss):
 
     formula = staticmethod(categorical_crossentropy)
     _expects = "probabilities"
-
-    def __init__(
-        self,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        axis: int = -1,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = "categorical_crossentropy",
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            reduction,
-            name,
-            dtype,
-            from_logits=from_logits,
-            label_smoothing=smoothing("CategoricalCrossentropy", label_smoothing),
-            axis=axis,
-        )
+    from_logits: bool = False
+    label_smoothing: float = 0.0
+    axis: int = -1
+    reduction: str | None = "sum_over_batch_size"
+    name: str = "categorical_crossentropy"
+    dtype: Any = None
 
 
+@dataclass(repr=False, eq=False)
 class CategoricalFocalCrossentropy(FormulaLoss):
     """Focal cross-entropy of one-hot labels; see ``categorical_focal_crossentropy`` and ``Loss``."""
 
     formula = staticmethod(categorical_focal_crossentropy)
     _expects = "probabilities"
-
-    def __init__(
-        self,
-        alpha: Any = 0.25,
-        gamma: float = 2.0,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        axis: int = -1,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = "categorical_focal_crossentropy",
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            reduction,
-            name,
-            dtype,
-            alpha=alpha,
-            gamma=gamma,
-            from_logits=from_logits,
-            label_smoothing=smoothing("CategoricalFocalCrossentropy", label_smoothing),
-            axis=axis,
-        )
+    alpha: Any = 0.25
+    gamma: float = 2.0
+    from_logits: bool = False
+    label_smoothing: float = 0.0
+    axis: int = -1
+    reduction: str | None = "sum_over_batch_size"
+    name: str = "categorical_focal_crossentropy"
+    dtype: Any = None
 
 
 _CLASS_NUMBERS = (
@@ -375,7 +327,7 @@ def sparse_categorical_crossentropy(
 
 def class_numbers(name: str, y_true: Any, predicted: jax.Array, axis: int) -> jax.Array:
     """Makes integers of labels, of the shape of the predictions without the classes."""
-    labels = array(name, "y_true", y_true)
+    labels = real_array(name, "y_true", y_true)
     if predicted.ndim < 2:
         raise mismatch(name, labels.shape, predicted.shape, _CLASS_NUMBERS)
     axis = checked_axis(name, axis, predicted.ndim)
@@ -387,6 +339,7 @@ def class_numbers(name: str, y_true: Any, predicted: jax.Array, axis: int) -> ja
     return labels.astype(jnp.int32)
 
 
+@dataclass(repr=False, eq=False)
 class SparseCategoricalCrossentropy(FormulaLoss):
     """Cross-entropy of class numbers; see ``sparse_categorical_crossentropy``, and ``Loss``.
 
@@ -401,20 +354,12 @@ class SparseCategoricalCrossentropy(FormulaLoss):
 
     formula = staticmethod(sparse_categorical_crossentropy)
     _expects = "probabilities"
-    ignore_class: int | None
-
-    def __init__(
-        self,
-        from_logits: bool = False,
-        ignore_class: int | None = None,
-        reduction: str | None = "sum_over_batch_size",
-        axis: int = -1,
-        name: str | None = "sparse_categorical_crossentropy",
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            reduction, name, dtype, from_logits=from_logits, ignore_class=ignore_class, axis=axis
-        )
+    from_logits: bool = False
+    ignore_class: int | None = None
+    reduction: str | None = "sum_over_batch_size"
+    axis: int = -1
+    name: str = "sparse_categorical_crossentropy"
+    dtype: Any = None
 
     def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
         if self.ignore_class is None:

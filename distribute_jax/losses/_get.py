@@ -10,61 +10,23 @@ from typing import Any
 import jax
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import error_text
-from distribute_jax.losses._crossentropy import (
-    BinaryCrossentropy,
-    BinaryFocalCrossentropy,
-    CategoricalCrossentropy,
-    CategoricalFocalCrossentropy,
-    SparseCategoricalCrossentropy,
-)
+from distribute_jax._messages import error_text, leaf_text
+from distribute_jax.losses import _crossentropy, _regression
 from distribute_jax.losses._loss import FormulaLoss, Loss, one_for_each
-from distribute_jax.losses._regression import (
-    CategoricalHinge,
-    CosineSimilarity,
-    Hinge,
-    Huber,
-    KLDivergence,
-    LogCosh,
-    MeanAbsoluteError,
-    MeanAbsolutePercentageError,
-    MeanSquaredError,
-    MeanSquaredLogarithmicError,
-    Poisson,
-    SquaredHinge,
-)
 from distribute_jax.losses._shapes import same_rank
 
-CLASSES: tuple[type[FormulaLoss], ...] = (
-    BinaryCrossentropy,
-    BinaryFocalCrossentropy,
-    CategoricalCrossentropy,
-    CategoricalFocalCrossentropy,
-    CategoricalHinge,
-    CosineSimilarity,
-    Hinge,
-    Huber,
-    KLDivergence,
-    LogCosh,
-    MeanAbsoluteError,
-    MeanAbsolutePercentageError,
-    MeanSquaredError,
-    MeanSquaredLogarithmicError,
-    Poisson,
-    SparseCategoricalCrossentropy,
-    SquaredHinge,
-)
+CLASSES: tuple[type[FormulaLoss], ...] = tuple(FormulaLoss.__subclasses__())
+"""Those of ``_crossentropy`` and ``_regression``, which are loaded."""
 
-_BY_FORMULA = {cls.formula: cls for cls in CLASSES}
-_BY_CLASS_NAME: dict[str, type[FormulaLoss]] = {cls.__name__: cls for cls in CLASSES}
-_BY_FORMULA_NAME: dict[str, type[FormulaLoss]] = {cls.formula.__name__: cls for cls in CLASSES}
-_SHORT: dict[str, type[FormulaLoss]] = {
-    "bce": BinaryCrossentropy,
-    "kld": KLDivergence,
-    "mae": MeanAbsoluteError,
-    "mape": MeanAbsolutePercentageError,
-    "mse": MeanSquaredError,
-    "msle": MeanSquaredLogarithmicError,
+_BY_CLASS_NAME = {cls.__name__: cls for cls in CLASSES}
+_BY_FORMULA_NAME = {cls.formula.__name__: cls for cls in CLASSES}
+_SHORT = {
+    "bce": _crossentropy.BinaryCrossentropy,
+    "kld": _regression.KLDivergence,
+    "mae": _regression.MeanAbsoluteError,
+    "mape": _regression.MeanAbsolutePercentageError,
+    "mse": _regression.MeanSquaredError,
+    "msle": _regression.MeanSquaredLogarithmicError,
 }
 BY_NAME = _BY_FORMULA_NAME | _SHORT | {name.upper(): cls for name, cls in _SHORT.items()}
 """Keras's strings, each of which is also the name of the loss that it makes."""
@@ -99,18 +61,15 @@ def get(identifier: Any) -> Loss:
         return from_name(identifier)
     if isinstance(identifier, type) and issubclass(identifier, Loss):
         return identifier()
-    if _is_formula(identifier):
-        return _BY_FORMULA[identifier]()
+    for cls in CLASSES:
+        if identifier is cls.formula:
+            return cls()
     if callable(identifier) and not isinstance(identifier, type):
         return FunctionLoss(identifier)
     raise ArgumentError(
         f"{identifier!r:.80} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) with "
         'one loss for each example, or a name, as "mse".'
     )
-
-
-def _is_formula(identifier: Any) -> bool:
-    return any(identifier is formula for formula in _BY_FORMULA)
 
 
 def from_name(name: str, **options: Any) -> Loss:
@@ -120,45 +79,25 @@ def from_name(name: str, **options: Any) -> Loss:
     if name in _BY_CLASS_NAME:
         return _BY_CLASS_NAME[name](**options)
     raise ArgumentError(
-        f"{name!r} is the name of no loss. The names are {', '.join(sorted(BY_NAME))}; or pass a "
+        f"{name!r} is not the name of a loss. The names are {', '.join(sorted(BY_NAME))}; or pass a "
         "function of (y_true, y_pred) with one loss for each example."
     )
 
 
 LABELS = ("y_true", "targets", "target", "labels", "label")
 PREDICTIONS = (
-    "y_pred",
-    "predictions",
-    "prediction",
-    "preds",
-    "pred",
-    "logits",
-    "outputs",
-    "output",
+    *("y_pred", "predictions", "prediction", "preds", "pred"),
+    *("logits", "outputs", "output"),
 )
 
-_NAMED_ONLY = inspect.Parameter.KEYWORD_ONLY
 _COLLECT = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class FunctionLoss(Loss):
-    """A function of labels and predictions, with one loss for each example.
+    """A function of labels and predictions; ``what`` it is to the user is for messages."""
 
-    Args:
-        function: takes labels and predictions; ``ordered`` says in which order.
-        name: under which it is reported; by default the function's own.
-        reduction: as for ``Loss``.
-        what: what the function is to the user, for messages.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        name: str | None = None,
-        reduction: str | None = "sum_over_batch_size",
-        what: str = "loss",
-    ) -> None:
-        super().__init__(name or function_name(function) or what, reduction)
+    def __init__(self, function: Callable[..., Any], what: str = "loss") -> None:
+        super().__init__(_function_name(function) or what)
         self.function = function
         self._what = f"The {what} {self.name}"
         self._call, self.from_logits = ordered(function, self._what)
@@ -170,17 +109,16 @@ class FunctionLoss(Loss):
         try:
             losses = self._call(y_true, y_pred)
         except Exception as error:
-            labels, predicted = (jax.tree.map(_shape, y) for y in (y_true, y_pred))
+            labels, predicted = (jax.tree.map(leaf_text, y) for y in (y_true, y_pred))
             if type(error) in (TypeError, ValueError) and _is_of_optax(self.function):
                 raise ArgumentError(
-                    f"{self._what} of optax cannot take labels of {_dtype(y_true)}{labels} with predictions "
-                    f"of {_dtype(y_pred)}{predicted}: {error_text(error).rstrip('.')}. Convert the labels, "
-                    "class numbers as y.astype(np.int32) of shape (n,), or pass a loss of dj.losses, such as "
+                    f"{self._what} of optax cannot take labels {labels} with predictions {predicted}: "
+                    f"{error_text(error).rstrip('.')}. Convert the labels, class numbers as "
+                    "y.astype(np.int32) of shape (n,), or pass a loss of dj.losses, such as "
                     "dj.losses.SparseCategoricalCrossentropy(from_logits=True)."
                 ) from error
             error.add_note(
-                f"{self._what} was called with labels of shape {labels} and predictions of shape "
-                f"{predicted}."
+                f"{self._what} was called with labels {labels} and predictions {predicted}."
             )
             raise
         return one_for_each(self._what, losses, y_pred)
@@ -198,20 +136,30 @@ def ordered(function: Callable[..., Any], what: str) -> tuple[Callable[[Any, Any
         parameters = []  # written in C: nothing is known of it
     named = [p for p in parameters if p.kind not in _COLLECT]
     # Keywords that a partial has filled in, or that have a default, are no place for an array.
-    places = [p for p in named if p.kind is not _NAMED_ONLY or p.default is p.empty]
-    if len(places) < 2:
-        if len(named) == len(parameters) and parameters:
-            raise _not_two(what, parameters)
-        return _by_place(function, first_is_predicted=_is_of_optax(function)), False
-    labels, predicted = _chosen(places, _is_of_optax(function))
-    needed = {p.name for p in places if p.default is p.empty} - {labels.name, predicted.name}
-    if needed:
-        raise _not_two(what, parameters)
-    if inspect.Parameter.POSITIONAL_ONLY in (labels.kind, predicted.kind):
-        call = _by_place(function, first_is_predicted=places[0] is predicted)
+    places = [p for p in named if p.kind is not p.KEYWORD_ONLY or p.default is p.empty]
+    predicted_first, logits = _is_of_optax(function), False
+    names: tuple[str, str] | None = None
+    if len(places) >= 2:
+        labels, predicted = _chosen(places, predicted_first)
+        predicted_first, logits = places[0] is predicted, predicted.name == "logits"
+        if inspect.Parameter.POSITIONAL_ONLY not in (labels.kind, predicted.kind):
+            names = labels.name, predicted.name
+        fits = all(p in (labels, predicted) or p.default is not p.empty for p in places)
     else:
-        call = _by_name(function, labels.name, predicted.name)
-    return call, predicted.name == "logits"
+        fits = len(named) < len(parameters) or not parameters
+    if not fits:
+        signature = ", ".join(map(str, parameters))
+        raise ArgumentError(
+            f"{what} takes ({signature}). It is called with labels and predictions and nothing else: write "
+            "lambda y_true, y_pred: ..., or fill the other arguments in with functools.partial."
+        )
+
+    def call(y_true: Any, y_pred: Any) -> Any:
+        if names is not None:
+            return function(**{names[0]: y_true, names[1]: y_pred})
+        return function(y_pred, y_true) if predicted_first else function(y_true, y_pred)
+
+    return call, logits
 
 
 def _chosen(places: list[Any], is_of_optax: bool) -> tuple[Any, Any]:
@@ -219,30 +167,12 @@ def _chosen(places: list[Any], is_of_optax: bool) -> tuple[Any, Any]:
     labels = next((p for p in places if p.name in LABELS), None)
     predicted = next((p for p in places if p.name in PREDICTIONS), None)
     if labels is None and predicted is None:
-        first, second = places[:2]
-        return (second, first) if is_of_optax else (first, second)
-    if labels is None:
-        labels = next(p for p in places if p is not predicted)
-    if predicted is None:
-        predicted = next(p for p in places if p is not labels)
-    return labels, predicted
+        labels, predicted = reversed(places[:2]) if is_of_optax else places[:2]
+    labels = labels or next(p for p in places if p is not predicted)
+    return labels, predicted or next(p for p in places if p is not labels)
 
 
-def _by_name(
-    function: Callable[..., Any], labels: str, predicted: str
-) -> Callable[[Any, Any], Any]:
-    return lambda y_true, y_pred: function(**{labels: y_true, predicted: y_pred})
-
-
-def _by_place(
-    function: Callable[..., Any], *, first_is_predicted: bool
-) -> Callable[[Any, Any], Any]:
-    if first_is_predicted:
-        return lambda y_true, y_pred: function(y_pred, y_true)
-    return lambda y_true, y_pred: function(y_true, y_pred)
-
-
-def unwrapped(function: Any) -> Any:
+def _unwrapped(function: Any) -> Any:
     """Returns the function inside partials and jits."""
     while True:
         if isinstance(function, functools.partial):
@@ -253,32 +183,16 @@ def unwrapped(function: Any) -> Any:
             return function
 
 
-def function_name(function: Any) -> str:
+def _function_name(function: Any) -> str:
     """Returns the name under which a function is reported, empty for a lambda."""
-    inner = unwrapped(function)
+    inner = _unwrapped(function)
     name = getattr(inner, "__name__", None) or type(inner).__name__
     return "" if name == "<lambda>" else str(name)
 
 
 def _is_of_optax(function: Any) -> bool:
-    return str(getattr(unwrapped(function), "__module__", "")).split(".")[0] == "optax"
+    return str(getattr(_unwrapped(function), "__module__", "")).split(".")[0] == "optax"
 
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "ndim")
-
-
-def _shape(leaf: Any) -> Any:
-    return getattr(leaf, "shape", leaf)
-
-
-def _dtype(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", "")
-
-
-def _not_two(what: str, parameters: list[inspect.Parameter]) -> ArgumentError:
-    taken = ", ".join(str(p) for p in parameters)
-    return ArgumentError(
-        f"{what} takes ({taken}). It is called with labels and predictions and nothing else: write "
-        "lambda y_true, y_pred: ..., or fill the other arguments in with functools.partial."
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax._messages import promoting
+from distribute_jax._messages import check_choice, is_number, promoting, real_array
+from distribute_jax._padding import align, real_mask
 from distribute_jax.collectives._markers import part_of_mean
 from distribute_jax.strategies import get_replica_context
 
@@ -64,11 +66,9 @@ class Loss:
     ) -> None:
         kind = type(self).__name__
         if name is not None and not isinstance(name, str):
-            raise ArgumentError(
-                f"{kind}(name={name!r:.60}): a name is a str. Options of a loss are passed by keyword."
-            )
-        self.name = name or kind
-        self.reduction = checked_reduction(kind, reduction)
+            raise ArgumentError(f"{kind}: name must be a str; got {name!r:.60}.")
+        check_choice(f"{kind}: reduction", reduction, REDUCTIONS)
+        self.name, self.reduction = name or kind, reduction
         self.dtype = _checked_dtype(kind, dtype)
 
     @property
@@ -105,13 +105,32 @@ class Loss:
     @promoting
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> jax.Array:
         """Returns this replica's part of the loss over the global batch; see the class."""
-        context = replica_context(type(self).__name__)
+        name = type(self).__name__
+        replica = replica_context(name)
         losses = self.per_example(y_true, y_pred)
-        weights = None
+        terms, weights = losses, None
         if sample_weight is not None:
-            weights = aligned_weights(type(self).__name__, sample_weight, losses)
+            array = real_array(name, "sample_weight", sample_weight).astype(losses.dtype)
+            weights = align(name, "sample_weight", array, "losses", losses.shape)
+            terms = losses * weights
+        real = real_mask(name, "losses", losses.shape, replica)
         counted = self._counted(y_true, losses)
-        return reduced(type(self).__name__, self.reduction, losses, weights, counted, context)
+        keep = real if counted is None else counted if real is None else real & counted
+        terms = kept(terms, keep)
+        if self.reduction in ("none", None):
+            return terms
+        total = jnp.sum(terms)
+        if self.reduction == "sum":
+            return total
+        if self.reduction == "mean_with_sample_weight" and weights is not None:
+            part = over_sum(total, weights, losses.shape, keep, replica)
+        elif counted is not None:
+            part = over_sum(total, jnp.ones((), losses.dtype), losses.shape, keep, replica)
+        else:
+            # In floating point: a large batch of images has more terms than an int32 counts.
+            count = jnp.asarray(examples(replica, losses.shape[0]), total.dtype)
+            part = total / (count * float(math.prod(losses.shape[1:])))
+        return marked(part, replica)
 
     def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
         """Returns which losses count in a mean, bools of their shape; None where all do."""
@@ -120,33 +139,36 @@ class Loss:
     def _converted(self, leaf: Any) -> Any:
         if not jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating):
             return leaf
-        found = jnp.asarray(leaf)
-        return found.astype(self.dtype or jnp.promote_types(found.dtype, jnp.float32))
+        array = jnp.asarray(leaf)
+        return array.astype(self.dtype or jnp.promote_types(array.dtype, jnp.float32))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r}, reduction={self.reduction!r})"
 
 
 class FormulaLoss(Loss):
-    """A loss that is a formula with options; each subclass names its formula."""
+    """A loss that is a formula; a subclass with options is a dataclass of them, in Keras's order."""
 
     formula: ClassVar[Callable[..., jax.Array]]
-    """Takes y_true, y_pred and the options, and gives one loss for each example."""
+    """Takes y_true, y_pred and the options, and returns one loss for each example."""
 
     def __init__(
         self,
         reduction: str | None = "sum_over_batch_size",
         name: str | None = None,
         dtype: Any = None,
-        **options: Any,
     ) -> None:
         super().__init__(name or type(self).formula.__name__, reduction, dtype)
-        self._options = options
-        vars(self).update(options)
+
+    def __post_init__(self) -> None:
+        FormulaLoss.__init__(self, self.reduction, self.name, self.dtype)
+        check_smoothing(type(self).__name__, getattr(self, "label_smoothing", 0))
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
         """Returns one loss for each example, as ``Loss.call`` says."""
-        return type(self).formula(y_true, y_pred, **self._options)
+        fields = getattr(type(self), "__dataclass_fields__", {}).keys()
+        options = {name: getattr(self, name) for name in fields - {"reduction", "name", "dtype"}}
+        return type(self).formula(y_true, y_pred, **options)
 
 
 def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
@@ -169,143 +191,62 @@ def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
             f"{what} gave an array of shape {tuple(shape)} for {rows[0]} examples. Return one number "
             "for each example: keep the batch as dim 0 and do not flatten it."
         )
-    found = jnp.asarray(losses)
-    return found if jnp.issubdtype(found.dtype, jnp.floating) else found.astype(jnp.float32)
+    array = jnp.asarray(losses)
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
 
 
 def _checked_dtype(kind: str, dtype: Any) -> Any:
     if dtype is None:
         return None
-    try:
-        made = jnp.dtype(dtype)
-    except TypeError:
-        made = None
-    if made is None or not jnp.issubdtype(made, jnp.floating):
+    with contextlib.suppress(TypeError):
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return jnp.dtype(dtype)
+    raise ArgumentError(f"{kind}: dtype must be a floating dtype; got {dtype!r:.60}.")
+
+
+def check_smoothing(name: str, label_smoothing: Any) -> None:
+    if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
         raise ArgumentError(
-            f"{kind}(dtype={dtype!r:.60}): a loss is computed in a floating dtype. Leave it out for "
-            "float32."
+            f"{name}: label_smoothing must be between 0 and 1; got {label_smoothing!r}."
         )
-    return made
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "none", None)
 """Keras's names; the first two mean the same, as do the last two."""
 
 
-def checked_reduction(name: str, reduction: Any) -> Any:
-    """Returns the reduction back, or raises where there is none of that name."""
-    if (reduction is not None and not isinstance(reduction, str)) or reduction not in REDUCTIONS:
-        known = ", ".join(repr(known) for known in REDUCTIONS)
-        raise ArgumentError(
-            f"{name}(reduction={reduction!r}): the reductions are {known}. Leave it out for the mean "
-            "over the global batch."
-        )
-    return reduction
+def kept(terms: jax.Array, keep: jax.Array | None) -> jax.Array:
+    """Leaves terms out; ``where`` rather than ``*``, since NaN times 0 is NaN."""
+    return terms if keep is None else jnp.where(keep, terms, 0)
 
 
-def aligned_weights(name: str, sample_weight: Any, losses: jax.Array) -> jax.Array:
-    """Returns the weights with as many dims as the losses, matched from the left."""
-    try:
-        weights = jnp.asarray(sample_weight).astype(losses.dtype)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"{name} got sample_weight={sample_weight!r:.60}, which is not an array of numbers. Pass one "
-            "number for each example, shape (batch,)."
-        ) from error
-    given = weights.shape
-    if weights.ndim == losses.ndim + 1 and given[-1] == 1:
-        weights = weights[..., 0]
-    rows = weights.shape[:1] in ((), losses.shape[:1])
-    dims = zip(weights.shape[1:], losses.shape[1:], strict=False)
-    if not rows or weights.ndim > losses.ndim or any(n not in (1, size) for n, size in dims):
-        raise ArgumentError(
-            f"{name} got sample_weight of shape {given} for losses of shape {losses.shape}. Its dims "
-            "are matched with those of the losses from the left: pass one number for each example, "
-            "shape (batch,), or one for each loss."
-        )
-    return weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-
-
-def reduced(
-    name: str,
-    reduction: str | None,
-    losses: jax.Array,
-    weights: jax.Array | None,
-    counted: jax.Array | None,
-    context: Any,
-) -> jax.Array:
-    """Returns this replica's part; summed over the replicas it is the value of one device."""
-    keep = counted
-    if context.is_padded:
-        real = real_rows(name, losses, context.batch_mask)
-        keep = real if counted is None else real & counted
-    terms = losses if weights is None else losses * weights
-    if keep is not None:
-        terms = jnp.where(keep, terms, 0)
-    if reduction in ("none", None):
-        return terms
-    total = jnp.sum(terms)
-    if reduction == "sum":
-        return total
-    part = _divided(reduction, total, losses, weights, counted, keep, context)
-    return part_of_mean(part) if context.num_replicas_in_sync > 1 else part
-
-
-def _divided(
-    reduction: str | None,
-    total: jax.Array,
-    losses: jax.Array,
-    weights: jax.Array | None,
-    counted: jax.Array | None,
-    keep: jax.Array | None,
-    context: Any,
-) -> jax.Array:
-    if reduction == "mean_with_sample_weight" and weights is not None:
-        return over_sum(total, jnp.broadcast_to(weights, losses.shape), keep, context)
-    if counted is not None:
-        return over_sum(total, jnp.ones(losses.shape, losses.dtype), keep, context)
-    # In floating point: a large batch of images has more terms than an int32 counts.
-    count = jnp.asarray(examples(context, losses.shape[0]), total.dtype)
-    return total / (count * float(math.prod(losses.shape[1:])))
+def marked(part: jax.Array, replica: Any) -> jax.Array:
+    return part_of_mean(part) if replica.num_replicas_in_sync > 1 else part
 
 
 def over_sum(
-    total: jax.Array, weights: jax.Array, keep: jax.Array | None, context: Any
+    total: jax.Array,
+    weights: jax.Array,
+    shape: tuple[int, ...],
+    keep: jax.Array | None,
+    replica: Any,
 ) -> jax.Array:
     """Divides by the sum of the weights of all replicas; where that is 0 the part is 0."""
-    if keep is not None:
-        weights = jnp.where(keep, weights, 0)
-    divisor = context.all_reduce("sum", jnp.sum(weights))
+    divisor = replica.all_reduce("sum", jnp.sum(kept(jnp.broadcast_to(weights, shape), keep)))
     return jnp.where(divisor == 0, 0, total / jnp.where(divisor == 0, 1, divisor))
 
 
 def replica_context(name: str) -> Any:
     """Returns the replica context for a function of this name, which has no meaning elsewhere."""
-    context = get_replica_context()
-    if context is None:
+    replica = get_replica_context()
+    if replica is None:
         raise ContextError(
             f"You are calling `{name}` in cross replica context, while it was expected to be called "
             "in replica context: call it inside the function given to strategy.run."
         )
-    return context
+    return replica
 
 
-def real_rows(name: str, losses: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the mask of a partial batch with as many dims as the losses have."""
-    if losses.shape[0] != mask.shape[0]:
-        raise ArgumentError(
-            f"{name} got {losses.shape[0]} losses for a replica's share of "
-            f"{mask.shape[0]} examples, so it cannot tell which belong to the padding of this partial "
-            "batch. Give it one loss for each example: keep the batch as dim 0 and do not flatten it."
-        )
-    return mask.reshape(mask.shape + (1,) * (losses.ndim - 1))
-
-
-def real_terms(name: str, losses: jax.Array, mask: jax.Array) -> jax.Array:
-    """Leaves the terms of the padding out; ``where`` rather than ``*``, since NaN times 0 is NaN."""
-    return jnp.where(real_rows(name, losses, mask), losses, 0)
-
-
-def examples(context: Any, rows: int) -> Any:
-    """Counts the real examples of the global batch."""
-    return context.real_examples if context.is_padded else rows * context.num_replicas_in_sync
+def examples(replica: Any, rows: int) -> Any:
+    """Returns the number of real examples of the global batch."""
+    return replica.real_examples if replica.is_padded else rows * replica.num_replicas_in_sync

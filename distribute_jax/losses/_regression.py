@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
 from distribute_jax.losses._loss import FormulaLoss
 from distribute_jax.losses._shapes import EPSILON, checked_axis, pair
@@ -92,16 +93,13 @@ def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> jax.Array:
         delta: from which error on the loss is a line.
     """
     labels, predicted = pair("huber", y_true, y_pred)
-    error = jnp.abs(predicted - labels)
-    line = delta * error - 0.5 * delta**2
-    return jnp.mean(jnp.where(error <= delta, 0.5 * jnp.square(error), line), axis=-1)
+    return jnp.mean(optax.huber_loss(predicted, labels, delta=delta), axis=-1)
 
 
 def log_cosh(y_true: Any, y_pred: Any) -> jax.Array:
     """Returns ``mean(log(cosh(y_pred - y_true)))`` over the last axis; shapes as ``mean_squared_error``."""
     labels, predicted = pair("log_cosh", y_true, y_pred)
-    error = predicted - labels
-    return jnp.mean(error + jax.nn.softplus(-2.0 * error) - float(np.log(2.0)), axis=-1)
+    return jnp.mean(optax.log_cosh(predicted, labels), axis=-1)
 
 
 class MeanSquaredError(FormulaLoss):
@@ -134,34 +132,26 @@ class LogCosh(FormulaLoss):
     formula = staticmethod(log_cosh)
 
 
+@dataclass(repr=False, eq=False)
 class CosineSimilarity(FormulaLoss):
     """Minus the cosine similarity; see ``cosine_similarity``, and ``Loss`` for the other arguments."""
 
     formula = staticmethod(cosine_similarity)
-
-    def __init__(
-        self,
-        axis: int = -1,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = "cosine_similarity",
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(reduction, name, dtype, axis=axis)
+    axis: int = -1
+    reduction: str | None = "sum_over_batch_size"
+    name: str = "cosine_similarity"
+    dtype: Any = None
 
 
+@dataclass(repr=False, eq=False)
 class Huber(FormulaLoss):
     """Squared error near 0, absolute error beyond; see ``huber``, and ``Loss`` for the other arguments."""
 
     formula = staticmethod(huber)
-
-    def __init__(
-        self,
-        delta: float = 1.0,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = "huber_loss",
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(reduction, name, dtype, delta=delta)
+    delta: float = 1.0
+    reduction: str | None = "sum_over_batch_size"
+    name: str = "huber_loss"
+    dtype: Any = None
 
 
 def kl_divergence(y_true: Any, y_pred: Any) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import real_array
 from distribute_jax.losses._loss import Loss
 
 
@@ -19,7 +20,7 @@ def pair(name: str, y_true: Any, y_pred: Any, hint: str = "") -> tuple[jax.Array
     shape (batch,) become (batch, 1), so that the mean over the last axis leaves the batch.
     """
     predicted = predictions(name, y_pred)
-    labels = array(name, "y_true", y_true).astype(predicted.dtype)
+    labels = real_array(name, "y_true", y_true).astype(predicted.dtype)
     shapes = labels.shape, predicted.shape
     labels, predicted = same_rank(labels, predicted)
     if labels.shape != predicted.shape:
@@ -31,7 +32,7 @@ def pair(name: str, y_true: Any, y_pred: Any, hint: str = "") -> tuple[jax.Array
 
 def predictions(name: str, y_pred: Any) -> jax.Array:
     """Makes a floating array of the predictions, with at least the dim of the batch."""
-    predicted = array(name, "y_pred", y_pred)
+    predicted = real_array(name, "y_pred", y_pred)
     if predicted.ndim == 0:
         raise ArgumentError(
             f"{name} got y_pred of shape (), without examples. Its dim 0 is the batch: pass one "
@@ -40,25 +41,6 @@ def predictions(name: str, y_pred: Any) -> jax.Array:
     if not jnp.issubdtype(predicted.dtype, jnp.floating):
         return predicted.astype(jnp.float32)
     return predicted
-
-
-def array(name: str, argument: str, value: Any) -> jax.Array:
-    """Makes an array of real numbers of an argument."""
-    try:
-        if isinstance(value, dict):
-            raise TypeError("a dict")
-        made = jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(
-            f"{name} got {argument}={value!r:.80}, which is not an array of numbers. Pass one array with the "
-            "batch as dim 0; with several outputs, each has its loss."
-        ) from error
-    if jnp.issubdtype(made.dtype, np.complexfloating):
-        raise ArgumentError(
-            f"{name} got {argument} of dtype {made.dtype}. It takes real numbers: pass "
-            "jnp.abs(value), or the part that you mean."
-        )
-    return made
 
 
 def same_rank(labels: jax.Array, predicted: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,16 +92,6 @@ def log_probabilities(predicted: jax.Array, axis: int, from_logits: bool) -> jax
     return jnp.log(clipped(predicted / jnp.sum(predicted, axis=axis, keepdims=True)))
 
 
-def smoothing(name: str, label_smoothing: Any) -> float:
-    """Checks how far labels are moved towards equal probabilities."""
-    is_number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
-    if not is_number or not 0 <= label_smoothing <= 1:
-        raise ArgumentError(
-            f"{name}: label_smoothing must be between 0 and 1; got {label_smoothing!r}."
-        )
-    return float(label_smoothing)
-
-
 TOLERANCE = 1e-3
 """How far probabilities may be from what they should be: rounding, and no more."""
 
@@ -129,32 +101,24 @@ def check_probabilities(loss: Loss, y_pred: Any) -> None:
     if loss.expects is None:
         return
     # A narrow dtype rounds each probability by a share of itself, so their sum by that share at most.
-    found = np.asarray(y_pred)
-    tolerance = max(TOLERANCE, _rounding(found.dtype))
-    values = found.astype(np.float64)
+    array = np.asarray(y_pred)
+    tolerance = 2.0**-8 if array.dtype.itemsize == 2 else TOLERANCE
+    values = array.astype(np.float64)
+    fault = ""
     outside = values[(values < -tolerance) | (values > 1 + tolerance)]
     if outside.size:
-        raise _no_probabilities(loss, f"one of them is {outside.flat[0]:.6g}, outside of 0 to 1")
-    if loss.expects == "probabilities" and values.ndim > 1:
+        fault = f"one of them is {outside.flat[0]:.6g}, outside of 0 to 1"
+    elif loss.expects == "probabilities" and values.ndim > 1:
         sums = values.sum(axis=getattr(loss, "axis", -1))
         off = sums[np.abs(sums - 1) > tolerance]
-        if off.size:
-            raise _no_probabilities(loss, f"those of an example sum to {off.flat[0]:.6g}, not 1")
-
-
-def _rounding(dtype: Any) -> float:
-    """Returns the relative rounding error of a floating dtype, bfloat16 included."""
-    return 2.0**-8 if dtype.itemsize == 2 else 0.0
-
-
-def _no_probabilities(loss: Loss, found: str) -> ArgumentError:
-    kind = type(loss).__name__
+        fault = f"those of an example sum to {off.flat[0]:.6g}, not 1" if off.size else ""
+    if not fault:
+        return
+    advice = "Give the model's outputs a softmax, jax.nn.softmax(outputs)"
     if "from_logits" in vars(loss):
-        advice = f"For logits say dj.losses.{kind}(from_logits=True)"
-    else:
-        advice = "Give the model's outputs a softmax, jax.nn.softmax(outputs)"
+        advice = f"For logits write dj.losses.{type(loss).__name__}(from_logits=True)"
     over = "over the classes" if loss.expects == "probabilities" else "between 0 and 1"
-    return ArgumentError(
-        f"The loss {loss.name} expects probabilities {over}, and the first outputs of the model are "
-        f"none: {found}. {advice}."
+    raise ArgumentError(
+        f"The loss {loss.name} expects probabilities {over}, and the first outputs of the model are not: "
+        f"{fault}. {advice}."
     )

@@ -267,10 +267,10 @@ ARGUMENTS = {
         lambda: losses.Hinge("average"),
         "'mean_with_sample_weight', 'sum', 'none', None",
     ),
-    "name": (lambda: losses.Loss(True), "a name is a str"),
+    "name": (lambda: losses.Loss(True), "name must be a str"),
     "dtype": (lambda: losses.Poisson(dtype="int32"), "floating dtype"),
     "no dtype": (lambda: losses.Poisson(dtype="float31"), "floating dtype"),
-    "a nest": (lambda: losses.Hinge()({"a": Y}, {"a": P}), "each has its loss"),
+    "a nest": (lambda: losses.Hinge()({"a": Y}, {"a": P}), "each has its loss and metrics"),
     "text": (lambda: losses.hinge(Y, "high"), "not an array of numbers"),
     "complex": (lambda: losses.hinge(Y, P + 1j), "real numbers"),
 }

@@ -160,7 +160,7 @@ def test_a_function_that_gives_no_loss_for_each_example_is_refused_when_it_is_tr
 def test_an_error_inside_a_function_says_what_it_was_called_with():
     with pytest.raises(TypeError) as caught:
         losses.get(lambda y_true, y_pred: y_true @ y_pred).per_example(Y, P)
-    assert "labels of shape (3, 1) and predictions of shape (3, 1)" in str(caught.value.__notes__)
+    assert "labels float32[3,1] and predictions float32[3,1]" in str(caught.value.__notes__)
 
 
 def test_a_loss_of_your_own_defines_call():

@@ -57,7 +57,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "batch size": (
         lambda s, v: average(None, 0),
-        r"global_batch_size=0\): the loss is divided by it",
+        r"global_batch_size must be above 0; got 0",
     ),
     "no value": (
         lambda s, v: dj.Variable(None),
