@@ -10,32 +10,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import promoting
-from distribute_jax.metrics._metric import Metric, as_array, check_real, terms
+from distribute_jax._messages import check_choice, check_int, is_number, promoting
+from distribute_jax.metrics._metric import Metric, as_array, terms
 
 
 class Confusion(Metric):
-    """The counts at each threshold, of which subclasses make one number.
+    """The weights of true and false positives and negatives at each threshold, float32."""
 
-    Args:
-        thresholds: a prediction above it says yes.
-
-    Attributes:
-        true_positives: the weight of ones above each threshold, float32.
-        false_positives: that of zeros above it.
-        false_negatives: that of ones not above it.
-        true_negatives: that of zeros not above it.
-    """
+    true_positives: nnx.metrics.MetricState[jax.Array]
+    false_positives: nnx.metrics.MetricState[jax.Array]
+    false_negatives: nnx.metrics.MetricState[jax.Array]
+    true_negatives: nnx.metrics.MetricState[jax.Array]
 
     def __init__(self, thresholds: Sequence[float]) -> None:
         self.thresholds = tuple(float(threshold) for threshold in thresholds)
-        self.true_positives = self._zeros()
-        self.false_positives = self._zeros()
-        self.false_negatives = self._zeros()
-        self.true_negatives = self._zeros()
-
-    def _zeros(self) -> nnx.Variable[jax.Array]:
-        return nnx.metrics.MetricState(jnp.zeros(len(self.thresholds), jnp.float32))
+        for name in ("true_positives", "false_positives", "false_negatives", "true_negatives"):
+            zeros = jnp.zeros(len(self.thresholds), jnp.float32)
+            setattr(self, name, nnx.metrics.MetricState(zeros))
 
     @promoting
     def update(  # type: ignore[override]  # the counts are made of two arguments
@@ -50,7 +41,7 @@ class Confusion(Metric):
         """Adds predictions, inside ``run`` this replica's.
 
         Args:
-            predictions: probabilities of yes, shape (batch, ...).
+            predictions: probabilities of yes, shape (batch, ...); for ``AUC(from_logits=True)`` logits.
             labels: 0 or 1, of the same shape; a last dim of 1 may be missing in one of the two.
             mask: bools, True where a prediction counts; dims match those of the predictions from the
                 left.
@@ -60,12 +51,12 @@ class Confusion(Metric):
         Raises:
             ValueError: shapes or dtypes that do not match.
         """
-        found = terms(self, "predictions", predictions, mask, sample_weight)
-        labels = self._matching(labels, found.values.shape)
-        values, ones = found.values.ravel(), jnp.ravel(labels > 0)
+        new = terms(self, "predictions", self._probabilities(predictions), mask, sample_weight)
+        labels = self._matching(labels, new.values.shape)
+        values, ones = new.values.ravel(), jnp.ravel(labels > 0)
         above = (values[:, None] > jnp.asarray(self.thresholds)).astype(jnp.float32)
-        yes = jnp.where(ones, found.weights.ravel(), 0)
-        no = jnp.where(ones, 0, found.weights.ravel())
+        yes = jnp.where(ones, new.weights.ravel(), 0)
+        no = jnp.where(ones, 0, new.weights.ravel())
         # Accelerators would round the weights to bfloat16.
         right = jnp.dot(yes, above, precision="highest")
         wrong = jnp.dot(no, above, precision="highest")
@@ -74,16 +65,18 @@ class Confusion(Metric):
         self.false_negatives[...] += jnp.sum(yes) - right
         self.true_negatives[...] += jnp.sum(no) - wrong
 
+    def _probabilities(self, predictions: Any) -> Any:
+        return predictions
+
     def _matching(self, labels: Any, shape: tuple[int, ...]) -> jax.Array:
-        made = as_array(self, "labels", labels)
-        check_real(self, "labels", made)
-        if shape not in (made.shape, (*made.shape, 1)) and made.shape != (*shape, 1):
+        array = as_array(self, "labels", labels)
+        if shape not in (array.shape, (*array.shape, 1)) and array.shape != (*shape, 1):
             raise ArgumentError(
                 f"{type(self).__name__}.update got predictions of shape {shape} for labels of shape "
-                f"{made.shape}. They have one shape; for one of several classes pass that class of "
+                f"{array.shape}. They have one shape; for one of several classes pass that class of "
                 "both, predictions[:, 1] and labels == 1."
             )
-        return made
+        return array
 
 
 def share(part: jax.Array, rest: jax.Array) -> jax.Array:
@@ -92,19 +85,16 @@ def share(part: jax.Array, rest: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 0, part / jnp.where(total == 0, 1, total))
 
 
-def checked_thresholds(metric: str, thresholds: Any) -> tuple[float, ...]:
-    """Makes thresholds of one number, several, or None for 0.5."""
-    given = thresholds if isinstance(thresholds, (list, tuple)) else [thresholds]
-    made = [0.5 if thresholds is None else threshold for threshold in given]
-    bad = [
-        t for t in made if isinstance(t, bool) or not isinstance(t, (int, float)) or not 0 <= t <= 1
-    ]
-    if bad or not made:
+def checked_thresholds(metric: str, thresholds: Any) -> list[float]:
+    """Returns a list of one threshold or several, or of 0.5 for None."""
+    listed = thresholds if isinstance(thresholds, (list, tuple)) else [thresholds]
+    numbers = [0.5 if threshold is None else threshold for threshold in listed]
+    if not numbers or not all(is_number(number) and 0 <= number <= 1 for number in numbers):
         raise ArgumentError(
-            f"{metric}(thresholds={thresholds!r:.60}): a threshold is a probability, 0 to 1. Pass one, a "
-            "list of them, or nothing for 0.5."
+            f"{metric}: thresholds must be a number between 0 and 1, several, or None for 0.5; got "
+            f"{thresholds!r:.60}."
         )
-    return tuple(made)
+    return numbers
 
 
 class Precision(Confusion):
@@ -193,47 +183,17 @@ class AUC(Confusion):
     def __init__(
         self, num_thresholds: int = 200, curve: str = "ROC", *, from_logits: bool = False
     ) -> None:
-        if (
-            isinstance(num_thresholds, bool)
-            or not isinstance(num_thresholds, int)
-            or num_thresholds < 2
-        ):
-            raise ArgumentError(
-                f"AUC(num_thresholds={num_thresholds!r}): at least 2. Leave it out for 200."
-            )
-        if curve not in ("ROC", "PR"):
-            raise ArgumentError(f"AUC(curve={curve!r}): the curves are 'ROC' and 'PR'.")
+        check_int("AUC: num_thresholds", num_thresholds, 2)
+        check_choice("AUC: curve", curve, ("ROC", "PR"))
         between = [i / (num_thresholds - 1) for i in range(1, num_thresholds - 1)]
         super().__init__([-_EPSILON, *between, 1 + _EPSILON])
         self.curve = curve
         self.from_logits = from_logits
 
-    def update(  # type: ignore[override]  # the counts are made of two arguments
-        self,
-        *,
-        predictions: Any,
-        labels: Any,
-        mask: Any = None,
-        sample_weight: Any = None,
-        **_: Any,
-    ) -> None:
-        """Adds predictions, inside ``run`` this replica's; see ``Precision.update``.
-
-        Args:
-            predictions: probabilities of yes, or logits, shape (batch, ...).
-            labels: as there.
-            mask: as there.
-            sample_weight: as there.
-            _: keywords for other metrics.
-
-        Raises:
-            ValueError: shapes or dtypes that do not match.
-        """
-        if self.from_logits:
-            predictions = jax.nn.sigmoid(as_array(self, "predictions", predictions))
-        super().update(
-            predictions=predictions, labels=labels, mask=mask, sample_weight=sample_weight
-        )
+    def _probabilities(self, predictions: Any) -> Any:
+        if not self.from_logits:
+            return predictions
+        return jax.nn.sigmoid(as_array(self, "predictions", predictions))
 
     @promoting
     def compute(self) -> jax.Array:

@@ -11,16 +11,16 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting
-from distribute_jax.metrics._metric import Metric, as_array, check_real, taken, terms
+from distribute_jax.metrics._metric import Metric, OfValues, as_array, terms
 from distribute_jax.program import MergeRule, moments_combined, register_merge
 
 
-class Average(Metric):
+class Average(OfValues):
     """The mean of all values since the last reset, over all replicas.
 
-    Every value counts once, so give it one for each example: the losses rather than their mean. A
-    single number counts once for each replica; what ``compute_average_loss`` gives is only this
-    replica's part of a mean and has to be summed with ``all_reduce`` first. In a partial batch the
+    Every value counts once, so pass one for each example: the losses rather than their mean. A
+    single number counts once for each replica; what ``compute_average_loss`` returns is only this
+    replica's part of a mean and must be summed with ``all_reduce`` first. In a partial batch the
     padding is left out; dim 0 of the values is the batch.
 
     Args:
@@ -45,25 +45,8 @@ class Average(Metric):
     """
 
     def __init__(self, argname: str = "values") -> None:
-        self.argname = argname
+        super().__init__(argname)
         self.total = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
-        self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
-        self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
-
-    @promoting
-    def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
-        """Adds values, inside ``run`` this replica's.
-
-        Args:
-            mask: bools, True where a value counts; dims match those of the values from the left.
-            sample_weight: how much each value counts; dims match from the left.
-            kwargs: the values under ``argname``, of any shape; other keywords are left to others.
-
-        Raises:
-            ValueError: no values, a per-replica value outside of ``run``, or shapes that do not match.
-        """
-        values = taken(self, self.argname, kwargs)
-        self._add(self.argname, values, mask, sample_weight)
 
     def _add(self, name: str, values: Any, mask: Any, sample_weight: Any) -> None:
         new = terms(self, name, values, mask, sample_weight)
@@ -74,7 +57,7 @@ class Average(Metric):
     @promoting
     def compute(self) -> jax.Array:
         """Returns the mean, a float32 scalar; NaN where nothing was added."""
-        return self.total[...] / (self.count[...] + self.weight[...])
+        return self.total[...] / self._size()
 
 
 class Accuracy(Average):
@@ -126,7 +109,6 @@ class Accuracy(Average):
         """
         logits = as_array(self, "logits", logits)
         labels = as_array(self, "labels", labels)
-        check_real(self, "logits", logits)
         self._check(logits, labels)
         if self.threshold is not None:
             right = (logits >= self.threshold) == (labels > 0)
@@ -150,7 +132,7 @@ class Accuracy(Average):
             )
 
 
-class Welford(Metric):
+class Welford(OfValues):
     """Mean, standard deviation and standard error of all values since the last reset.
 
     The replicas' means and squared deviations do not add up; they are merged by the rule for two
@@ -171,38 +153,24 @@ class Welford(Metric):
         >>> metric = dj.metrics.Welford("loss")
         >>> metric.update(loss=jnp.array([1.0, 3.0]))
         >>> metric.update(loss=jnp.array([5.0, 7.0]), mask=jnp.array([True, False]))
-        >>> found = metric.compute()
-        >>> float(found.mean), round(float(found.standard_deviation), 3)
+        >>> statistics = metric.compute()
+        >>> float(statistics.mean), round(float(statistics.standard_deviation), 3)
         (3.0, 1.633)
 
     Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
     """
 
     def __init__(self, argname: str = "values") -> None:
-        self.argname = argname
-        self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
-        self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
+        super().__init__(argname)
         self.mean = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
         self.m2 = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
 
-    @promoting
-    def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
-        """Adds values, inside ``run`` this replica's.
-
-        Args:
-            mask: bools, True where a value counts; dims match those of the values from the left.
-            sample_weight: how often each value counts; dims match from the left.
-            kwargs: the values under ``argname``, of any shape; other keywords are left to others.
-
-        Raises:
-            ValueError: no values, a per-replica value outside of ``run``, or shapes that do not match.
-        """
-        values = taken(self, self.argname, kwargs)
-        new = terms(self, self.argname, values, mask, sample_weight)
-        old_size = self.count[...] + self.weight[...]
+    def _add(self, name: str, values: Any, mask: Any, sample_weight: Any) -> None:
+        new = terms(self, name, values, mask, sample_weight)
+        old_size = self._size()
         self.count[...] += new.count
         self.weight[...] += new.weight
-        size, total = new.count + new.weight, self.count[...] + self.weight[...]
+        size, total = new.count + new.weight, self._size()
         # An empty share adds nothing, and must not divide by nothing.
         mean = jnp.sum(new.values * new.weights) / jnp.where(size > 0, size, 1)
         m2 = jnp.sum(new.weights * (new.values - mean) ** 2)
@@ -214,7 +182,7 @@ class Welford(Metric):
     @promoting
     def compute(self) -> Any:
         """Returns ``nnx.metrics.Statistics``; the deviation and the error are NaN without values."""
-        size = self.count[...] + self.weight[...]
+        size = self._size()
         deviation = jnp.sqrt(self.m2[...] / size)
         return nnx.metrics.Statistics(
             mean=jnp.copy(self.mean[...]),  # the next step takes the memory of the metric itself
@@ -284,9 +252,9 @@ class MultiMetric(Metric):
         for name in self.names:
             metric = getattr(self, name)
             more = {"mask": self._for(name, mask), "sample_weight": self._for(name, sample_weight)}
-            given = {key: value for key, value in more.items() if value is not None}
-            _check_takes(name, metric, given)
-            metric.update(**kwargs, **given)
+            more = {key: value for key, value in more.items() if value is not None}
+            _check_takes(name, metric, more)
+            metric.update(**kwargs, **more)
 
     def _for(self, name: str, value: Any) -> Any:
         """Returns the part of a mask or of weights that is meant for one metric."""
@@ -305,11 +273,11 @@ class MultiMetric(Metric):
         return {name: getattr(self, name).compute() for name in self.names}
 
 
-def _check_takes(name: str, metric: Any, given: dict[str, Any]) -> None:
+def _check_takes(name: str, metric: Any, arguments: dict[str, Any]) -> None:
     """Refuses a mask or weights that a metric would leave unread among its other keywords."""
     known = inspect.signature(metric.update).parameters
-    # A MultiMetric of Flax hands everything on.
-    ignored = [key for key in given if key not in known]
+    # A MultiMetric of Flax passes everything on.
+    ignored = [key for key in arguments if key not in known]
     if ignored and not isinstance(metric, nnx.MultiMetric):
         raise ArgumentError(
             f"MultiMetric.update got {' and '.join(ignored)}, which {name} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError, PerReplicaError
 from distribute_jax._lazy import answering
-from distribute_jax._messages import leaf_text
+from distribute_jax._messages import promoting, real_array
+from distribute_jax._padding import align, real_mask
 from distribute_jax._values import DistributedValues
 from distribute_jax.strategies import get_replica_context
 
@@ -90,111 +90,86 @@ class Terms:
     """The sum of the sample weights; 0 where there are none."""
 
 
-def taken(metric: object, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the argument that a metric is made of."""
-    if name not in kwargs:
-        raise ArgumentError(
-            f"{_method(metric)} needs {name}=, and got {sorted(kwargs) or 'nothing'}. A metric reads "
-            "the keyword that its argname names: pass it, or make the metric with another argname."
-        )
-    return kwargs[name]
+class OfValues(Metric):
+    """A metric of the values under one keyword; a subclass adds them up."""
+
+    def __init__(self, argname: str = "values") -> None:
+        self.argname = argname
+        self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
+        self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))
+
+    @promoting
+    def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
+        """Adds values; inside ``run`` this replica's.
+
+        Args:
+            mask: bools, True where a value counts; dims match those of the values from the left.
+            sample_weight: how much each value counts; dims match from the left.
+            kwargs: the values under ``argname``, of any shape; other keywords are left to other metrics.
+
+        Raises:
+            ValueError: no values, a per-replica value outside of ``run``, or shapes that do not match.
+        """
+        if self.argname not in kwargs:
+            raise ArgumentError(
+                f"{_method(self)} needs {self.argname}=, and got {sorted(kwargs) or 'nothing'}. A metric "
+                "reads the keyword that its argname names: pass it, or make the metric with another argname."
+            )
+        self._add(self.argname, kwargs[self.argname], mask, sample_weight)
+
+    def _add(self, name: str, values: Any, mask: Any, sample_weight: Any) -> None:
+        raise NotImplementedError
+
+    def _size(self) -> jax.Array:
+        return self.count[...] + self.weight[...]
 
 
 def terms(metric: object, name: str, values: Any, mask: Any, sample_weight: Any) -> Terms:
-    """Sorts out what counts."""
+    """Decides which values count, and how much."""
     if isinstance(values, (np.ndarray, np.generic)) and values.dtype.kind in "iu":
         values = values.astype(np.float32)  # JAX would cut 64-bit integers to 32 bits
     values = as_array(metric, name, values)
-    check_real(metric, name, values)
-    keep = _kept(metric, name, values.shape, mask)
+    shape = values.shape
+    keep = _kept(metric, name, shape, mask)
     values = values.astype(jnp.float32)
+    weights = jnp.ones(shape, jnp.float32)
+    if sample_weight is not None:
+        array = as_array(metric, "sample_weight", sample_weight).astype(jnp.float32)
+        array = align(_method(metric), "sample_weight", array, name, shape)
+        weights = jnp.broadcast_to(array, shape)
+    count = jnp.asarray(values.size, jnp.int32)
     if keep is not None:
-        values = jnp.where(keep, values, 0)
-    ones = jnp.ones(values.shape, jnp.float32) if keep is None else keep.astype(jnp.float32)
-    nothing = jnp.zeros((), jnp.float32)
+        values, weights = jnp.where(keep, values, 0), jnp.where(keep, weights, 0)
+        count = jnp.broadcast_to(keep, shape).sum(dtype=jnp.int32)
     if sample_weight is None:
-        count = values.size if keep is None else keep.sum(dtype=jnp.int32)
-        return Terms(values, ones, jnp.asarray(count, jnp.int32), nothing)
-    given = as_array(metric, "sample_weight", sample_weight)
-    check_real(metric, "sample_weight", given)
-    weights = _aligned(metric, name, "sample_weight", given, values.shape).astype(jnp.float32)
-    if keep is not None:
-        weights = jnp.where(keep, weights, 0)
+        return Terms(values, weights, count, jnp.zeros((), jnp.float32))
     return Terms(values, weights, jnp.zeros((), jnp.int32), weights.sum())
 
 
 def as_array(metric: object, name: str, value: Any) -> jax.Array:
-    """Makes an array of an argument of ``update``."""
+    """Returns an argument of ``update`` as an array of real numbers."""
     if isinstance(value, DistributedValues):
         raise PerReplicaError(
             f"{_method(metric)} got {name}={value!r} outside of run, one value for each replica. "
             "Update the metric inside the function given to strategy.run, or pass "
             "strategy.gather(value, axis=0)."
         )
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError("text")
-        return jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(
-            f"{_method(metric)} got {name}={leaf_text(value)}, which is not an array of numbers. Pass one "
-            "number for each example."
-        ) from error
-
-
-def check_real(metric: object, name: str, array: jax.Array) -> None:
-    """Refuses what is not a real number."""
-    kinds = (jnp.floating, jnp.integer, np.bool_)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
-        raise ArgumentError(
-            f"{_method(metric)} got {name} of dtype {array.dtype}. It takes real numbers and bools: "
-            "pass jnp.abs(value), or the part that you mean."
-        )
+    return real_array(_method(metric), name, value)
 
 
 def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.Array | None:
-    """Returns where values count, of their shape; None where all do."""
-    padding = _real_rows(metric, name, shape)
+    """Returns where values count, with as many dims as they have; None where all do."""
+    real = real_mask(_method(metric), name, shape, get_replica_context())
     if mask is None:
-        return padding
-    given = as_array(metric, "mask", mask)
-    if jnp.issubdtype(given.dtype, jnp.inexact):
+        return real
+    array = as_array(metric, "mask", mask)
+    if jnp.issubdtype(array.dtype, jnp.floating):
         raise ArgumentError(
-            f"{_method(metric)} got a mask of dtype {given.dtype}. A mask says whether a value counts: "
+            f"{_method(metric)} got a mask of dtype {array.dtype}. A mask says whether a value counts: "
             "pass mask > 0; or pass how much it counts as sample_weight=."
         )
-    keep = _aligned(metric, name, "mask", given.astype(bool), shape)
-    return keep if padding is None else keep & padding
-
-
-def _real_rows(metric: object, name: str, shape: tuple[int, ...]) -> jax.Array | None:
-    """Returns the mask of a partial batch, spread over the values; None for one number, or no padding."""
-    context = get_replica_context()
-    if context is None or not context.is_padded or not shape:
-        return None
-    mask = context.batch_mask
-    if shape[0] != mask.shape[0]:
-        raise ArgumentError(
-            f"{_method(metric)} got {name} with {shape[0]} rows for a replica's share of "
-            f"{mask.shape[0]} examples, so it cannot tell which belong to the padding of this partial "
-            "batch. Give it a row for each example: keep the batch as dim 0 and do not flatten it."
-        )
-    return _aligned(metric, name, "mask", mask, shape)
-
-
-def _aligned(
-    metric: object, name: str, what: str, array: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-    """Spreads a mask or weights over the values; dims match from the left, as the batch does."""
-    fits = all(n in (1, size) for n, size in zip(array.shape, shape, strict=False))
-    if array.ndim > len(shape) or not fits:
-        raise ArgumentError(
-            f"{_method(metric)} got {what} of shape {array.shape} for {name} of shape {shape}. Its "
-            "dims are matched with those of the values from the left: pass one number for each "
-            "example, shape (batch,), or one for each value."
-        )
-    more = (1,) * (len(shape) - array.ndim)
-    return jnp.broadcast_to(array.reshape(array.shape + more), shape)
+    keep = align(_method(metric), "mask", array.astype(bool), name, shape)
+    return keep if real is None else keep & real
 
 
 def _method(metric: object) -> str:

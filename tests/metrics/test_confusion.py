@@ -95,11 +95,11 @@ def test_a_mask_leaves_predictions_out():
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no probability": (lambda: Precision(thresholds=2), "0 to 1"),
-    "no thresholds": (lambda: Recall(thresholds=[]), "0 to 1"),
-    "a text": (lambda: Recall(thresholds="half"), "0 to 1"),
-    "one threshold": (lambda: AUC(num_thresholds=1), "at least 2"),
-    "curve": (lambda: AUC(curve="roc"), "'ROC' and 'PR'"),
+    "no probability": (lambda: Precision(thresholds=2), "between 0 and 1"),
+    "no thresholds": (lambda: Recall(thresholds=[]), "between 0 and 1"),
+    "a text": (lambda: Recall(thresholds="half"), "between 0 and 1"),
+    "one threshold": (lambda: AUC(num_thresholds=1), "an integer >= 2"),
+    "curve": (lambda: AUC(curve="roc"), "one of 'ROC', 'PR'"),
     "classes": (
         lambda: Recall().update(predictions=P[:, None] * [1, 2], labels=LABELS),
         r"shape \(13, 2\) for labels of shape \(13,\)",

@@ -408,7 +408,7 @@ WRONG = {
     "complex": (Average, {"values": 1j}, "real numbers"),
     "a key": (Average, {"values": jax.random.key}, "not an array of numbers"),
     "long mask": (Average, {"values": np.ones(3), "mask": np.ones(2, bool)}, "from the left"),
-    "deep mask": (Average, {"values": np.ones(3), "mask": np.ones((3, 1), bool)}, "from the left"),
+    "deep mask": (Average, {"values": np.ones(3), "mask": np.ones((3, 2), bool)}, "from the left"),
     "float mask": (Average, {"values": np.ones(3), "mask": np.ones(3)}, "mask > 0"),
     "weights": (Welford, {"values": np.ones(3), "sample_weight": np.ones(4)}, "from the left"),
     "one-hot": (
