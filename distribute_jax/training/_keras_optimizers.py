@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,72 +23,39 @@ from distribute_jax._messages import promoting
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 
 
-class _Moments(NamedTuple):
-    step: jax.Array
-    mu: Any
-    nu: Any
-
-
-class _NesterovMoments(NamedTuple):
-    moments: _Moments
-    product: jax.Array
-    """Of the momenta of all updates."""
-
-
-def _start(params: Any) -> _Moments:
-    zeros = optax.tree_utils.tree_zeros_like(params)
-    return _Moments(jnp.zeros((), jnp.int32), zeros, zeros)
-
-
-def _next_moments(moments: _Moments, gradients: Any) -> _Moments:
-    mu = optax.tree_utils.tree_update_moment(gradients, moments.mu, BETA_1, 1)
-    nu = optax.tree_utils.tree_update_moment_per_elem_norm(gradients, moments.nu, BETA_2, 2)
-    return _Moments(optax.safe_increment(moments.step), mu, nu)
-
-
 def _scale_by_adam() -> optax.GradientTransformation:
     @promoting
-    def update(gradients: Any, state: _Moments, params: Any = None) -> tuple[Any, _Moments]:
-        state = _next_moments(state, gradients)
-        factor = jnp.sqrt(1 - BETA_2**state.step) / (1 - BETA_1**state.step)
-        updates = jax.tree.map(
-            lambda m, v: m * factor / (jnp.sqrt(v) + EPSILON), state.mu, state.nu
-        )
-        return updates, state
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        correction = jnp.sqrt(1 - BETA_2 ** optax.safe_increment(state.count))
+        adam = optax.scale_by_adam(BETA_1, BETA_2, eps=EPSILON / correction)
+        return adam.update(gradients, state, params)
 
-    return optax.GradientTransformation(_start, update)
+    return optax.GradientTransformation(optax.scale_by_adam().init, update)
 
 
 def _scale_by_nadam() -> optax.GradientTransformation:
-    def start(params: Any) -> _NesterovMoments:
-        return _NesterovMoments(_start(params), jnp.ones((), jnp.float32))
+    adam = optax.scale_by_adam(BETA_1, BETA_2)
+
+    def start(params: Any) -> Any:
+        return adam.init(params), jnp.ones((), jnp.float32)
 
     @promoting
-    def update(
-        gradients: Any, state: _NesterovMoments, params: Any = None
-    ) -> tuple[Any, _NesterovMoments]:
-        moments = _next_moments(state.moments, gradients)
-        momentum, next_momentum = (_momentum(moments.step + more) for more in (0, 1))
-        product = state.product * momentum
-        m_factor, g_factor = (
-            next_momentum / (1 - product * next_momentum),
-            (1 - momentum) / (1 - product),
-        )
-        correction = 1 - BETA_2**moments.step
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        _, moments = adam.update(gradients, state[0], params)
+        # From 0.47 in the first update to 0.9.
+        now, later = (BETA_1 * (1 - 0.5 * 0.96 ** (moments.count + more)) for more in (0, 1))
+        product = state[1] * now  # of the momenta of all updates
+        m_factor, g_factor = later / (1 - product * later), (1 - now) / (1 - product)
+        correction = 1 - BETA_2**moments.count
         updates = jax.tree.map(
             lambda m, v, g: (m_factor * m + g_factor * g) / (jnp.sqrt(v / correction) + EPSILON),
             moments.mu,
             moments.nu,
             gradients,
         )
-        return updates, _NesterovMoments(moments, product)
+        return updates, (moments, product)
 
     return optax.GradientTransformation(start, update)
-
-
-def _momentum(step: jax.Array) -> jax.Array:
-    """Returns the momentum of an update, from 0.47 in the first to 0.9."""
-    return BETA_1 * (1 - 0.5 * 0.96**step)
 
 
 def adam(learning_rate: Any) -> optax.GradientTransformation:
@@ -108,9 +75,7 @@ def nadam(learning_rate: Any) -> optax.GradientTransformation:
     return optax.chain(_scale_by_nadam(), optax.scale_by_learning_rate(learning_rate))
 
 
-_Options = Mapping[str, Any]
-
-KERAS: Mapping[str, tuple[Callable[..., optax.GradientTransformation], float, _Options]] = {
+KERAS: Mapping[str, tuple[Callable[..., Any], float, Mapping[str, Any]]] = {
     "sgd": (optax.sgd, 0.01, {}),
     "rmsprop": (optax.rmsprop, 0.001, {"decay": 0.9, "eps": 1e-7, "eps_in_sqrt": True}),
     "adam": (adam, 0.001, {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -203,12 +202,7 @@ class PartialGradient(Variable):
 
 
 class Accumulation(nnx.Module):
-    """Adds up this replica's gradients: several batches need one reduction.
-
-    Args:
-        params: the variables whose gradients are added up.
-        steps: how many batches make one update.
-    """
+    """Adds up this replica's gradients of some parameters: several batches need one reduction."""
 
     def __init__(self, params: Sequence[nnx.Variable[Any]], steps: int) -> None:
         self.steps = steps
@@ -241,10 +235,7 @@ GROWTH_STEPS = 2000
 
 
 class LossScale(nnx.Module):
-    """The factor of the loss: a fixed one, or ``"dynamic"``, which is halved if a gradient overflows.
-
-    Source: https://keras.io/api/optimizers/loss_scale_optimizer/
-    """
+    """The factor of the loss: a fixed one, or ``"dynamic"``, which is halved if a gradient overflows."""
 
     def __init__(self, scale: float | str) -> None:
         if scale != "dynamic" and not (isinstance(scale, (int, float)) and scale > 0):
@@ -301,28 +292,13 @@ def when(
         nnx.update(node, new)
 
 
-_MISSING = re.compile(
-    r"(?:(\w+)\.<locals>\.)?\w+\(\) missing \d+ required keyword-only arguments?: (.+)"
-)
-
-_PLATEAU = (
-    " To lower the learning rate on a plateau: optimizer=optax.inject_hyperparams(optax.sgd)("
-    "learning_rate=0.1) and fit(callbacks=[dj.callbacks.ReduceLROnPlateau()])."
-)
-_SEARCH = (
-    " Without a line search it needs none of them: optax.lbfgs(learning_rate=0.1, linesearch=None)."
-)
-
-
 def _missing_arguments(error: Exception) -> str:
     """Returns what to do if a transformation lacks an argument that it needs for each update."""
-    match = _MISSING.search(str(error)) if isinstance(error, TypeError) else None
-    if match is None:
+    if not isinstance(error, TypeError) or "required keyword-only argument" not in str(error):
         return ""
-    names = re.findall(r"'(\w+)'", match[2])
-    remedy = _SEARCH if "value_fn" in names else _PLATEAU if match[1] == "reduce_on_plateau" else ""
     return (
-        f"The optimizer's optax transformation {match[1] or ''} needs {', '.join(f'{n}=' for n in names)} "
-        f"for each update, which Model.fit does not pass.{remedy} In your own loop, pass what the global "
-        f"batch has: optimizer.update(model, grads, {', '.join(f'{n}=…' for n in names)})."
+        "The optimizer's optax transformation needs arguments that Model.fit does not pass. In your own "
+        "loop, pass what the global batch has, as optimizer.update(model, grads, value=…). In fit, "
+        "optax.lbfgs(learning_rate=0.1, linesearch=None) needs none, and "
+        "dj.callbacks.ReduceLROnPlateau lowers the learning rate on a plateau."
     )

@@ -22,22 +22,16 @@ def made(strategy: dj.Strategy, optimizer: Any, **options: Any) -> dj.Model:
     return model
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "words"),
-    [
-        (optax.lbfgs(), r"zoom_linesearch needs value=, grad=, value_fn=.*linesearch=None"),
-        (optax.contrib.reduce_on_plateau(), r"plateau needs value= .*callbacks\.ReduceLROnPlateau"),
-        (optax.polyak_sgd(), r"scale_by_polyak needs value= .*update\(model, grads, value=…\)"),
-    ],
-)
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}])
 def test_a_transformation_that_needs_more_than_gradients_is_refused(
-    s2: dj.Strategy, optimizer: Any, words: str, options: dict[str, Any]
+    s2: dj.Strategy, options: dict[str, Any]
 ):
-    """A note names it, and what to use; nothing is trained."""
-    model = made(s2, optimizer, **options)
+    """A note says what to use in fit; nothing is trained."""
+    model = made(s2, optax.lbfgs(), **options)
     before = model.get_weights()
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(
+        TypeError, match=r"'value_fn'(.|\n)*linesearch=None(.|\n)*ReduceLROnPlateau"
+    ):
         model.fit(X, Y, batch_size=4, verbose=0)
     assert all(map(np.array_equal, before, model.get_weights()))
 
