@@ -169,20 +169,16 @@ def unpack_x_y_sample_weight(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     return x, y, weight
 
 
-def rows_of(tree: PyTree) -> int:
-    """Returns the number of rows of this replica's share, with padding."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "ndim", 0)]
+def example_counts(x: PyTree) -> tuple[Any, Any]:
+    """Returns the number of real examples of this replica, and of the global batch."""
+    leaves = [leaf for leaf in jax.tree.leaves(x) if getattr(leaf, "ndim", 0)]
     if not leaves:
         raise ArgumentError(
-            f"The inputs of a batch hold no array of examples, but {leaf_text(tree)}. Pass arrays "
+            f"The inputs of a batch hold no array of examples, but {leaf_text(x)}. Pass arrays "
             "whose dim 0 is the batch."
         )
-    return int(leaves[0].shape[0])
-
-
-def real_examples(rows: int) -> tuple[Any, Any]:
-    """Returns the number of real examples of this replica, and of the global batch."""
     replica = get_replica_context()
     if replica.is_padded:
         return replica.batch_mask.sum(), replica.real_examples
+    rows = int(leaves[0].shape[0])
     return rows, rows * replica.num_replicas_in_sync

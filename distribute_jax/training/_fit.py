@@ -94,18 +94,16 @@ class Fit:
             "initial_epoch": self.initial_epoch,
             "initial_batch": 0,
         }
-        self._list = CallbackList(
-            [self.callbacks, history, progress(self.verbose, "fit")], self.model, params
-        )
+        shown = progress(self.verbose, "fit")
+        self._list = CallbackList([self.callbacks, history, shown], self.model, params)
         self.model.stop_training = False
         self.model.history = history
         outer = self.trainer.batches
         try:
-            with self.trainer.setup.weighing_classes(self.class_weights):
+            with self._list, self.trainer.setup.weighing_classes(self.class_weights):
                 self._train()
         finally:
             self.trainer.batches = outer
-            self._list.release()
             history.set_model(None)  # the model keeps its history, which must not keep the model
         return history
 

@@ -145,18 +145,16 @@ def several_inputs_hint(called: str, x: Any, y: Any, error: Exception) -> str:
 
 def _as_arrays(called: str, name: str, tree: Any) -> Any:
     """Returns a tree of arrays; a list of numbers is one array, a list of arrays several."""
+    if tree is None:
+        return None
     if isinstance(tree, (list, tuple)) and any(hasattr(part, "shape") for part in tree):
         return tuple(_as_arrays(called, name, part) for part in tree)
     if isinstance(tree, dict):
         return {key: _as_arrays(called, name, part) for key, part in tree.items()}
-    return None if tree is None else _as_array(called, name, tree)
-
-
-def _as_array(called: str, name: str, leaf: Any) -> Any:
-    array = leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf)
+    array = tree if isinstance(tree, (np.ndarray, jax.Array)) else np.asarray(tree)
     if array.ndim == 0 or array.dtype == object:
         raise ArgumentError(
-            f"{called} got {name}={leaf_text(leaf)}. Examples in memory are arrays whose dim 0 is the "
+            f"{called} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "
             "examples, or dicts of them."
         )
     return array

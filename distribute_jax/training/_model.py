@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._lazy import answering
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._user_frames import frames_hidden
-from distribute_jax.data import DistributedDataset
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
 from distribute_jax.strategies._devices import note_default_strategy
 from distribute_jax.training import _steps
@@ -29,7 +28,7 @@ from distribute_jax.training._inputs import (
 )
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.training._objective import as_nnx
-from distribute_jax.training._progress import running
+from distribute_jax.training._progress import progress
 from distribute_jax.training._tracker import as_keras
 from distribute_jax.training._trainer import Trainer
 from distribute_jax.training._weights import Stored
@@ -253,14 +252,11 @@ class Model(Stored):
         Raises:
             ValueError: data or arguments that do not fit.
         """
-        x, y, keys = without_keys(Keys(x_key, y_key), x, y)
-        with self.strategy.scope(), hint(partial(several_inputs_hint, "evaluate", x, y)):
-            data = self._dataset("evaluate", (x, y, sample_weight), batch_size, steps)
-            with (
-                self.trainer.guard.enter("evaluate"),
-                running(self, "evaluate", callbacks, verbose, steps or data.cardinality) as every,
-            ):
-                logs = self.trainer.evaluate(Batches(data, keys), limit=steps, callbacks=every)
+        with self._running(
+            self.trainer, "evaluate", (x, y, sample_weight), Keys(x_key, y_key),
+            batch_size, steps, callbacks, verbose,
+        ) as run:  # fmt: skip
+            logs = self.trainer.evaluate(**run)
         return as_keras(logs, return_dict)
 
     @frames_hidden
@@ -290,15 +286,11 @@ class Model(Stored):
         Raises:
             ValueError: data or arguments that do not fit.
         """
-        x, _, keys = without_keys(Keys(x_key), x, None)
-        with self.strategy.scope(), hint(partial(several_inputs_hint, "predict", x, None)):
-            data = self._dataset("predict", (x, None, None), batch_size, steps)
-            trainer = self._predicting_trainer()
-            with (
-                trainer.guard.enter("predict"),
-                running(self, "predict", callbacks, verbose, steps or data.cardinality) as every,
-            ):
-                return trainer.predict(Batches(data, keys), limit=steps, callbacks=every)
+        trainer = self._predicting_trainer()
+        with self._running(
+            trainer, "predict", (x, None, None), Keys(x_key), batch_size, steps, callbacks, verbose
+        ) as run:
+            return trainer.predict(**run)
 
     @frames_hidden
     def train_on_batch(
@@ -369,7 +361,8 @@ class Model(Stored):
         if self._trainer is not None:
             return self._trainer
         if self._predictor is None:
-            self._predictor = Trainer(self.strategy, self.module, Setup(self.module, "sgd"))
+            with self.strategy.scope():
+                self._predictor = Trainer(self.strategy, self.module, Setup(self.module, "sgd"))
         return self._predictor
 
     def _state(self) -> dict[str, Any]:
@@ -377,25 +370,39 @@ class Model(Stored):
             return {"module": self.module}
         return {"module": self.module, "optimizer": self.optimizer}
 
-    def _dataset(
-        self, called: str, xyw: tuple[Any, ...], batch_size: int | None, steps: int | None
-    ) -> DistributedDataset:
-        arrays = arrays_of(called, *xyw)
-        data = dataset_of(self.strategy, called, arrays or xyw[0], batch_size)
-        check_ends(called, data, steps)
-        return data
-
     @contextmanager
+    def _running(
+        self,
+        trainer: Trainer,
+        called: str,
+        xyw: tuple[Any, Any, Any],
+        keys: Keys,
+        batch_size: int | None,
+        steps: int | None,
+        callbacks: Any = None,
+        verbose: int | str = 0,
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the arguments by which a trainer goes through data."""
+        x, y, keys = without_keys(keys, *xyw[:2])
+        with self.strategy.scope(), hint(partial(several_inputs_hint, called, x, y)):
+            arrays = arrays_of(called, x, y, xyw[2])
+            data = dataset_of(self.strategy, called, arrays or x, batch_size)
+            check_ends(called, data, steps)
+            with trainer.guard.enter(called):
+                params = {"steps": steps or data.cardinality, "verbose": verbose}
+                every = CallbackList([callbacks, progress(verbose, called)], self, params)
+                with every:
+                    yield {"batches": Batches(data, keys), "limit": steps, "callbacks": every}
+
     def _one_batch(
         self, trainer: Trainer, called: str, x: Any, y: Any = None, weight: Any = None
-    ) -> Iterator[dict[str, Any]]:
-        """Yields the arguments by which a trainer runs one batch, without callbacks."""
-        with self.strategy.scope(), trainer.guard.enter(called):
-            data = arrays_of(called, x, y, weight)
-            if data is None:
-                raise ArgumentError(
-                    f"{called} takes the arrays of one batch, and got {leaf_text(x)}. For a dataset call "
-                    "fit, evaluate or predict."
-                )
-            batches = Batches(dataset_of(self.strategy, called, data, data.length))
-            yield {"batches": batches, "limit": 1, "callbacks": CallbackList((), self, {})}
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Returns the arguments by which a trainer runs one batch."""
+        arrays = arrays_of(called, x, y, weight)
+        if arrays is None:
+            raise ArgumentError(
+                f"{called} takes the arrays of one batch, and got {leaf_text(x)}. For a dataset call "
+                "fit, evaluate or predict."
+            )
+        xyw = arrays.x, arrays.y, arrays.weight
+        return self._running(trainer, called, xyw, Keys(), arrays.length, steps=1)

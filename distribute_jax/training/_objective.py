@@ -36,12 +36,7 @@ class AddedLoss(nnx.Intermediate[Any]):
 
 
 class Objective:
-    """The losses of a model's outputs, with their weights.
-
-    Args:
-        loss: a loss for a model with one output; a list or dict of them, as the outputs are.
-        weights: a number for each loss, in the same structure.
-    """
+    """The losses of a model's outputs with their weights: one, or a list or dict of them."""
 
     def __init__(self, loss: Any, weights: Any = None) -> None:
         self.is_single = not isinstance(loss, (list, tuple, dict))

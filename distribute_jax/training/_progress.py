@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot, Tracker
-from distribute_jax.training.callbacks._callback import Callback, CallbackList
+from distribute_jax.training.callbacks._callback import Callback
 
 BETWEEN = 0.1
 """Seconds between two updates of the bar."""
@@ -30,19 +28,6 @@ def progress(verbose: int | str, called: str) -> list[Callback]:
         return []
     console = None if verbose == 2 else _drawing_console()
     return [Lines(called) if console is None else Bar(called, console)]
-
-
-@contextmanager
-def running(
-    model: Any, called: str, callbacks: Any, verbose: int | str, steps: int | None
-) -> Iterator[CallbackList]:
-    """Yields the callbacks of one evaluation or prediction, and releases them at its end."""
-    params = {"steps": steps, "verbose": verbose}
-    every = CallbackList([callbacks, progress(verbose, called)], model, params)
-    try:
-        yield every
-    finally:
-        every.release()
 
 
 class Lines(Callback):

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree, promoting
-from distribute_jax.losses._loss import aligned_weights
+from distribute_jax._messages import PyTree, promoting, real_array
+from distribute_jax._padding import align
 from distribute_jax.strategies import get_replica_context
-from distribute_jax.training._batches import real_examples, rows_of, unpack_x_y_sample_weight
+from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
 from distribute_jax.training._compile import Setup
 from distribute_jax.training._objective import with_added_losses
 
@@ -53,7 +53,7 @@ def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
     else:  # a penalty alone has the same gradients on all replicas, which update would refuse to sum
         summed = get_replica_context().all_reduce("sum", gradients)
         optimizer.update(module, summed, skip_gradients_aggregation=True)
-    tracker.update_loss(setup.objective, total, parts, real_examples(rows_of(x)))
+    tracker.update_loss(setup.objective, total, parts, example_counts(x))
     tracker.update_metrics(y, outputs, weight)
 
 
@@ -64,7 +64,7 @@ def test(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
     if setup.objective.losses or added is not None:
         parts = setup.objective(y, outputs, weight)
         total = setup.objective.total(parts, added)
-        setup.tested.update_loss(setup.objective, total, parts, real_examples(rows_of(x)))
+        setup.tested.update_loss(setup.objective, total, parts, example_counts(x))
     setup.tested.update_metrics(y, outputs, weight)
 
 
@@ -100,7 +100,8 @@ def class_weighted(
         factor = jnp.where(labels == label, weight, factor)
     if sample_weight is None:
         return factor
-    return factor * aligned_weights("class_weight", sample_weight, factor)
+    array = real_array("class_weight", "sample_weight", sample_weight).astype(factor.dtype)
+    return factor * align("class_weight", "sample_weight", array, "labels", factor.shape)
 
 
 Step: TypeAlias = Callable[..., Any]

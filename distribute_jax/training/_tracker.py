@@ -18,6 +18,7 @@ from distribute_jax import metrics as ours
 from distribute_jax._errors import ArgumentError, NotEqualError, PaddingLeakError, UnsupportedError
 from distribute_jax._mesh import outside_mesh, put
 from distribute_jax._messages import PyTree, leaf_text, listed, promoting
+from distribute_jax._padding import real_mask
 from distribute_jax._values import PerReplica
 from distribute_jax.metrics import AUC, Average, Metric, Precision, Recall
 from distribute_jax.strategies import Strategy, get_replica_context
@@ -70,13 +71,7 @@ class FunctionMean(Average):
 
 
 class Tracker(nnx.Module):
-    """The running loss and metrics of training, or of an evaluation.
-
-    Args:
-        objective: the losses.
-        metrics: names, functions or metric objects, in a list, or in a dict by output.
-        weighted: likewise, those in which sample weights count.
-    """
+    """The running loss and metrics of training, or of an evaluation; ``weighted`` ones use sample weights."""
 
     def __init__(self, objective: Objective, metrics: Any, weighted: Any) -> None:
         self.loss = LossMean()
@@ -212,20 +207,20 @@ def _update(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
         more["sample_weight"] = weight
     replica = get_replica_context()
     if "mask" in known and not isinstance(metric, Metric) and replica.is_padded:
-        more["mask"] = _spread(replica.batch_mask, metric, words)
+        more["mask"] = _spread(name, metric, words, replica)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    given = words if takes_all else {k: v for k, v in words.items() if k in known}
-    metric.update(**given, **more)
+    keywords = words if takes_all else {k: v for k, v in words.items() if k in known}
+    metric.update(**keywords, **more)
 
 
-def _spread(mask: jax.Array, metric: Any, words: Mapping[str, Any]) -> jax.Array:
+def _spread(name: str, metric: Any, words: Mapping[str, Any], replica: Any) -> jax.Array:
     """Returns the mask with an entry for each value, since Flax's metrics match dims from the right."""
-    measured = words.get(getattr(metric, "argname", ""), words["labels"])
-    if isinstance(metric, nnx.metrics.Accuracy):
-        measured = words["labels"]
-    if not getattr(measured, "ndim", 0):
-        return mask
-    return jnp.broadcast_to(mask.reshape(-1, *(1,) * (measured.ndim - 1)), measured.shape)
+    values = words["labels"]
+    if not isinstance(metric, nnx.metrics.Accuracy):
+        values = words.get(getattr(metric, "argname", ""), values)
+    shape = getattr(values, "shape", ())
+    mask = real_mask(f"The metric {name}", "values", shape, replica)
+    return replica.batch_mask if mask is None else jnp.broadcast_to(mask, shape)
 
 
 @jax.jit
@@ -295,11 +290,7 @@ _UNREAD = 1000
 
 
 class StepLogs:
-    """The running means of the numbers that a user's ``train_step`` returns.
-
-    Args:
-        strategy: what ran the step, and sums the parts of the replicas.
-    """
+    """The running means of the numbers that a user's ``train_step`` returns, summed over the replicas."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -309,8 +300,9 @@ class StepLogs:
         self._waiting: list[Any] = []
         self._sums: dict[str, tuple[float, int]] = {}
 
-    def add(self, returned: Any) -> None:
+    def add(self, returned: Any, examples: int) -> None:
         """Adds what a dispatch returned, of one step or several."""
+        del examples
         self._waiting.append(returned)
         if len(self._waiting) == _UNREAD:
             self._read()

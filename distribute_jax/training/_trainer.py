@@ -91,8 +91,7 @@ class Trainer:
             self.step_logs.reset()
         with hint(partial(dict_hint, "fit", batches)), mode(self.module, training=True):
             self._check_first(batches)
-            own = self.model is not None
-            consume = (lambda outs, _: self.step_logs.add(outs)) if own else None
+            consume = None if self.model is None else self.step_logs.add
             done = self._loop("train", batches, callbacks, self.logs, limit, done, consume)
         return done, self.logs()
 
@@ -130,13 +129,8 @@ class Trainer:
             if names:  # also where they happen to be as long as the batch
                 raise ArgumentError(_NO_ROWS.format(names=f": {', '.join(names)}"))
             self._loop(
-                "predict",
-                batches,
-                callbacks,
-                lambda: {"outputs": outputs.newest},
-                limit,
-                consume=outputs.add,
-            )
+                "predict", batches, callbacks, lambda: {"outputs": outputs.newest}, limit, 0, outputs.add
+            )  # fmt: skip
         callbacks.call("on_predict_end")
         return outputs.result()
 
@@ -250,12 +244,7 @@ class Outputs:
 
 
 class ReentrancyGuard:
-    """Forbids two threads to run one model, and keeps the numbers of a run that calls another.
-
-    Args:
-        trackers: of training and of evaluation.
-        step_logs: what a user's step returned.
-    """
+    """Forbids two threads to run one model, and keeps the numbers of a run that calls another."""
 
     def __init__(self, trackers: Sequence[Tracker], step_logs: StepLogs) -> None:
         self._variables = [v for tracker in trackers for v in variables(tracker)]
@@ -265,11 +254,7 @@ class ReentrancyGuard:
 
     @contextmanager
     def enter(self, called: str) -> Iterator[None]:
-        """Marks a run for a block; after an inner run the numbers are again those of the outer one.
-
-        Raises:
-            ContextError: another thread is in a run.
-        """
+        """Marks a run for a block; after an inner run the numbers are again those of the outer one."""
         # To wait could be a deadlock: the other run may be in a callback that waits for this thread.
         if not self._lock.acquire(blocking=False):
             raise ContextError(
@@ -318,12 +303,6 @@ class StepsPerExecution:
     With ``"auto"`` it starts at one and doubles as long as that is worth it. Larger groups save host
     time, and cost memory for the batches and a longer wait between the batch hooks of callbacks. All
     processes of a job use what process 0 measures, since they must dispatch the same groups.
-
-    Args:
-        steps: the number, or ``"auto"``.
-        wait: waits until the devices are idle.
-        clock: returns seconds.
-        agree: returns on all processes the number that process 0 passes.
     """
 
     def __init__(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -50,41 +49,34 @@ def _is_kept(path: Any, variable: Any) -> bool:
 COLUMNS = ("layer", "type", "parameters", "bytes", "dtype", "placement")
 NUMBERS = {"parameters", "bytes"}
 
-
-@dataclass
-class Layer:
-    """A module with its arrays, each with whether it is trained."""
-
-    path: str
-    kind: str
-    arrays: list[tuple[bool, Any]] = field(default_factory=list)
-
-    def row(self) -> tuple[str, ...]:
-        arrays = [array for _, array in self.arrays]
-        size, memory = sum(a.size for a in arrays), sum(map(_bytes, arrays))
-        dtypes = dict.fromkeys(str(array.dtype) for array in arrays)
-        placements = dict.fromkeys(map(_placement, arrays))
-        return (
-            self.path, self.kind, f"{size:,}", f"{memory:,}", ", ".join(dtypes), ", ".join(placements)
-        )  # fmt: skip
+Arrays: TypeAlias = list[tuple[bool, Any]]
+"""Arrays of a layer, each with whether it is trained."""
 
 
 def summary_text(module: nnx.Module) -> str:
     """Returns the table of a module's layers."""
     layers = layers_of(module)
-    rows = [COLUMNS, *(layer.row() for layer in layers)]
+    rows = [COLUMNS, *(_row(path, kind, arrays) for (path, kind), arrays in layers.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = zip(COLUMNS, row, widths, strict=True)
         lines.append("  ".join(t.rjust(w) if n in NUMBERS else t.ljust(w) for n, t, w in cells))
     lines.insert(1, "-" * max(map(len, lines)))
-    lines += ["", *_totals([item for layer in layers for item in layer.arrays])]
+    lines += ["", *_totals([item for arrays in layers.values() for item in arrays])]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def layers_of(module: nnx.Module) -> list[Layer]:
-    """Returns every module that holds variables, each variable once, in the module's order."""
+def _row(path: str, kind: str, items: Arrays) -> tuple[str, ...]:
+    arrays = [array for _, array in items]
+    size, memory = sum(array.size for array in arrays), sum(map(_bytes, arrays))
+    dtypes = dict.fromkeys(str(array.dtype) for array in arrays)
+    placements = dict.fromkeys(map(_placement, arrays))
+    return path, kind, f"{size:,}", f"{memory:,}", ", ".join(dtypes), ", ".join(placements)
+
+
+def layers_of(module: nnx.Module) -> dict[tuple[str, str], Arrays]:
+    """Returns path and class of every module that holds variables, with these, each once, in order."""
     kinds: dict[tuple[Any, ...], str] = {}
     variables = []
     for path, node in nnx.iter_graph(module):
@@ -92,19 +84,18 @@ def layers_of(module: nnx.Module) -> list[Layer]:
             variables.append((tuple(path), node))
         elif isinstance(node, nnx.Module) and not isinstance(node, (nnx.List, nnx.Dict)):
             kinds[tuple(path)] = type(node).__name__
-    layers: dict[tuple[Any, ...], Layer] = {}
+    layers: dict[tuple[str, str], Arrays] = {}
     for path, variable in sorted(variables, key=lambda item: list(map(str, item[0][:-1]))):
         owner = next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in kinds)
-        layer = layers.setdefault(
-            owner, Layer(".".join(map(str, owner)) or "(model)", kinds[owner])
+        key = ".".join(map(str, owner)) or "(model)", kinds[owner]
+        layers.setdefault(key, []).extend(
+            (isinstance(variable, nnx.Param), leaf if is_array(leaf) else np.asarray(leaf))
+            for leaf in jax.tree.leaves(variable.get_raw_value())
         )
-        trained = isinstance(variable, nnx.Param)
-        leaves = jax.tree.leaves(variable.get_raw_value())
-        layer.arrays += [(trained, a if is_array(a) else np.asarray(a)) for a in leaves]
-    return list(layers.values())
+    return layers
 
 
-def _totals(arrays: list[tuple[bool, Any]]) -> list[str]:
+def _totals(arrays: Arrays) -> list[str]:
     parts = (
         ("Total", [array for _, array in arrays]),
         ("Trainable", [array for trained, array in arrays if trained]),

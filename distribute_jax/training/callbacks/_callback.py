@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -113,13 +113,7 @@ HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class CallbackList:
-    """The callbacks of one run of ``fit``, ``evaluate`` or ``predict``.
-
-    Args:
-        callbacks: one, or a nest of lists of them, or None.
-        model: the model that runs.
-        params: the facts about the run; ``examples`` is kept in it.
-    """
+    """The callbacks of one run, of a nest of lists of them; their files are closed with the block."""
 
     def __init__(self, callbacks: Any, model: Any, params: dict[str, Any]) -> None:
         self.model = model
@@ -139,10 +133,7 @@ class CallbackList:
     def batch_end(
         self, kind: str, batch: int, examples: int, logs: Callable[[], dict[str, Any]]
     ) -> None:
-        """Calls the hook at the end of a batch; ``logs`` is called if any callback reads them.
-
-        ``batch`` is the last of the dispatch, ``examples`` the real ones of the run so far.
-        """
+        """Calls the hook after a batch, the last of a dispatch, with the real examples of the run so far."""
         self.params["examples"] = examples
         hook = f"on_{kind}_batch_end"
         read = cache(logs)
@@ -153,9 +144,11 @@ class CallbackList:
                 callback._read = read
                 getattr(callback, hook)(batch, None if callback.reads_late else read())
 
-    def release(self) -> None:
-        """Lets every callback close its files, also where one of them raises."""
-        with ExitStack() as stack:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:  # calls all of them, also if one raises
             for callback in reversed(self._callbacks):
                 stack.callback(callback._release)
 
@@ -219,24 +212,15 @@ class LambdaCallback(Callback):
         **kwargs: Hook | None,
     ) -> None:
         super().__init__()
-        hooks = {
-            "on_epoch_begin": on_epoch_begin,
-            "on_epoch_end": on_epoch_end,
-            "on_train_begin": on_train_begin,
-            "on_train_end": on_train_end,
-            "on_train_batch_begin": on_train_batch_begin,
-            "on_train_batch_end": on_train_batch_end,
-            **kwargs,
-        }
-        for name, function in hooks.items():
+        named = {name: value for name, value in locals().items() if name in HOOKS}
+        for name, function in {**named, **kwargs}.items():
             check_choice("A hook of LambdaCallback", name, HOOKS)
-            if function is None:
-                continue
-            if not callable(function):
+            if function is not None and not callable(function):
                 raise ArgumentError(
                     f"LambdaCallback({name}=…) must be a function; got {function!r}."
                 )
-            setattr(self, name, function)
+            if function is not None:
+                setattr(self, name, function)
 
 
 class History(Callback):

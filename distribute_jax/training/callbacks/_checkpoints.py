@@ -194,9 +194,7 @@ class BackupAndRestore(Callback):
             self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        preemption, self._preemption = self._preemption, None
-        if preemption is not None:
-            preemption.__exit__(None, None, None)
+        self._leave_preemption(None)
         self._manager.wait()
         if self.delete_checkpoint:
             by_chief("BackupAndRestore", lambda: delete_all(self._manager))
@@ -221,10 +219,13 @@ class BackupAndRestore(Callback):
 
     def _release(self) -> None:
         # After an error this process may be the only one that comes here.
+        self._leave_preemption(SystemExit)
+        finish_alone(self._manager)
+
+    def _leave_preemption(self, error: type[BaseException] | None) -> None:
         preemption, self._preemption = self._preemption, None
         if preemption is not None:
-            preemption.__exit__(SystemExit, None, None)
-        finish_alone(self._manager)
+            preemption.__exit__(error, None, None)
 
 
 _GRACE_SECONDS = 30.0
@@ -232,11 +233,7 @@ _GRACE_SECONDS = 30.0
 
 
 class SaveSchedule:
-    """Decides after which batches to save; several batches may be in one dispatch.
-
-    Args:
-        save_freq: ``"epoch"``, or a number of batches; None for never.
-    """
+    """Decides after which batches to save, never for None; several batches may be in one dispatch."""
 
     def __init__(self, save_freq: str | int | None) -> None:
         self.each_epoch = save_freq == "epoch"

@@ -28,13 +28,7 @@ RISES = (
 
 
 class Monitor(Callback):
-    """Watches one number of the logs, and compares its values.
-
-    Args:
-        monitor: its name in the logs.
-        mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
-        min_delta: by how much a value must be better to count as better.
-    """
+    """Watches one number of the logs; a value must be better by ``min_delta`` to count as better."""
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
         super().__init__()
@@ -44,10 +38,7 @@ class Monitor(Callback):
         self.was_logged = False
 
     def value(self, logs: dict[str, Any] | None, otherwise: str = "does nothing") -> float | None:
-        """Returns the number; None where the logs lack it, with a warning if they always did.
-
-        The warning says what the callback does ``otherwise``.
-        """
+        """Returns the number; None where the logs lack it, with a warning if they always did."""
         logs = logs or {}
         if self.monitor not in logs:
             if not self.was_logged:
