@@ -205,9 +205,7 @@ def align(
     return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
 
 
-def real_mask(
-    called: str, values: str, shape: tuple[int, ...], replica: Any
-) -> jax.Array | None:
+def real_mask(called: str, values: str, shape: tuple[int, ...], replica: Any) -> jax.Array | None:
     """Returns where values are not padding, with as many dims as they have; None where nothing is padded."""
     if replica is None or not replica.is_padded or not shape:
         return None

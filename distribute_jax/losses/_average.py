@@ -33,7 +33,7 @@ def compute_average_loss(
         per_example_loss: one loss for each example of the per-replica batch; further dims, such as the
             tokens of a sequence, are summed.
         sample_weight: weights of the losses, broadcast from the left. The divisor is still the number of
-            examples, as in TensorFlow, unless ``divide_by`` says otherwise.
+            examples, as in TensorFlow, unless ``divide_by="weights"``.
         global_batch_size: what to divide by. By default the number of real examples of the global
             batch; a number that is passed is used as it is.
         divide_by: ``"examples"``, or ``"weights"``: the sum of the weights of the global batch, over all

@@ -38,13 +38,13 @@ def get(identifier: Any) -> Loss:
     Args:
         identifier: a ``Loss``; Keras's name of a function or a class, with Keras's defaults, so that
             predictions are probabilities; or a function with one loss for each example. The names of
-            a function's parameters say which are the labels (``y_true``, ``targets``, ``labels``) and
-            which the predictions (``y_pred``, ``predictions``, ``logits``); where they do not, optax's
-            functions take predictions first, and all others labels first, as in Keras.
+            a function's parameters tell labels (``y_true``, ``targets``, ``labels``) from predictions
+            (``y_pred``, ``predictions``, ``logits``); where they do not, optax's functions take
+            predictions first, and all others labels first, as in Keras.
 
     Raises:
         ValueError: there is no such loss, or a function does not take two arguments. A function that
-            gives one number for a batch raises when it is first called.
+            returns one number for a batch raises when it is first called.
 
     Example:
         >>> import distribute_jax as dj, optax
@@ -127,7 +127,7 @@ class FunctionLoss(Loss):
 def ordered(function: Callable[..., Any], what: str) -> tuple[Callable[[Any, Any], Any], bool]:
     """Returns a function of (y_true, y_pred), and whether its predictions are called logits.
 
-    The names of the parameters decide. Where they say nothing, optax's functions take predictions
+    The names of the parameters decide. Where they do not, optax's functions take predictions
     first, and all others labels first, as Keras does.
     """
     try:

@@ -18,16 +18,16 @@ from distribute_jax.strategies import get_replica_context
 
 
 class Loss:
-    """The base of losses. Called inside ``run``, a loss gives this replica's part of its value.
+    """The base of losses. Called inside ``run``, a loss returns this replica's part of its value.
 
-    Summed over the replicas, the parts are the value of one device on the real examples of the global
-    batch; their summed gradients are those of one device. The padding of a partial batch does not
+    The parts of all replicas add up to the value on one device for the real examples of the global
+    batch, and their gradients to the gradient on one device. The padding of a partial batch does not
     count, whatever it holds.
 
-    Your own loss defines ``call(y_true, y_pred)``, which gives one loss for each example.
+    A loss of your own defines ``call(y_true, y_pred)``, which returns one loss for each example.
 
     Args:
-        name: under which the loss is reported; by default that of the class.
+        name: the name under which the loss is reported; by default that of the class.
         reduction: ``"sum_over_batch_size"`` or ``"mean"``: the sum of the weighted losses over their
             number, further dims such as time included; ``"mean_with_sample_weight"``: over the sum
             of the weights; ``"sum"``; ``"none"`` or None: the weighted losses themselves, shape
@@ -56,7 +56,7 @@ class Loss:
     from_logits: bool = False
     """Whether predictions are logits, where a loss has the choice."""
     _expects: ClassVar[str | None] = None
-    """What the predictions are where they are no logits; see ``expects``."""
+    """What the predictions are if they are not logits; see ``expects``."""
 
     def __init__(
         self,
@@ -176,19 +176,19 @@ def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
     shape = getattr(losses, "shape", None)
     if shape is None:
         raise ArgumentError(
-            f"{what} gave {losses!r:.60}, which is not an array. Return one number for each example, an "
+            f"{what} returned {losses!r:.60}, which is not an array. Return one number for each example, an "
             "array of shape (batch,)."
         )
     if shape == ():
         raise ArgumentError(
-            f"{what} gave one number for the whole batch. No replica knows the whole batch, so it "
+            f"{what} returned one number for the whole batch. No replica knows the whole batch, so it "
             "cannot be exact: return one number for each example, without the mean or the sum over "
             "dim 0; the mean over the global batch is taken for you."
         )
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(y_pred) if getattr(leaf, "shape", ())]
     if rows and shape[0] != rows[0]:
         raise ArgumentError(
-            f"{what} gave an array of shape {tuple(shape)} for {rows[0]} examples. Return one number "
+            f"{what} returned an array of shape {tuple(shape)} for {rows[0]} examples. Return one number "
             "for each example: keep the batch as dim 0 and do not flatten it."
         )
     array = jnp.asarray(losses)

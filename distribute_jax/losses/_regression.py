@@ -22,7 +22,7 @@ def mean_squared_error(y_true: Any, y_pred: Any) -> jax.Array:
 
     Returns:
         Shape (batch, ...) without the last dim; (batch,) also where that was the shape, for which
-        Keras gives a scalar.
+        Keras returns a scalar.
 
     Raises:
         ValueError: the shapes do not match. Nothing is broadcast.
@@ -85,7 +85,7 @@ def _normalized(vectors: jax.Array, axis: int) -> jax.Array:
 
 
 def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> jax.Array:
-    """Returns half the squared error where it is at most ``delta``, and a line beyond; over the last axis.
+    """Returns the mean over the last axis of half the squared error, which beyond ``delta`` is a line.
 
     Args:
         y_true: labels, shape (batch, ...).

@@ -101,7 +101,7 @@ class Precision(Confusion):
     """The share of predictions of yes that are right, since the last reset, over all replicas.
 
     Args:
-        thresholds: above which a probability says yes: a number, several, or None for 0.5.
+        thresholds: a probability above one is a yes: a number, several, or None for 0.5.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -128,7 +128,7 @@ class Recall(Confusion):
     """The share of labels of yes that were predicted, since the last reset, over all replicas.
 
     Args:
-        thresholds: above which a probability says yes: a number, several, or None for 0.5.
+        thresholds: a probability above one is a yes: a number, several, or None for 0.5.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -163,7 +163,7 @@ class AUC(Confusion):
     The curve is drawn from the counts at equally spaced thresholds, as in Keras.
 
     Args:
-        num_thresholds: how many.
+        num_thresholds: the number of thresholds.
         curve: ``"ROC"``, recall against the share of zeros above the threshold; or ``"PR"``, precision
             against recall, interpolated between thresholds as Davis and Goadrich (2006) do.
         from_logits: whether predictions are logits.

@@ -201,7 +201,7 @@ class MultiMetric(Metric):
     """Several metrics, each under a name, which are updated, computed and reset together.
 
     Args:
-        metrics: the metrics by name, of this package, of ``flax.nnx.metrics`` or your own.
+        metrics: the metrics by name, of this package, of ``flax.nnx.metrics``, or of your own.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -221,8 +221,8 @@ class MultiMetric(Metric):
         bad = sorted(_RESERVED & set(metrics))
         if bad:
             raise ArgumentError(
-                f"MultiMetric got metrics named {', '.join(bad)}, which are its own methods. Give "
-                "them other names."
+                f"MultiMetric got metrics named {', '.join(bad)}, which are names of its methods. "
+                "Choose other names."
             )
         self.names = tuple(metrics)
         for name, metric in metrics.items():

@@ -19,15 +19,16 @@ from distribute_jax.strategies import get_replica_context
 
 
 class Metric(nnx.metrics.Metric):
-    """The base of metrics: ``update`` with each batch, ``compute`` when wanted, ``reset`` to start.
+    """The base of metrics: ``update`` with each batch, ``compute`` the value, ``reset`` to start again.
 
     Inside ``run`` every replica updates with its share of the batch, and what the replicas added is
-    summed when the step ends. Outside, the state is that of all replicas. Inside, ``compute`` gives
-    the same before an update; after one it holds the old state and this replica's own share only.
+    summed when the step ends. Outside, the state is that of all replicas. Inside, ``compute`` returns
+    the value over all replicas before an update, and afterwards that of the old state with this replica's
+    share only.
 
-    Your own metric keeps its state in ``nnx.metrics.MetricState`` variables, and ``update`` adds to
-    them. State that is not a sum, as a maximum, goes into a plain ``nnx.Variable``, made equal on every
-    replica by the update itself.
+    A metric of your own keeps its state in ``nnx.metrics.MetricState`` variables, and ``update`` adds to
+    them. State that is not a sum, such as a maximum, goes into a plain ``nnx.Variable``, which the update
+    itself must make equal on every replica.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -55,7 +56,7 @@ class Metric(nnx.metrics.Metric):
         __getattr__ = answering("Metric")
 
     def __init__(self) -> None:
-        """Makes a metric without state; a subclass adds its own."""
+        """Makes a metric without state, which a subclass adds."""
 
     def reset(self) -> None:
         """Sets every ``MetricState`` of this metric to zero, where it is."""
@@ -165,7 +166,7 @@ def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.A
     array = as_array(metric, "mask", mask)
     if jnp.issubdtype(array.dtype, jnp.floating):
         raise ArgumentError(
-            f"{_method(metric)} got a mask of dtype {array.dtype}. A mask says whether a value counts: "
+            f"{_method(metric)} got a mask of dtype {array.dtype}. A mask is True where a value counts: "
             "pass mask > 0; or pass how much it counts as sample_weight=."
         )
     keep = align(_method(metric), "mask", array.astype(bool), name, shape)

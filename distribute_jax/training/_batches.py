@@ -59,8 +59,7 @@ class Batches(Iterator[tuple[Any, ...]]):
         self.keys = keys or Keys()
         self.names: list[str] = []
         """The entries of dict batches without keys."""
-        self.taken = 0
-        self.examples = 0
+        self.count = self.examples = 0
         self._next: list[tuple[Any, ...]] = []
 
     def peek(self) -> tuple[Any, ...] | None:
@@ -81,13 +80,13 @@ class Batches(Iterator[tuple[Any, ...]]):
         except ArgumentError:
             return ""
 
-    def resume(self, taken: int, position: str) -> None:
+    def resume(self, count: int, position: str) -> None:
         """Goes on after so many batches, by reading them if there is no position."""
         if position:
             self.iterator.restore(json.loads(position))
-            self.taken = taken
+            self.count = count
             return
-        for _ in range(taken):
+        for _ in range(count):
             next(self, None)
 
     def __next__(self) -> tuple[Any, ...]:
@@ -95,7 +94,7 @@ class Batches(Iterator[tuple[Any, ...]]):
         if batch is None:
             raise StopIteration
         self._next.clear()
-        self.taken += 1
+        self.count += 1
         self.examples += _real_rows(batch)
         return batch
 

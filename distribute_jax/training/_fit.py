@@ -124,13 +124,13 @@ class Fit:
         self._batches: Batches | None = None
         if self.steps_per_epoch is None:
             start_at(self.data, epoch)
-            taken = self._done
+            count = self._done
         else:  # one pass through the data goes on from epoch to epoch
             start_at(self.data, self.initial_epoch)
-            taken = (epoch - self.initial_epoch) * self.steps_per_epoch + self._done
-        if taken:
+            count = (epoch - self.initial_epoch) * self.steps_per_epoch + self._done
+        if count:
             self._batches = Batches(self.data, self.keys)
-            self._batches.resume(taken, params.get("position") or "")
+            self._batches.resume(count, params.get("position") or "")
         return epoch
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Fit:
         self._done = 0
         if steps is not None and done < steps and not self.model.stop_training:
             wanted = steps * (self.epochs - self.initial_epoch)
-            warn_of_early_end("training", self._batches.taken, wanted)
+            warn_of_early_end("training", self._batches.count, wanted)
             self.model.stop_training = True
         if self.validation is not None and self._validates(epoch):
             numbers = self.trainer.evaluate(

@@ -28,9 +28,15 @@ def _accuracy(name: str, y_true: Any, y_pred: Any) -> jax.Array:
     return (jnp.argmax(predicted, axis=-1) == labels).astype(jnp.float32)
 
 
-def _top_k(name: str, y_true: Any, y_pred: Any, k: int = 5) -> jax.Array:
-    """Returns 1 where the label is among the k largest predictions, else 0."""
-    return _in_top_k(*_classes(name, y_true, y_pred), k)
+def _top_5(name: str, y_true: Any, y_pred: Any) -> jax.Array:
+    """Returns 1 where fewer than 5 predictions are larger than that of the label, as in Keras, else 0."""
+    labels, predicted = _classes(name, y_true, y_pred)
+    classes = predicted.shape[-1]
+    place = jnp.clip(labels, 0, classes - 1)[..., None]
+    of_label = jnp.take_along_axis(predicted, place, axis=-1)
+    larger = jnp.sum(predicted > of_label, axis=-1)
+    known = (labels >= 0) & (labels < classes) & jnp.isfinite(of_label[..., 0])
+    return (known & (larger < 5)).astype(jnp.float32)
 
 
 def _classes(name: str, y_true: Any, y_pred: Any) -> tuple[jax.Array, jax.Array]:
@@ -43,30 +49,14 @@ def _classes(name: str, y_true: Any, y_pred: Any) -> tuple[jax.Array, jax.Array]
     return jnp.argmax(labels, axis=-1), predicted
 
 
-def _in_top_k(labels: jax.Array, predicted: jax.Array, k: int) -> jax.Array:
-    """Returns 1 where fewer than k predictions are larger than that of the label, as in Keras."""
-    classes = predicted.shape[-1]
-    place = jnp.clip(labels, 0, classes - 1)[..., None]
-    of_label = jnp.take_along_axis(predicted, place, axis=-1)
-    larger = jnp.sum(predicted > of_label, axis=-1)
-    known = (labels >= 0) & (labels < classes) & jnp.isfinite(of_label[..., 0])
-    return (known & (larger < k)).astype(jnp.float32)
-
-
 PerExample = Callable[[Any, Any], jax.Array]
 
 _BY_SHAPE = ("accuracy", "acc")
 _FORMULAS: Mapping[str, PerExample] = {
-    **{
-        name: partial(_accuracy, name)
-        for name in ("categorical_accuracy", "sparse_categorical_accuracy")
-    },
-    **{
-        name: partial(_top_k, name)
-        for name in ("top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy")
-    },
-    "cosine_similarity": lambda y_true, y_pred: -cosine_similarity(y_true, y_pred),
-}
+    name: partial(_top_5 if "top_k" in name else _accuracy, name)
+    for kind in ("categorical_accuracy", "top_k_categorical_accuracy")
+    for name in (kind, f"sparse_{kind}")
+} | {"cosine_similarity": lambda y_true, y_pred: -cosine_similarity(y_true, y_pred)}
 _CLASS_NAMES = {
     "".join(part.capitalize() for part in name.split("_")): name
     for name in (*_FORMULAS, "binary_accuracy")

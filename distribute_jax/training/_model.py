@@ -38,9 +38,9 @@ from distribute_jax.training.callbacks._callback import Callback, CallbackList, 
 class Model(Stored):
     """A Flax module with the methods of ``keras.Model``.
 
-    It runs under the strategy that was current when it was created, and every number is that of one
-    device: gradient, loss and metrics of a partial batch are exact. All methods may be called inside
-    the strategy's scope or outside.
+    It runs under the strategy that was current when it was created, with the numbers of a training on one
+    device: gradients, losses and metrics are exact, also those of a partial batch. All methods may be called
+    inside or outside the strategy's scope.
 
     Args:
         module: an ``nnx.Module``, or a Linen module with a ``sample_input``.
@@ -115,7 +115,7 @@ class Model(Stored):
             loss_weights: a number for each of several losses.
             steps_per_execution: batches in one dispatch; ``"auto"`` measures the best number.
             gradient_accumulation_steps: batches whose gradients are averaged for one update.
-            clip_global_norm: the largest norm of the gradient of the global batch.
+            clip_global_norm: the norm to which a larger gradient of the global batch is scaled down.
             dtype_policy: in which precision the module computes, such as ``"mixed_bfloat16"``.
             verify: ``"first"`` to run the first batch to train on, to evaluate and to predict on one
                 device too, from a copy of the state, and raise if the numbers differ by more than
@@ -137,7 +137,7 @@ class Model(Stored):
         )
 
     def train_step(self, batch: PyTree) -> Any:
-        """Trains on one replica's share of a batch; override it to write your own step.
+        """Trains on one replica's share of a batch; override it for a step of your own.
 
         An override is code for one replica, as for ``strategy.run``. It returns a dict of numbers by
         name, each this replica's part of a value of the global batch: ``fit`` sums the parts, and
@@ -179,7 +179,7 @@ class Model(Stored):
                 ``strategy.distribute_dataset`` takes, as a list of ``(x, y)``, or what it returned.
             y: targets, for arrays.
             batch_size: examples in a global batch, for arrays; 32 by default.
-            epochs: the epoch to end before, counted from 0.
+            epochs: the number of the epoch to stop before, counted from 0.
             verbose: 0 for silence, 1 for a bar, 2 for a line per epoch.
             callbacks: ``dj.callbacks`` to call on the way.
             validation_split: the fraction of the arrays, at their end, to validate on.
@@ -240,8 +240,8 @@ class Model(Stored):
             batch_size: examples in a global batch, for arrays; 32 by default.
             verbose: 0 for silence, otherwise a bar or a line.
             sample_weight: how much each example counts, for arrays.
-            steps: batches to look at; None for all.
-            callbacks: what to call on the way.
+            steps: how many batches; None for all.
+            callbacks: ``dj.callbacks`` to call on the way.
             return_dict: whether to return a dict by name.
             x_key: as for ``fit``.
             y_key: as for ``fit``.
@@ -276,8 +276,8 @@ class Model(Stored):
             x: as for ``fit``; targets and weights of a dataset are left out.
             batch_size: examples in a global batch, for arrays; 32 by default.
             verbose: 0 for silence, otherwise a bar or a line.
-            steps: batches to look at; None for all.
-            callbacks: what to call on the way.
+            steps: how many batches; None for all.
+            callbacks: ``dj.callbacks`` to call on the way.
             x_key: as for ``fit``.
 
         Returns:

@@ -24,7 +24,7 @@ class Optimizer(nnx.Optimizer[Any]):
     """An ``nnx.Optimizer`` that behaves as Keras's optimizers do under a strategy.
 
     ``update`` sums the gradients over the replicas before the optax transformation sees them, so
-    that clipping by the global norm, say, works on the gradient of the global batch. It equals
+    that clipping by the global norm, for example, works on the gradient of the global batch. It equals
     ``nnx.Optimizer`` with an explicit ``all_reduce("sum", grads)``. The loss is then that of
     ``dj.compute_average_loss``, divided by the global batch.
 
@@ -33,8 +33,8 @@ class Optimizer(nnx.Optimizer[Any]):
         tx: an ``optax.GradientTransformation``.
         wrt: which variables, as for ``nnx.Optimizer``.
         gradient_accumulation_steps: how many batches make one update, with the mean of their
-            gradients. Each replica adds up its own; one reduction follows the last. ``step`` counts
-            updates.
+            gradients. Each replica adds up its gradients, which are summed over the replicas once, after
+            the last of these batches. ``step`` counts updates.
         clip_global_norm: the largest norm of the gradient that ``tx`` sees.
         loss_scale: for float16: ``"dynamic"``, or a fixed factor, by which ``scale_loss`` multiplies.
             An update whose gradients are not finite is skipped, and halves a dynamic scale.
@@ -112,7 +112,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """Updates model and optimizer from this replica's gradients.
 
         Args:
-            model: the module given to the constructor.
+            model: the module that was passed to the constructor.
             grads: the gradients of this replica's part of the loss, from ``nnx.grad``.
             skip_gradients_aggregation: whether the gradients were summed over the replicas already.
             **kwargs: for optax transformations that take more.
@@ -125,7 +125,7 @@ class Optimizer(nnx.Optimizer[Any]):
             OutOfSyncError: when the step is traced for several replicas, and the gradients are equal
                 on all of them already, so that summing would make them N times too large.
             ValueError: gradients that were summed already are to be accumulated; the transformation
-                needs an argument that was not given.
+                needs an argument that was not passed.
         """
         if self.loss_scale is not None:
             grads = self.loss_scale.divide(grads)

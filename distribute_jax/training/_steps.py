@@ -121,7 +121,7 @@ def bind_step(
         constants: what it reads of the setup: the user's functions, and numbers.
         model: the model, if it overrides ``train_step``; nothing that it holds may hold the step.
     """
-    # ``run`` finds state in a step's closure, and not inside the library's own objects, so all of it is
+    # ``run`` looks for state in a step's closure, and not inside objects of the library, so all of it is
     # named there. It holds modules weakly, so the key of a program must not hold the setup either.
     optimizer, tracker, tested = setup.optimizer, setup.tracker, setup.tested
     step, setup_ref = STEPS[kind], weakref.ref(setup)
@@ -154,7 +154,7 @@ _KEYWORDS = {
 
 @contextmanager
 def mode(module: nnx.Module, *, training: bool) -> Iterator[None]:
-    """Puts every layer into training or evaluation mode for the block, and restores its own mode."""
+    """Puts every layer into training or evaluation mode for the block, and restores its mode afterwards."""
     before = [
         (node, name, getattr(node, name))
         for _, node in nnx.iter_graph(module)

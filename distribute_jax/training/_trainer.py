@@ -152,9 +152,9 @@ class Trainer:
         while (limit is None or done < limit) and batches.peek() is not None:
             most = size.size if limit is None else min(size.size, limit - done)
             callbacks.call(f"on_{kind}_batch_begin", done)
-            taken, examples = batches.taken, batches.examples
+            count, examples = batches.count, batches.examples
             outs = self._run(kind, step, batches, most)
-            number = batches.taken - taken
+            number = batches.count - count
             done += number
             if consume is not None:
                 consume(outs, batches.examples - examples)

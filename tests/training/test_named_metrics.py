@@ -91,7 +91,7 @@ def test_other_metrics_are_refused(case: str):
 
 def test_a_mean_over_the_batch_is_refused():
     value = per_example(lambda y_true, y_pred: jnp.mean(y_pred), None, BITS, SURE)
-    with pytest.raises(dj.ArgumentError, match="The metric metric gave one number"):
+    with pytest.raises(dj.ArgumentError, match="The metric metric returned one number"):
         value(BITS, SURE)
 
 

@@ -18,13 +18,13 @@ from distribute_jax.training.callbacks._monitor import Monitor, say
 
 
 class ModelCheckpoint(Monitor):
-    """Saves the model after epochs, or every so many batches.
+    """Saves the model after each epoch, or after every so many batches.
 
     Args:
         filepath: the folder; ``{epoch}``, counted from 1, ``{batch}`` and the names of the logs are
             filled in, as in ``"best-{epoch:02d}-{val_loss:.2f}"``.
-        monitor: the number that says which is best.
-        verbose: 1 to say what is saved.
+        monitor: the name of the number by which models are compared.
+        verbose: 1 to print what is saved.
         save_best_only: whether to save only if the number improved; as long as the logs lack
             ``monitor`` everything is saved, with a warning.
         save_weights_only: whether ``model.save_weights`` is called in place of ``model.save``.
@@ -105,7 +105,7 @@ class ModelCheckpoint(Monitor):
 
 
 class BackupAndRestore(Callback):
-    """Saves the training on the way; ``fit``, called again after an interruption, goes on from there.
+    """Saves the training regularly; after an interruption the same ``fit`` goes on from there.
 
     Weights, optimizer, random streams, running loss and metrics, and the position in the data are those
     of a training that was not interrupted: a batch that was trained on before the backup is not trained

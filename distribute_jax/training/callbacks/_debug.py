@@ -109,7 +109,7 @@ class TerminateOnNaN(Callback):
     it a fixed number of dispatches later.
 
     Attributes:
-        message: what was found; None as long as the loss is finite.
+        message: which batch or epoch and which leaf; None as long as the loss is finite.
 
     Source: https://keras.io/api/callbacks/terminate_on_nan/
     """

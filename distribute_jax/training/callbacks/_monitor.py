@@ -91,10 +91,10 @@ class EarlyStopping(Monitor):
     Args:
         monitor: the number's name in the logs.
         min_delta: a smaller change does not count as an improvement.
-        patience: after how many epochs without improvement the training ends.
-        verbose: 1 to say when it ends.
+        patience: how many epochs without improvement end the training.
+        verbose: 1 to print when it ends.
         mode: ``"min"``, ``"max"``, or ``"auto"``: by the name; loss and errors fall, accuracy rises.
-        baseline: the number that has to be beaten too.
+        baseline: a value that must be beaten, too.
         restore_best_weights: whether the weights of the best epoch are restored at the end.
         start_from_epoch: epochs before this one, counted from 0, are ignored.
 
@@ -168,8 +168,8 @@ class ReduceLROnPlateau(Monitor):
     Args:
         monitor: the number's name in the logs.
         factor: what the rate is multiplied by; below 1.
-        patience: after how many epochs without improvement.
-        verbose: 1 to say when.
+        patience: how many epochs without improvement lower the rate.
+        verbose: 1 to print when the rate is lowered.
         mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
         min_delta: a smaller change does not count as an improvement.
         cooldown: how many epochs to wait after a change before counting again.
@@ -237,8 +237,9 @@ class LearningRateScheduler(Callback):
     ``learning_rate``.
 
     Args:
-        schedule: takes the epoch, from 0, and the rate, or the epoch alone; returns the new rate.
-        verbose: 1 to say the rate of each epoch.
+        schedule: a function of the epoch, counted from 0, or of the epoch and the rate, that
+            returns the new rate.
+        verbose: 1 to print the rate of each epoch.
 
     Raises:
         ValueError: the schedule takes other arguments or does not return a number; an optimizer whose rate
