@@ -79,7 +79,7 @@ class Tracker(nnx.Module):
         by_name: dict[str, Any] = {}
         self._keys: dict[str, tuple[Any, bool]] = {}
         for argument, is_weighted in ((metrics, False), (weighted, True)):
-            for key, name, metric in _slots(argument, objective, weighted=is_weighted):
+            for key, name, metric in _slots(argument, objective, is_weighted):
                 if any(metric is other for other in by_name.values()):
                     raise ArgumentError(
                         f"compile got one {type(metric).__name__} object twice, which would mix its "
@@ -139,42 +139,34 @@ def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _slots(metrics: Any, objective: Objective, *, weighted: bool) -> list[tuple[Any, str, Any]]:
-    """Returns output, name and metric of each metric that compile got."""
-    if metrics is None:
-        return []
+def _slots(metrics: Any, objective: Objective, weighted: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yields output, name and metric of each metric that compile got."""
     if isinstance(metrics, dict):
-        return [
-            (key, f"{output_name(key)}_{name}", metric)
-            for key, some in metrics.items()
-            for name, metric in _of_output(some, objective, key, weighted=weighted)
-        ]
-    key = None if objective.is_single else next(iter(objective.losses))
-    return [
-        (key, name, metric)
-        for name, metric in _of_output(metrics, objective, key, weighted=weighted)
-    ]
+        outputs = [(key, f"{output_name(key)}_", some) for key, some in metrics.items()]
+    else:
+        key = None if objective.is_single else next(iter(objective.losses))
+        outputs = [(key, "", [] if metrics is None else metrics)]
+    for key, prefix, some in outputs:
+        for identifier in some if isinstance(some, (list, tuple)) else [some]:
+            name, metric = _named(identifier, objective, key, weighted)
+            yield key, prefix + name, metric
 
 
-def _of_output(
-    metrics: Any, objective: Objective, key: Any, *, weighted: bool
-) -> Iterator[tuple[str, Any]]:
-    for metric in metrics if isinstance(metrics, (list, tuple)) else [metrics]:
-        if isinstance(metric, str) and metric.lower() in _OF_STATE:
-            yield metric, _OF_STATE[metric.lower()]()
-        elif isinstance(metric, nnx.metrics.Metric):
-            name = getattr(metric, "name", None)
-            in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
-            yield name if isinstance(name, str) else in_snake_case, metric
-        elif isinstance(metric, str) or callable(metric):
-            function_name = getattr(metric, "__name__", type(metric).__name__)
-            name = metric if isinstance(metric, str) else function_name
-            yield name, FunctionMean(metric, objective, key, weighted)
-        else:
-            raise ArgumentError(
-                "metrics must be metrics of dj.metrics or nnx, functions of (y_true, y_pred), or names "
-                f'such as "accuracy"; got {metric!r:.60}.'
-            )
+def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple[str, Any]:
+    if isinstance(metric, str) and metric.lower() in _OF_STATE:
+        return metric, _OF_STATE[metric.lower()]()
+    if isinstance(metric, nnx.metrics.Metric):
+        name = getattr(metric, "name", None)
+        in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
+        return name if isinstance(name, str) else in_snake_case, metric
+    if isinstance(metric, str) or callable(metric):
+        function_name = getattr(metric, "__name__", type(metric).__name__)
+        name = metric if isinstance(metric, str) else function_name
+        return name, FunctionMean(metric, objective, key, weighted)
+    raise ArgumentError(
+        "metrics must be metrics of dj.metrics or nnx, functions of (y_true, y_pred), or names "
+        f'such as "accuracy"; got {metric!r:.60}.'
+    )
 
 
 def _unused(name: str, names: Container[str]) -> str:
