@@ -17,10 +17,10 @@ from distribute_jax.metrics._metric import Metric, as_array, terms
 class Confusion(Metric):
     """The weights of true and false positives and negatives at each threshold, float32."""
 
-    true_positives: nnx.metrics.MetricState[jax.Array]
-    false_positives: nnx.metrics.MetricState[jax.Array]
-    false_negatives: nnx.metrics.MetricState[jax.Array]
-    true_negatives: nnx.metrics.MetricState[jax.Array]
+    true_positives: nnx.Variable[jax.Array]
+    false_positives: nnx.Variable[jax.Array]
+    false_negatives: nnx.Variable[jax.Array]
+    true_negatives: nnx.Variable[jax.Array]
 
     def __init__(self, thresholds: Sequence[float]) -> None:
         self.thresholds = tuple(float(threshold) for threshold in thresholds)
