@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -188,13 +187,6 @@ def test_anything_else_than_a_callback_is_refused_before_anything_runs(
             with pytest.raises(ValueError, match=words):
                 call(example.x, example.y, callbacks=callbacks, verbose=0)
     assert example.w == 1.0
-
-
-def test_callbacks_are_a_module_of_their_own():
-    """Imported as Keras's are, and named so in tracebacks."""
-    module = importlib.import_module("distribute_jax.callbacks")
-    assert module is dj.callbacks
-    assert {getattr(module, name).__module__ for name in module.__all__} == {module.__name__}
 
 
 def test_logs_are_only_brought_from_the_devices_when_a_callback_reads_them(
