@@ -95,7 +95,7 @@ def test_a_weight_for_each_example_counts_for_each_of_its_tokens(s2: dj.Mirrored
     ("arguments", "message"),
     [
         ({"divide_by": "weights"}, "pass sample_weight, and leave global_batch_size out"),
-        ({"divide_by": "tokens"}, 'must be "examples" or "weights"'),
+        ({"divide_by": "tokens"}, "must be one of 'examples', 'weights'; got 'tokens'"),
         (
             {"divide_by": "weights", "sample_weight": 1.0, "global_batch_size": 8},
             "leave global_batch_size out",
