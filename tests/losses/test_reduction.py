@@ -163,5 +163,5 @@ def test_in_cross_replica_context_a_loss_is_refused(s2: dj.MirroredStrategy):
 def test_losses_that_were_flattened_are_refused_on_a_partial_batch(s2: dj.MirroredStrategy):
     """Which of them belong to the padding cannot be known."""
     (batch,) = s2.distribute_dataset([np.ones((3, 4), np.float32)])
-    with pytest.raises(dj.ArgumentError, match=r"MeanSquaredError got losses with 8 rows.* 2 examples"):
+    with pytest.raises(dj.ArgumentError, match=r"got losses with 8 rows.* 2 examples"):
         s2.run(lambda x: dj.losses.MeanSquaredError()(x.ravel(), x.ravel()), args=(batch,))
