@@ -1,19 +1,24 @@
-"""Metrics of ``compile`` from names and functions: one value for each example."""
+"""Metrics of ``compile`` from names, functions and objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import promoting
 from distribute_jax.losses import Loss, cosine_similarity
 from distribute_jax.losses._crossentropy import class_numbers
 from distribute_jax.losses._get import BY_NAME, CLASSES, FunctionLoss, from_name
 from distribute_jax.losses._shapes import pair, predictions
+from distribute_jax.metrics import AUC, Average, Precision, Recall
+from distribute_jax.training._objective import Objective, output_name
 
 
 def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> jax.Array:
@@ -112,3 +117,60 @@ def _of_shapes(name: str, binary: PerExample, y_true: Any, y_pred: Any) -> PerEx
     if len(true) < len(predicted) or true[-1] == 1:
         return _FORMULAS["sparse_categorical_accuracy"]
     return _FORMULAS["categorical_accuracy"]
+
+
+class FunctionMean(Average):
+    """The mean over the examples of a function, or name, of targets and outputs.
+
+    ``"accuracy"`` follows the loss of the same output, which is under ``key`` in the objective.
+    """
+
+    def __init__(self, identifier: Any, objective: Objective, key: Any, weighted: bool) -> None:
+        super().__init__()
+        self.identifier, self.key, self.weighted = identifier, key, weighted
+        self.objective = objective
+
+    @promoting
+    def update_from(self, y: Any, outputs: Any, weight: Any) -> None:
+        loss = self.objective.losses.get(self.key)
+        function = per_example(self.identifier, loss, y, outputs)
+        self.update(values=function(y, outputs), sample_weight=weight if self.weighted else None)
+
+
+_OF_STATE = {"auc": AUC, "precision": Precision, "recall": Recall}
+"""Names of metrics that are not a mean over the examples."""
+
+_BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""The start of a word in the name of a class; AUC is one word."""
+
+
+def metric_slots(
+    metrics: Any, objective: Objective, weighted: bool
+) -> Iterator[tuple[Any, str, Any]]:
+    """Yields output, name and metric of each metric that compile got."""
+    if isinstance(metrics, dict):
+        outputs = [(key, f"{output_name(key)}_", some) for key, some in metrics.items()]
+    else:
+        key = None if objective.is_single else next(iter(objective.losses))
+        outputs = [(key, "", [] if metrics is None else metrics)]
+    for key, prefix, some in outputs:
+        for identifier in some if isinstance(some, (list, tuple)) else [some]:
+            name, metric = _named(identifier, objective, key, weighted)
+            yield key, prefix + name, metric
+
+
+def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple[str, Any]:
+    if isinstance(metric, str) and metric.lower() in _OF_STATE:
+        return metric, _OF_STATE[metric.lower()]()
+    if isinstance(metric, nnx.metrics.Metric):
+        name = getattr(metric, "name", None)
+        in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
+        return name if isinstance(name, str) else in_snake_case, metric
+    if isinstance(metric, str) or callable(metric):
+        function_name = getattr(metric, "__name__", type(metric).__name__)
+        name = metric if isinstance(metric, str) else function_name
+        return name, FunctionMean(metric, objective, key, weighted)
+    raise ArgumentError(
+        "metrics must be metrics of dj.metrics or nnx, functions of (y_true, y_pred), or names "
+        f'such as "accuracy"; got {metric!r:.60}.'
+    )

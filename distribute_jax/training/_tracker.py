@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from itertools import chain, count
 from typing import Any
 
@@ -20,16 +19,10 @@ from distribute_jax._mesh import outside_mesh, put
 from distribute_jax._messages import PyTree, leaf_text, listed, promoting
 from distribute_jax._padding import real_mask
 from distribute_jax._values import PerReplica
-from distribute_jax.metrics import AUC, Average, Metric, Precision, Recall
+from distribute_jax.metrics import Metric
 from distribute_jax.strategies import Strategy, get_replica_context
-from distribute_jax.training._metric_names import per_example
-from distribute_jax.training._objective import Objective, at, output_name, weight_at
-
-_OF_STATE = {"auc": AUC, "precision": Precision, "recall": Recall}
-"""Names of metrics that are not a mean over the examples."""
-
-_BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""The start of a word in the name of a class; AUC is one word."""
+from distribute_jax.training._metric_names import FunctionMean, metric_slots
+from distribute_jax.training._objective import Objective, at, weight_at
 
 
 class LossMean(Metric):
@@ -52,24 +45,6 @@ class LossMean(Metric):
         return self.total[...] / self.count[...]
 
 
-class FunctionMean(Average):
-    """The mean over the examples of a function, or name, of targets and outputs.
-
-    ``"accuracy"`` follows the loss of the same output, which is under ``key`` in the objective.
-    """
-
-    def __init__(self, identifier: Any, objective: Objective, key: Any, weighted: bool) -> None:
-        super().__init__()
-        self.identifier, self.key, self.weighted = identifier, key, weighted
-        self.objective = objective
-
-    @promoting
-    def update_from(self, y: Any, outputs: Any, weight: Any) -> None:
-        loss = self.objective.losses.get(self.key)
-        function = per_example(self.identifier, loss, y, outputs)
-        self.update(values=function(y, outputs), sample_weight=weight if self.weighted else None)
-
-
 class Tracker(nnx.Module):
     """The running loss and metrics of training, or of an evaluation; ``weighted`` ones use sample weights."""
 
@@ -79,7 +54,7 @@ class Tracker(nnx.Module):
         by_name: dict[str, Any] = {}
         self._keys: dict[str, tuple[Any, bool]] = {}
         for argument, is_weighted in ((metrics, False), (weighted, True)):
-            for key, name, metric in _slots(argument, objective, is_weighted):
+            for key, name, metric in metric_slots(argument, objective, is_weighted):
                 if any(metric is other for other in by_name.values()):
                     raise ArgumentError(
                         f"compile got one {type(metric).__name__} object twice, which would mix its "
@@ -137,36 +112,6 @@ def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
         several = isinstance(value, dict)
         values |= {f"{name}_{key}": v for key, v in value.items()} if several else {name: value}
     return values
-
-
-def _slots(metrics: Any, objective: Objective, weighted: bool) -> Iterator[tuple[Any, str, Any]]:
-    """Yields output, name and metric of each metric that compile got."""
-    if isinstance(metrics, dict):
-        outputs = [(key, f"{output_name(key)}_", some) for key, some in metrics.items()]
-    else:
-        key = None if objective.is_single else next(iter(objective.losses))
-        outputs = [(key, "", [] if metrics is None else metrics)]
-    for key, prefix, some in outputs:
-        for identifier in some if isinstance(some, (list, tuple)) else [some]:
-            name, metric = _named(identifier, objective, key, weighted)
-            yield key, prefix + name, metric
-
-
-def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple[str, Any]:
-    if isinstance(metric, str) and metric.lower() in _OF_STATE:
-        return metric, _OF_STATE[metric.lower()]()
-    if isinstance(metric, nnx.metrics.Metric):
-        name = getattr(metric, "name", None)
-        in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
-        return name if isinstance(name, str) else in_snake_case, metric
-    if isinstance(metric, str) or callable(metric):
-        function_name = getattr(metric, "__name__", type(metric).__name__)
-        name = metric if isinstance(metric, str) else function_name
-        return name, FunctionMean(metric, objective, key, weighted)
-    raise ArgumentError(
-        "metrics must be metrics of dj.metrics or nnx, functions of (y_true, y_pred), or names "
-        f'such as "accuracy"; got {metric!r:.60}.'
-    )
 
 
 def _unused(name: str, names: Container[str]) -> str:
