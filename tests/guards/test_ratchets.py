@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_070,
-    lines_of_tests: 38_938,
+    lines: 40_594,
+    lines_of_tests: 38_904,
     files: 201,
     pieces: 1,
     private_words: 0,
