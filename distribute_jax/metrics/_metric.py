@@ -119,7 +119,7 @@ class OfValues(Metric):
         self._add(self.argname, kwargs[self.argname], mask, sample_weight)
 
     def _add(self, name: str, values: Any, mask: Any, sample_weight: Any) -> None:
-        raise NotImplementedError
+        """Adds what counts of the values; a subclass defines it."""
 
     def _size(self) -> jax.Array:
         return self.count[...] + self.weight[...]
