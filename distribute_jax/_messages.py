@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
+
+_E = TypeVar("_E", bound=enum.Enum)
 
 
 def path_text(path: KeyPath, root: str = "") -> str:
@@ -39,10 +42,32 @@ def listed(lines: list[str], most: int = 10) -> str:
     return "\n".join(shown)
 
 
-def check_int(name: str, value: Any, at_least: int = 1) -> None:
-    """Raises an ``ArgumentError`` unless an argument is an integer of at least so much."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ArgumentError(f"{name} must be an integer >= {at_least}; got {value!r:.60}.")
+def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None) -> int:
+    """Returns an argument that must be an integer of at least so much; else an ``ArgumentError``."""
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_int or value < at_least or (below is not None and value >= below):
+        limit = "" if below is None else f" and < {below}"
+        raise ArgumentError(f"{name} must be an integer >= {at_least}{limit}; got {value!r:.60}.")
+    return int(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Returns an argument that must be a bool; else an ``ArgumentError``."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be a bool; got {value!r:.60}.")
+    return value
+
+
+def as_member(name: str, value: Any, kind: type[_E]) -> _E:
+    """Returns the member that an argument is, or names in any letter case; else an ``ArgumentError``."""
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    if not isinstance(value, kind):
+        names = ", ".join(repr(member.lower()) for member in kind.__members__)
+        raise ArgumentError(
+            f"{name} must be one of {names}, or a {kind.__name__}; got {value!r:.60}."
+        )
+    return value
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count, islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import Mesh
@@ -29,8 +29,17 @@ def worker_of(mesh: Mesh) -> Worker:
     return Worker(job.count, job.index)
 
 
-def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[], EpochEnd]:
-    """Returns what makes the agreement for each pass over a new dataset.
+EpochEnd: TypeAlias = Callable[[Iterator[HostElement], int | None], Iterator[HostElement]]
+"""Returns an element of this process for each step that all processes take together in a pass.
+
+It gets the elements of this process, and their number if that is known. All processes run the same compiled
+steps together, so a process whose data has ended goes on with elements of padding alone until the data of
+every process has ended.
+"""
+
+
+def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> EpochEnd:
+    """Returns the agreement of the processes of a mesh on each pass over a new dataset.
 
     All processes distribute the same datasets and pass over them in the same order. Each pass has a
     topic, so that one which is left early does not disturb the next. ``common``: all processes read
@@ -38,48 +47,25 @@ def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> Callable[[
     """
     job = job_of(mesh)
     if job.is_alone:
-        return LocalEpochEnd
+        return lambda elements, length: elements
     _distributed["datasets"] += 1
     dataset, passes = _distributed["datasets"], count(1)
     policy, replicas = PartialPolicy(options.partial), len(local_replicas(mesh))
 
-    def next_pass() -> EpochEnd:
+    def next_pass(elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
         topic = f"the batches of dataset {dataset}, pass {next(passes)}"
 
         def exchange(local: Announcement) -> Sequence[Announcement]:
             return [Announcement.from_text(text) for text in job.exchange(topic, local.text())]
 
-        worker = Worker(job.count, job.index)
-        return GlobalEpochEnd(exchange, worker, replicas, policy=policy, common=common)
+        end = GlobalEpochEnd(exchange, job.index, replicas, policy, common)
+        return end.steps(elements, length)
 
     return next_pass
 
 
 _distributed: Counter[str] = Counter()
 """How many datasets were distributed so far, which is the same number on every process."""
-
-
-class EpochEnd(Protocol):
-    """An agreement between processes on how many steps an epoch has.
-
-    All processes run the same compiled steps together, so a process whose data has ended goes on
-    with elements of padding alone until the data of every process has ended.
-    """
-
-    def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
-        """Returns an element of this process for each step that the processes take together.
-
-        They are this process's ``elements``, ``length`` of them if that is known, and then
-        ``last.masked(replicas)`` for each step for which only other processes have data.
-        """
-
-
-class LocalEpochEnd:
-    """The epoch of one process: it ends with its elements."""
-
-    def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
-        return elements
-
 
 _ROUND_SECONDS = 1.0
 """How long the steps of one round should last, so that a thousand processes do not talk all the time."""
@@ -136,6 +122,7 @@ Exchange: TypeAlias = Callable[[Announcement], Sequence[Announcement]]
 """One round: each process calls it once, and gets the announcements of all in order of the processes."""
 
 
+@dataclass(frozen=True)
 class GlobalEpochEnd:
     """Makes processes with data of different length take the same steps.
 
@@ -145,32 +132,21 @@ class GlobalEpochEnd:
     Where all read the same batches (``common``) and know their number, one round is enough.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        worker: Worker,
-        replicas: int,
-        *,
-        policy: PartialPolicy,
-        common: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._worker = worker
-        self._replicas = replicas
-        self._policy = policy
-        self._common = common
+    exchange: Exchange
+    process: int
+    replicas: int
+    policy: PartialPolicy
+    common: bool
 
     def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
-        if self._common:
+        if self.common:
             first, error = _next(elements, 1)
             digest = first[0].digest if first else None
-            everyone = self._exchange(
-                Announcement(error=_text(error), length=length, digest=digest)
-            )
+            everyone = self.exchange(Announcement(error=_text(error), length=length, digest=digest))
             _check_lengths([one.length for one in everyone])
             _raise(error, everyone)
             elements = chain(first, elements)
-            if self._worker.index == 0 and len({one.digest for one in everyone}) > 1:
+            if self.process == 0 and len({one.digest for one in everyone}) > 1:
                 warnings.warn(_DIFFERENT_BATCHES, stacklevel=2)
             if length is not None:
                 return _exactly(elements, length)
@@ -182,15 +158,15 @@ class GlobalEpochEnd:
         while True:
             start = time.perf_counter()
             local, error = _next(elements, requested)
-            steps = tuple(Step.of(element, self._replicas) for element in local)
-            everyone = self._exchange(Announcement(steps, seconds, _text(error)))
+            steps = tuple(Step.of(element, self.replicas) for element in local)
+            everyone = self.exchange(Announcement(steps, seconds, _text(error)))
             if last is None:
                 _check_all_have_data(everyone)
-            _check_steps_match(everyone, self._policy)
+            _check_steps_match(everyone, self.policy)
             agreed = self._agreed_steps(everyone)
             for number in range(agreed):
                 last = local[number] if number < len(local) else last
-                if self._policy is not PartialPolicy.MASK:
+                if self.policy is not PartialPolicy.MASK:
                     share = 0  # MASK keeps one shape, also when the process with the longest share is out
                 step = [one.steps[number] if number < len(one.steps) else None for one in everyone]
                 share = max(share, *(part.share for part in step if part))
@@ -204,8 +180,8 @@ class GlobalEpochEnd:
     def _agreed_steps(self, everyone: Sequence[Announcement]) -> int:
         lengths = [len(one.steps) for one in everyone]
         failed = [len(one.steps) for one in everyone if one.error is not None]
-        longest = min(lengths) if self._policy is PartialPolicy.DROP else max(lengths)
-        if self._policy is PartialPolicy.ERROR and not failed and min(lengths) < longest:
+        longest = min(lengths) if self.policy is PartialPolicy.DROP else max(lengths)
+        if self.policy is PartialPolicy.ERROR and not failed and min(lengths) < longest:
             raise ArgumentError(
                 f"The data of process {lengths.index(min(lengths))} has ended before that of another one, "
                 "and with partial='error' all end together. Give every process as many batches, or pass "
@@ -215,9 +191,9 @@ class GlobalEpochEnd:
         return min([longest, *failed])
 
     def _with_all_counts(self, last: Any, share: int, step: Sequence[Step | None]) -> HostElement:
-        counts = [part.counts if part else (0,) * self._replicas for part in step]
+        counts = [part.counts if part else (0,) * self.replicas for part in step]
         element: HostElement = last.with_share(
-            share, counts[self._worker.index], list(chain.from_iterable(counts))
+            share, counts[self.process], list(chain.from_iterable(counts))
         )
         return element
 

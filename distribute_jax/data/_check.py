@@ -13,6 +13,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import (
     KeyPath,
     PyTree,
+    check_int_range,
     error_text,
     is_array,
     is_donated,
@@ -58,10 +59,13 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
 
     The messages also say which batch it is (``where``) and how its source is batched (``remedy``).
     """
-    rows = _plain_rows(batch)
-    if rows is not None:
-        return rows
-    leaves = _leaves(batch, where)
+    try:
+        leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_distributed)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{where} is not a tree that JAX can flatten: {error_text(error)} Give the keys of every dict "
+            "one type, which can be sorted, such as str."
+        ) from None
     if not leaves:
         raise ArgumentError(
             f"{where} is {batch!r:.60}, which holds no array, so it has no examples to divide. "
@@ -94,33 +98,6 @@ def dtype_on_device(leaf: Any) -> np.dtype[Any]:
     return leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
 
 
-def _plain_rows(batch: PyTree) -> int | None:
-    """Returns the number of examples of a batch that is plainly valid, as nearly all are."""
-    try:
-        leaves = jax.tree.leaves(batch, is_leaf=_is_distributed)
-    except ValueError:
-        return None
-    sizes = {leaf.shape[0] if _is_plain(leaf) else None for leaf in leaves}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _is_plain(leaf: Any) -> bool:
-    if type(leaf) is not np.ndarray or not leaf.ndim:
-        return False
-    kind, size = leaf.dtype.kind, leaf.dtype.itemsize
-    return kind == "b" or (kind == "f" and size <= 8) or (kind in "iu" and size <= 4)
-
-
-def _leaves(batch: PyTree, where: str) -> list[tuple[KeyPath, Any]]:
-    try:
-        return jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_distributed)
-    except ValueError as error:
-        raise ArgumentError(
-            f"{where} is not a tree that JAX can flatten: {error_text(error)} Give the keys of every dict "
-            "one type, which can be sorted, such as str."
-        ) from None
-
-
 def _is_distributed(leaf: Any) -> bool:
     return isinstance(leaf, DistributedValues)
 
@@ -146,13 +123,11 @@ def _is_not_numeric(leaf: Any) -> bool:
 
 
 def _is_too_large(leaf: Any) -> bool:
-    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
-        return False
-    target = device_dtype(leaf.dtype)
-    if target.itemsize >= leaf.dtype.itemsize:
-        return False
-    limits = np.iinfo(target)
-    return bool(leaf.min() < limits.min or leaf.max() > limits.max)
+    try:
+        check_int_range(leaf, "A batch")
+    except ArgumentError:
+        return True
+    return False
 
 
 _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (

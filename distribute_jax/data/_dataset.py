@@ -13,7 +13,7 @@ from distribute_jax._lazy import answering
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
 from distribute_jax._user_frames import frames_hidden, hide_frames
-from distribute_jax.data._agreement import EpochEnd, LocalEpochEnd
+from distribute_jax.data._agreement import EpochEnd
 from distribute_jax.data._element import EpochProgress, HostElement
 from distribute_jax.data._feed import Feed
 from distribute_jax.data._partial import warn_of_idle_replicas
@@ -47,7 +47,7 @@ class DistributedDataset:
         feed: the elements on the host.
         mesh: the strategy's mesh.
         guard: called when iteration starts and before each batch; raises where neither is allowed.
-        ends: makes, for each pass, the agreement of processes on its end.
+        ends: called for each pass: the agreement of the processes on its end.
         ahead: how many elements a background thread may have ready on the devices; 0 for no thread.
 
     Example:
@@ -70,7 +70,7 @@ class DistributedDataset:
         *,
         mesh: Mesh,
         guard: Callable[[], None] = lambda: None,
-        ends: Callable[[], EpochEnd] = LocalEpochEnd,
+        ends: EpochEnd = lambda elements, length: elements,
         ahead: int = 0,
     ) -> None:
         self._feed = feed
@@ -138,9 +138,9 @@ class DistributedDataset:
             state = reduce_func(state, element)
         return state
 
-    def _placed(self, elements: Iterator[HostElement], taken: int = 0) -> Iterator[_Placed]:
+    def _placed(self, elements: Iterator[HostElement], done: int = 0) -> Iterator[_Placed]:
         length = self._feed.cardinality
-        agreed = self._ends().steps(elements, None if length is None else length - taken)
+        agreed = self._ends(elements, None if length is None else length - done)
         placed = ((element, element.placed(self._mesh)) for element in agreed)
         if self._ahead == 0:
             return placed

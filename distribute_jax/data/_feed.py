@@ -6,21 +6,16 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import jax
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import PyTree, leaf_text
+from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
 from distribute_jax.data._check import BatchSignature, check_batch
-from distribute_jax.data._element import (
-    EpochProgress,
-    HostElement,
-    PartsElement,
-    check_parts_match,
-)
+from distribute_jax.data._element import EpochProgress, HostElement
 from distribute_jax.data._options import (
     AutoShardPolicy,
     InputContext,
@@ -28,8 +23,8 @@ from distribute_jax.data._options import (
     InputReplicationMode,
     PartialPolicy,
 )
-from distribute_jax.data._partial import ALONE, Divider, PartsDivider
-from distribute_jax.data._split import Rule, Worker, shard, share_of
+from distribute_jax.data._partial import ALONE, Divider, share_by_policy
+from distribute_jax.data._split import Division, Rule, Worker, shard, share_of
 from distribute_jax.data._state import SAME_BATCHES, State, check_same, make_state, read_state
 from distribute_jax.data.sources import Source, find_source
 
@@ -55,13 +50,13 @@ class Feed(ABC):
     def cardinality(self) -> int | None:
         """The number of elements of an epoch, or None if it is not known before the end."""
 
-    @abstractmethod
     def state(self, epoch: int, progress: EpochProgress) -> State:
         """Returns the position in an epoch; an ArgumentError if it could not be resumed there."""
+        raise _not_resumable("state")
 
-    @abstractmethod
     def resume(self, state: State) -> tuple[int, EpochProgress, Iterator[HostElement]]:
         """Reads such a state: the epoch, its progress, and the elements that are left."""
+        raise _not_resumable("restore")
 
 
 @final
@@ -188,9 +183,8 @@ def sources_of(
     """Calls the user's function, once or once for each replica, and returns the sources it made."""
     if not callable(dataset_fn):
         raise ArgumentError(
-            f"{_CALLED} got {leaf_text(dataset_fn)}, which is not a function. Pass one that takes a "
-            "dj.InputContext and returns the batches of one replica after the other, or pass the "
-            "dataset itself to strategy.distribute_dataset."
+            f"{_CALLED}: dataset_fn must be a function of a dj.InputContext; got {leaf_text(dataset_fn)}. "
+            "A dataset of global batches goes to strategy.distribute_dataset."
         )
     if options.auto_shard_policy not in (None, AutoShardPolicy.OFF):
         raise ArgumentError(
@@ -199,25 +193,17 @@ def sources_of(
         )
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     pipelines = replicas if per_replica else 1
-    return [
-        _source(
-            dataset_fn,
-            InputContext(
-                worker.count * pipelines, worker.index * pipelines + i, worker.count * replicas
-            ),
-        )
-        for i in range(pipelines)
-    ]
-
-
-def _source(dataset_fn: DatasetFn, context: InputContext) -> Source:
-    dataset = dataset_fn(context)
-    if dataset is None:
-        raise ArgumentError(
-            f"The function {dataset_fn!r:.60} given to {_CALLED} returned None. It must return the "
-            "batches of one replica after the other: a list, a generator or a dataset."
-        )
-    return find_source(dataset, _CALLED)
+    sources = []
+    for i in range(worker.index * pipelines, (worker.index + 1) * pipelines):
+        context = InputContext(worker.count * pipelines, i, worker.count * replicas)
+        dataset = dataset_fn(context)
+        if dataset is None:
+            raise ArgumentError(
+                f"The function {dataset_fn!r:.60} given to {_CALLED} returned None. It must return the "
+                "batches of one replica after the other: a list, a generator or a dataset."
+            )
+        sources.append(find_source(dataset, _CALLED))
+    return sources
 
 
 @final
@@ -246,14 +232,8 @@ class PerReplicaFeed(Feed):
             return None
         return max(known) if len(known) > 1 else share_of(known[0], self._replicas)
 
-    def state(self, epoch: int, progress: EpochProgress) -> NoReturn:
-        raise _not_resumable("state")
-
-    def resume(self, state: State) -> NoReturn:
-        raise _not_resumable("restore")
-
     def _elements(self, sources: Sequence[Iterator[Any]]) -> Iterator[HostElement]:
-        divider, signature = PartsDivider(self._policy), BatchSignature()
+        signature, first, largest = BatchSignature(), 0, 0
         for position, parts in enumerate(self._rounds([map(_copied, s) for s in sources])):
             where = f"Element {position} of the dataset"
             counts = [0] * self._replicas
@@ -264,11 +244,14 @@ class PerReplicaFeed(Feed):
                 source = self._sources[replica % len(self._sources)]
                 counts[replica] = check_batch(part, of_replica, source.batching)
                 signature.check(part, of_replica)
-            batches = tuple(None if part is _ENDED else part for part in parts)
-            check_parts_match(batches, where)
-            division = divider.divide(counts, where)
-            if division is not None:
-                yield PartsElement(batches, division, EpochProgress(batches=position + 1))
+            largest = max(largest, *counts)
+            what = f"{where} has {', '.join(map(str, counts))} examples"
+            share = share_by_policy(self._policy, counts, what, first=first, largest=largest)
+            first = first or sum(counts)
+            if share is not None:
+                batch = _joined([part for part in parts if part is not _ENDED], where)
+                division = Division.of(counts, share)
+                yield HostElement(batch, division, EpochProgress(batches=position + 1))
 
     def _rounds(self, sources: Sequence[Iterator[Any]]) -> Iterator[Sequence[Any]]:
         """Yields one batch for each replica."""
@@ -286,6 +269,22 @@ _ENDED: Any = object()
 def _copied(batch: Any) -> Any:
     # An element is made of several batches, and loaders reuse their buffers.
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
+
+
+def _joined(parts: Sequence[PyTree], where: str) -> PyTree:
+    """Joins the replicas' batches along dim 0; raises if other dims differ."""
+
+    def join(path: KeyPath, *leaves: Any) -> np.ndarray[Any, Any]:
+        if len({leaf.shape[1:] for leaf in leaves}) > 1:
+            texts = " and ".join(dict.fromkeys(map(leaf_text, leaves)))
+            raise ArgumentError(
+                f"{where} takes a batch for each replica, and these do not make one array: "
+                f"{path_text(path, 'batch')} is {texts}. Only dim 0, the number of examples, may differ "
+                "between replicas: pad the other dims to one size."
+            )
+        return np.concatenate(leaves)
+
+    return jax.tree.map_with_path(join, *parts)
 
 
 def _not_resumable(method: str) -> ArgumentError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import as_member, check_bool, check_int
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -95,55 +97,31 @@ class InputOptions:
     """How many global batches may be ready on the devices ahead of the step."""
 
     def __post_init__(self) -> None:
-        self._set_member("partial", PartialPolicy)
-        self._set_member("experimental_replication_mode", InputReplicationMode)
+        self._set("partial", as_member, PartialPolicy)
+        self._set("experimental_replication_mode", as_member, InputReplicationMode)
         if self.auto_shard_policy is not None:
-            self._set_member("auto_shard_policy", AutoShardPolicy)
+            self._set("auto_shard_policy", as_member, AutoShardPolicy)
         if self.auto_shard_policy is AutoShardPolicy.HINT:
             raise ArgumentError(f"InputOptions(auto_shard_policy=HINT): {HINT_REFUSED}")
         if self.experimental_fetch_to_device is None:
             object.__setattr__(self, "experimental_fetch_to_device", True)
-        for name in ("experimental_fetch_to_device", "experimental_place_dataset_on_device"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ArgumentError(
-                    f"InputOptions({name}={value!r}): {name} must be True or False."
-                )
-        _check_int("InputOptions", "experimental_per_replica_buffer_size", 0, self)
-        if self.experimental_place_dataset_on_device:
-            self._check_placing()
-
-    def _set_member(self, field: str, kind: type[enum.Enum]) -> None:
-        """Replaces a name, in any letter case, by the member that it names."""
-        value = getattr(self, field)
-        if isinstance(value, str) and value.upper() in kind.__members__:
-            object.__setattr__(self, field, kind[value.upper()])
-        elif not isinstance(value, kind):
-            names = ", ".join(repr(name.lower()) for name in kind.__members__)
+        self._set("experimental_fetch_to_device", check_bool)
+        self._set("experimental_place_dataset_on_device", check_bool)
+        self._set("experimental_per_replica_buffer_size", check_int, 0)
+        if self.experimental_place_dataset_on_device and (
+            self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA
+            or self.experimental_fetch_to_device
+        ):
             raise ArgumentError(
-                f"InputOptions({field}={value!r}): {field} must be one of {names}, or a {kind.__name__}."
+                "InputOptions(experimental_place_dataset_on_device=True) can not be set with "
+                "InputReplicationMode.PER_WORKER, where several devices share a dataset, nor with "
+                "experimental_fetch_to_device=True, which is the default."
             )
 
-    def _check_placing(self) -> None:
-        clash = "InputOptions(experimental_place_dataset_on_device=True) can not be set with "
-        if self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
-            raise ArgumentError(
-                f"{clash}InputReplicationMode.PER_WORKER, where several devices share a dataset. Add "
-                'experimental_replication_mode="per_replica".'
-            )
-        if self.experimental_fetch_to_device:
-            raise ArgumentError(
-                f"{clash}experimental_fetch_to_device=True, which is the default. Add "
-                "experimental_fetch_to_device=False."
-            )
-
-
-def _check_int(owner: str, field: str, least: int, options: Any) -> None:
-    value = getattr(options, field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(
-            f"{owner}({field}={value!r}): {field} must be an int of at least {least}."
-        )
+    def _set(self, field: str, check: Callable[..., Any], *args: Any) -> None:
+        """Checks a field, and replaces the name of a member by the member."""
+        value = check(f"InputOptions({field})", getattr(self, field), *args)
+        object.__setattr__(self, field, value)
 
 
 @dataclass(frozen=True)
@@ -170,11 +148,9 @@ class InputContext:
     """The number of all replicas."""
 
     def __post_init__(self) -> None:
-        _check_int("InputContext", "num_input_pipelines", 1, self)
-        _check_int("InputContext", "input_pipeline_id", 0, self)
-        _check_int("InputContext", "num_replicas_in_sync", 1, self)
-        if self.input_pipeline_id >= self.num_input_pipelines:
-            raise ArgumentError(f"{self!r}: input_pipeline_id must be below num_input_pipelines.")
+        pipelines = check_int("InputContext(num_input_pipelines)", self.num_input_pipelines)
+        check_int("InputContext(input_pipeline_id)", self.input_pipeline_id, 0, pipelines)
+        check_int("InputContext(num_replicas_in_sync)", self.num_replicas_in_sync)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the batch size with which all replicas together take a global batch.

@@ -8,9 +8,9 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
@@ -83,53 +83,41 @@ class Prefetcher(Iterator[T], Generic[T]):
 
 
 class _Buffer:
-    """What the thread has made and the loop has not taken, and how it ended."""
+    """What the thread has made and the loop has not taken, and whether it has ended."""
 
+    # Both ends are queues whose put may be called wherever garbage is collected.
     def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._elements: deque[Any] = deque()
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
+        self._made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._room: SimpleQueue[None] = SimpleQueue()
         self._ended = False
+        for _ in range(depth):
+            self._room.put(None)
 
     def wait_for_room(self) -> bool:
         """Blocks the thread until one more may be made; False if no more are wanted."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or len(self._elements) < self._depth)
-            return not self._ended
+        self._room.get()
+        return not self._ended
 
-    def put(self, element: Any) -> None:
-        with self._changed:
-            if not self._ended:
-                self._elements.append(element)
-            self._changed.notify_all()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Marks the end of the elements, unless the loop has stopped them."""
-        with self._changed:
-            if not self._ended:
-                self._error, self._ended = error, True
-            self._changed.notify_all()
+    def put(self, element: Any, error: BaseException | None = None) -> None:
+        self._made.put((element, error))
 
     def stop(self) -> None:
         """Makes the thread end: no more elements are wanted."""
-        with self._changed:
-            self._ended = True
-            self._elements.clear()
-            self._changed.notify_all()
+        self._ended = True
+        self._room.put(None)
+        self._made.put((None, StopIteration()))
 
     def take(self) -> Any:
         """Blocks the loop until there is an element, an error or the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._elements or self._ended)
-            if self._elements:
-                element = self._elements.popleft()
-                self._changed.notify_all()
-                return element
-            error, self._error = self._error, None
-        if error is None:
+        if self._ended:
             raise StopIteration
-        error.add_note(_IN_THREAD)
+        element, error = self._made.get()
+        self._room.put(None)
+        if error is None:
+            return element
+        self._ended = True
+        if not isinstance(error, StopIteration):
+            error.add_note(_IN_THREAD)
         raise error
 
 
@@ -137,19 +125,14 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKey
 
 
 def _read_ahead(elements: Generator[Any, None, None], buffer: _Buffer, context: Context) -> None:
+    end: BaseException = StopIteration()
     try:
-        with context():
-            try:
-                while buffer.wait_for_room():
-                    buffer.put(next(elements))
-            except StopIteration:
-                pass
-            finally:
-                elements.close()
+        with context(), closing(elements), suppress(StopIteration):
+            while buffer.wait_for_room():
+                buffer.put(next(elements))
     except BaseException as error:  # whatever it is, the loop must hear of it
-        buffer.end(error)
-    else:
-        buffer.end()
+        end = error
+    buffer.put(None, end)
 
 
 @atexit.register
@@ -227,12 +210,8 @@ def thread_context() -> Context:
 
     @contextmanager
     def same() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(jax.enable_x64(x64))
-            stack.enter_context(jax.default_device(device))
-            if top is not None:
-                stack.enter_context(top.strategy.scope())
-            stack.enter_context(_context.reading_ahead())
+        scope = nullcontext() if top is None else top.strategy.scope()
+        with jax.enable_x64(x64), jax.default_device(device), scope, _context.reading_ahead():
             yield
 
     return same

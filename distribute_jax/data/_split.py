@@ -154,8 +154,13 @@ def choose_policy(
         policy = AutoShardPolicy[(source.auto_shard_policy or "auto").upper()]
     if policy is AutoShardPolicy.HINT:
         raise ArgumentError(f"{source.text} has the option auto_shard_policy=HINT. {HINT_REFUSED}")
-    if policy is AutoShardPolicy.FILE and workers > 1:
-        _check_files(source, workers)
+    if policy is AutoShardPolicy.FILE and workers > 1 and (source.num_files or 0) < workers:
+        files = "no files that are known" if source.num_files is None else source.num_files
+        raise ArgumentError(
+            f"AutoShardPolicy.FILE needs a file for each of the {workers} processes, but {source.text} "
+            f"reads {files}. Give dj.data.from_files or one of tf.data's readers at least {workers} files, "
+            'or let every process read everything: dj.InputOptions(auto_shard_policy="data").'
+        )
     if policy is not AutoShardPolicy.AUTO:
         return policy
     if workers == 1 or source.num_files is None:
@@ -177,26 +182,4 @@ def shard(source: Source, options: InputOptions, workers: int, worker: int) -> t
         return source, Rule.A
     if policy is AutoShardPolicy.OFF or workers == 1:
         return source, Rule.B
-    part = source.shard_files(workers, worker)
-    if part is None:
-        raise _no_files(source)
-    return part, Rule.B
-
-
-def _check_files(source: Source, workers: int) -> None:
-    if source.num_files is None:
-        raise _no_files(source)
-    if source.num_files < workers:
-        raise ArgumentError(
-            f"AutoShardPolicy.FILE needs a file for each of the {workers} processes, but {source.text} "
-            f"reads {source.num_files}. Write the data to at least {workers} files, or let every process "
-            'read all of it: dj.InputOptions(auto_shard_policy="data").'
-        )
-
-
-def _no_files(source: Source) -> ArgumentError:
-    return ArgumentError(
-        f"AutoShardPolicy.FILE divides files among the processes, but {source.text} reads no files that "
-        "are known. Use dj.data.from_files or one of tf.data's readers, or let every process read "
-        'everything: dj.InputOptions(auto_shard_policy="data").'
-    )
+    return source.shard_files(workers, worker), Rule.B

@@ -12,17 +12,9 @@ from numpy.typing import NDArray
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._lazy import answering
-from distribute_jax._messages import PyTree
+from distribute_jax._messages import PyTree, check_int, leaf_text
 from distribute_jax.data.sources._base import Seekable, unbatched
-from distribute_jax.data.sources._files import (
-    apply_function,
-    check_buffer_size,
-    check_function,
-    check_int,
-    check_rows,
-    check_seed,
-    stack_examples,
-)
+from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,8 +58,9 @@ class ArrayDataset:
         Raises:
             ArgumentError: an argument is out of range, or batches without end would be shuffled.
         """
-        check_buffer_size(buffer_size)
-        seed = check_seed(seed)
+        if buffer_size is not None:
+            check_int("shuffle(buffer_size)", buffer_size)
+        seed = check_int(SEED, seed, 0, 2**32)
         if self._batches is None:
             return replace(self, _order=self._order.shuffled(seed), _seed=seed)
         if self._order.is_endless:
@@ -88,7 +81,7 @@ class ArrayDataset:
             ArgumentError: ``size`` is not a positive integer, no batch would be left, or the dataset is
                 batched already.
         """
-        size = check_int("batch", "size", size, 1)
+        size = check_int("batch(size)", size)
         if self._batches is not None:
             raise ArgumentError(
                 "batch() was called on a dataset that is batched already. Leave one of the two out: "
@@ -114,7 +107,7 @@ class ArrayDataset:
         Raises:
             ArgumentError: ``n`` is not a positive integer, or the dataset has no end already.
         """
-        times = None if n is None else check_int("repeat", "n", n, 1)
+        times = None if n is None else check_int("repeat(n)", n)
         if self._is_endless():
             raise ArgumentError(
                 "repeat() was called on a dataset that is repeated without end. Leave one of the two out."
@@ -133,7 +126,10 @@ class ArrayDataset:
         Raises:
             ArgumentError: ``fn`` cannot be called; later, it returns None.
         """
-        check_function(fn)
+        if not callable(fn):
+            raise ArgumentError(
+                f"map: fn must be a function of one example or batch; got {leaf_text(fn)}."
+            )
         if self._batches is None:
             return replace(self, _functions=(*self._functions, fn))
         return replace(self, _batch_functions=(*self._batch_functions, fn))

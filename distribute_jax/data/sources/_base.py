@@ -48,9 +48,9 @@ class Source(ABC):
     def open(self) -> Iterator[PyTree]:
         """Starts the next epoch; an ArgumentError if an earlier one has used up the source."""
 
-    @abstractmethod
     def preview(self) -> Iterator[PyTree]:
         """Yields the batches that the next ``open`` will yield, and uses nothing up."""
+        return self.open()
 
     def __len__(self) -> int:
         """The number of batches of an epoch; a TypeError if the source does not know it."""
@@ -63,9 +63,9 @@ class Source(ABC):
         """
         raise ArgumentError(f"{self.text} cannot be started at batch {position} of epoch {epoch}.")
 
-    def shard_files(self, count: int, index: int) -> Source | None:
-        """Returns a source of the files index, index + count, …; None if it reads no files."""
-        return None
+    def shard_files(self, count: int, index: int) -> Source:
+        """Returns a source of the files index, index + count, …, if it reads files."""
+        raise ArgumentError(f"{self.text} reads no files that are known.")
 
 
 class Seekable(Source):
@@ -179,12 +179,11 @@ def on_host(batch: PyTree) -> PyTree:
 def _from_torch(tensor: Any) -> np.ndarray[Any, Any]:
     dense = tensor.detach().cpu().resolve_conj().resolve_neg()
     name = str(dense.dtype).removeprefix("torch.")
-    array: np.ndarray[Any, Any]
+    dtype: Any = None
     if name == "bfloat16" or name.startswith("float8"):
         # NumPy has no such dtypes, so PyTorch refuses to convert them; JAX's have the same bits.
         dtype = np.dtype(getattr(jnp, name))
-        bits = sys.modules["torch"].int16 if dtype.itemsize == 2 else sys.modules["torch"].uint8
-        array = dense.view(bits).numpy().view(dtype)
-    else:
-        array = dense.numpy()
-    return array
+        torch = sys.modules["torch"]
+        dense = dense.view(torch.int16 if dtype.itemsize == 2 else torch.uint8)
+    array: np.ndarray[Any, Any] = dense.numpy()
+    return array if dtype is None else array.view(dtype)

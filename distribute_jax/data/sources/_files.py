@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, path_text
+from distribute_jax._messages import (
+    KeyPath,
+    PyTree,
+    check_int,
+    is_array,
+    is_key,
+    leaf_text,
+    listed,
+    path_text,
+)
 from distribute_jax.data.sources._base import Seekable, on_host, unbatched
 
 Path = str | os.PathLike[str]
+SEED = "shuffle(seed)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +56,8 @@ class FileDataset:
             ArgumentError: an argument is out of range, or the dataset is batched already.
         """
         self._check_unbatched("shuffle")
-        size = check_buffer_size(buffer_size) or 1024
-        return replace(self, _seed=check_seed(seed), _buffer_size=size)
+        size = 1024 if buffer_size is None else check_int("shuffle(buffer_size)", buffer_size)
+        return replace(self, _seed=check_int(SEED, seed, 0, 2**32), _buffer_size=size)
 
     def batch(self, size: int, drop_remainder: bool = False) -> FileDataset:
         """Puts consecutive examples together along a new dim 0, across the borders of files.
@@ -62,7 +71,7 @@ class FileDataset:
             ArgumentError: ``size`` is not a positive integer, or the dataset is batched already.
         """
         self._check_unbatched("batch")
-        size = check_int("batch", "size", size, 1)
+        size = check_int("batch(size)", size)
         return replace(self, _size=size, _drop_remainder=drop_remainder)
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -154,16 +163,12 @@ def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -
         >>> [batch.tolist() for batch in dataset]
         [[0, 1], [2, 3], [4]]
     """
-    if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Sequence) or not paths:
+    is_list = isinstance(paths, Sequence) and not isinstance(paths, str)
+    if not is_list or not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
         raise ArgumentError(
-            f"dj.data.from_files: paths must be a list of at least one path; got {leaf_text(paths)}."
+            "dj.data.from_files: paths must be a list of at least one str or pathlib.Path; got "
+            f"{leaf_text(paths)}."
         )
-    for position, path in enumerate(paths):
-        if not isinstance(path, (str, os.PathLike)):
-            raise ArgumentError(
-                f"dj.data.from_files: paths[{position}] must be a str or a pathlib.Path; got "
-                f"{leaf_text(path)}."
-            )
     if not callable(read):
         raise ArgumentError(
             f"dj.data.from_files: read must be a function of one path; got {leaf_text(read)}."
@@ -196,14 +201,10 @@ def check_rows(tree: PyTree, called: str) -> int:
             "arrays with np.asarray."
         )
     sizes = {int(leaf.shape[0]) for _, leaf in leaves}
-    if len(sizes) > 1:
+    if len(sizes) > 1 or 0 in sizes:
         raise ArgumentError(
-            f"{called} got arrays of different length:\n{listed(lines)}\nDim 0 counts the examples, so "
-            "it must be the same in every array."
-        )
-    if sizes == {0}:
-        raise ArgumentError(
-            f"{called} got arrays without any example:\n{listed(lines)}\nCheck how they were loaded."
+            f"{called} got arrays of different length, or without any example:\n{listed(lines)}\nDim 0 "
+            "counts the examples, so it must be the same in every array, and not 0."
         )
     return sizes.pop()
 
@@ -214,64 +215,26 @@ def _has_rows(leaf: Any) -> bool:
 
 def stack_examples(examples: Sequence[PyTree]) -> PyTree:
     """Puts examples together along a new dim 0, or raises if they differ in structure, shape or dtype."""
-    first: Any = jax.tree.structure(examples[0])
-    for example in examples[1:]:
-        if jax.tree.structure(example) != first:
-            raise ArgumentError(
-                f"Two examples of one batch have different structures:\n  {first}\n"
-                f"  {jax.tree.structure(example)}\nGive every example the same keys and nesting."
-            )
+    first, *others = dict.fromkeys(map(jax.tree.structure, examples))
+    if others:
+        raise ArgumentError(
+            f"Two examples of one batch have different structures:\n  {first}\n  {others[0]}\n"
+            "Give every example the same keys and nesting."
+        )
     return jax.tree_util.tree_map_with_path(_stack, *examples)
 
 
-def _stack(path: Any, *leaves: Any) -> NDArray[Any]:
+def _stack(path: KeyPath, *leaves: Any) -> NDArray[Any]:
     arrays = [np.asarray(leaf) for leaf in leaves]
-    first = arrays[0]
-    for array in arrays:
-        # The dtype of text depends on its length. Batches refuse it later, with the name of the leaf.
-        is_text = first.dtype.kind in "US" and array.dtype.kind in "US"
-        if array.shape != first.shape or (array.dtype != first.dtype and not is_text):
-            raise ArgumentError(
-                f"Examples of one batch differ in {path_text(path, 'example')}: {leaf_text(first)} and "
-                f"{leaf_text(array)}. Pad or cut them to one shape and one dtype first, for example with "
-                "map."
-            )
+    # The dtype of text depends on its length. Batches refuse it later, with the name of the leaf.
+    kinds = {(a.shape, a.dtype if a.dtype.kind not in "US" else "text"): a for a in arrays}
+    if len(kinds) > 1:
+        one, other, *_ = map(leaf_text, kinds.values())
+        raise ArgumentError(
+            f"Examples of one batch differ in {path_text(path, 'example')}: {one} and {other}. Pad or cut "
+            "them to one shape and one dtype first, for example with map."
+        )
     return np.stack(arrays)
-
-
-def check_int(method: str, name: str, value: Any, least: int, below: int | None = None) -> int:
-    """Returns an integer argument, or raises if it is not one or out of range."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least or (below is not None and number >= below):
-        limit = "" if below is None else f" and below {below}"
-        raise ArgumentError(
-            f"{method}({name}={value!r:.60}): {name} must be an integer of at least {least}{limit}."
-        )
-    return number
-
-
-def check_seed(value: Any) -> int:
-    """Returns the seed of a ``shuffle``: 32 bits, as JAX's and Grain's seeds."""
-    return check_int("shuffle", "seed", value, 0, 2**32)
-
-
-def check_buffer_size(size: Any) -> int | None:
-    """Returns the size of a ``shuffle``'s buffer; None stays None."""
-    try:
-        return None if size is None else check_int("shuffle", "buffer_size", size, 1)
-    except ArgumentError as error:
-        raise ArgumentError(f"{error} The seed is passed by name: shuffle(seed=0).") from None
-
-
-def check_function(fn: Any) -> None:
-    """Raises if the function of a ``map`` is not one."""
-    if not callable(fn):
-        raise ArgumentError(
-            f"map: fn must be a function of one example or batch; got {leaf_text(fn)}."
-        )
 
 
 def apply_function(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:

@@ -114,9 +114,6 @@ class _Iterable(Source):
         self.iterator = _reference(iterator)
         return map(on_host, iterator)
 
-    def preview(self) -> Iterator[PyTree]:
-        return self.open()
-
     def __len__(self) -> int:
         return _length(self._source)
 

@@ -58,9 +58,7 @@ class TfData(Stream):
         """None also where the file names are not known beforehand."""
         return count_files(self._tf, self._dataset)
 
-    def shard_files(self, count: int, index: int) -> TfData | None:
-        if self.num_files is None:
-            return None
+    def shard_files(self, count: int, index: int) -> TfData:
         return TfData(shard_by_files(self._tf, self._dataset, count, index), self._called)
 
 

@@ -64,9 +64,6 @@ class HuggingFaceStream(Source):
     def open(self) -> Iterator[PyTree]:
         return iter(self._dataset)
 
-    def preview(self) -> Iterator[PyTree]:
-        return iter(self._dataset)
-
 
 def refuse_splits(splits: Any, called: str) -> NoReturn:
     """Raises for a dictionary of datasets."""
