@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import leaf_text
-from distribute_jax.collectives._cross_device_ops import CrossDeviceOps, checked_num_packs
+from distribute_jax._messages import check_int, leaf_text
+from distribute_jax.collectives._cross_device_ops import CrossDeviceOps
 from distribute_jax.collectives._dtypes import wide
 from distribute_jax.collectives._markers import assume_mirrored
 
@@ -47,7 +47,7 @@ class RingAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = checked_num_packs(num_packs, "RingAllReduce")
+        self.num_packs = check_int("RingAllReduce(num_packs)", num_packs, 0)
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         """See the base class."""
@@ -67,13 +67,13 @@ def _next(axis_name: str) -> list[tuple[int, int]]:
 def _reduce_scatter(chunks: jax.Array, axis_name: str) -> jax.Array:
     """Returns the finished chunk ``me + 1``: every other replica added to it before this one."""
     replicas, me = len(chunks), jax.lax.axis_index(axis_name)
-    own = chunks.astype(wide(chunks.dtype))
+    local = chunks.astype(wide(chunks.dtype))
 
     def step(i: int, partial_sum: jax.Array) -> jax.Array:
         received: jax.Array = jax.lax.ppermute(partial_sum, axis_name, _next(axis_name))
-        return received + own[(me - i - 1) % replicas]
+        return received + local[(me - i - 1) % replicas]
 
-    finished: jax.Array = jax.lax.fori_loop(0, replicas - 1, step, own[me])
+    finished: jax.Array = jax.lax.fori_loop(0, replicas - 1, step, local[me])
     return finished.astype(chunks.dtype)
 
 
@@ -125,14 +125,10 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
-        self.num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
-        is_int = isinstance(group_size, int) and not isinstance(group_size, bool)
-        if group_size is not None and not (is_int and group_size >= 1):
-            raise ArgumentError(
-                f"HierarchicalCopyAllReduce(group_size={group_size!r}): group_size must be None or an "
-                "int, 1 or more. None makes a group of each process."
-            )
+        self.num_packs = check_int("HierarchicalCopyAllReduce(num_packs)", num_packs, 0)
         self.group_size = group_size
+        if group_size is not None:
+            check_int("HierarchicalCopyAllReduce(group_size)", group_size)
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         """See the base class."""
@@ -143,8 +139,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         padded = jnp.pad(value.ravel(), (0, -value.size % size)).astype(wide(value.dtype))
         part = jax.lax.psum_scatter(padded, axis_name, axis_index_groups=groups, tiled=True)
         part = jax.lax.psum(part, axis_name, axis_index_groups=between).astype(value.dtype)
-        whole = jax.lax.all_gather(part, axis_name, axis_index_groups=groups, tiled=True)
-        summed: jax.Array = assume_mirrored(whole[: value.size].reshape(value.shape))
+        gathered = jax.lax.all_gather(part, axis_name, axis_index_groups=groups, tiled=True)
+        summed: jax.Array = assume_mirrored(gathered[: value.size].reshape(value.shape))
         return summed
 
     def _size_for(self, replicas: int) -> int:
@@ -181,7 +177,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     Args:
         reduce_to_device: a device of the strategy, as ``MirroredStrategy`` takes them; None means
             that of replica 0.
-        accumulation_fn: called with the list of the replicas' arrays, in replica order; gives their
+        accumulation_fn: called with the list of the replicas' arrays, in replica order; returns their
             sum, of the same shape and dtype. None means to add them up.
 
     Raises:
@@ -203,8 +199,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise ArgumentError(
-                f"ReductionToOneDevice(accumulation_fn={accumulation_fn!r}): accumulation_fn must be "
-                "None or a function of a list of arrays, such as lambda values: sum(values)."
+                "ReductionToOneDevice(accumulation_fn) must be None or a function of a list of arrays; "
+                f"got {accumulation_fn!r}."
             )
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
@@ -242,10 +238,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self.accumulation_fn is None:
             return functools.reduce(jnp.add, [v.astype(wide(dtype)) for v in values]).astype(dtype)
         total = self.accumulation_fn(values)
-        if not isinstance(total, jax.Array) or (total.shape, total.dtype) != (
-            values[0].shape,
-            dtype,
-        ):
+        aval = jax.typeof(values[0])
+        if not isinstance(total, jax.Array) or (total.shape, total.dtype) != (aval.shape, dtype):
             raise ArgumentError(
                 f"ReductionToOneDevice(accumulation_fn=...) returned {leaf_text(total)} for "
                 f"{len(values)} values {leaf_text(values[0])}. It must return one array of the same "

@@ -113,8 +113,11 @@ def checked_dim(ndim: int, axis: int, name: str, method: str) -> int:
 
 def _check_leaves(leaves: Sequence[tuple[str, Any]]) -> None:
     for name, leaf in leaves:
-        if is_sparse(leaf):
-            check_sparse(leaf, name, "all_reduce")
+        if is_sparse(leaf) and not (type(leaf).__name__ == "BCOO" and leaf.n_batch == 0):
+            raise ArgumentError(
+                f"all_reduce: {name} is a sparse {type(leaf).__name__} of shape {leaf.shape}, and only a "
+                "BCOO with n_batch=0 can be combined over the replicas. Pass value.todense() instead."
+            )
     values = [(name, leaf.data if is_sparse(leaf) else leaf) for name, leaf in leaves]
     check_summable(values, "all_reduce")
 
@@ -153,13 +156,13 @@ def groups_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
     side, and an array is never cut.
     """
     groups: list[list[int]] = []
-    held = 0
+    packed = 0
     for i, size in enumerate(sizes):
-        if not groups or held > limit > 0:
+        if not groups or packed > limit > 0:
             groups.append([])
-            held = 0
+            packed = 0
         groups[-1].append(i)
-        held += size
+        packed += size
     return groups
 
 
@@ -174,7 +177,10 @@ def sum_packed(
 ) -> list[jax.Array]:
     """Adds arrays over the replicas, packed."""
     results: dict[int, jax.Array] = {}
-    for indices in _by_dtype(arrays):
+    by_dtype: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        by_dtype.setdefault(array.dtype, []).append(i)
+    for indices in by_dtype.values():
         same = [arrays[i] for i in indices]
         if bytes_per_pack:
             groups = groups_by_size([a.size * a.dtype.itemsize for a in same], bytes_per_pack)
@@ -188,13 +194,6 @@ def sum_packed(
     return [results[i] for i in range(len(arrays))]
 
 
-def _by_dtype(arrays: Sequence[jax.Array]) -> list[list[int]]:
-    groups: dict[object, list[int]] = {}
-    for i, array in enumerate(arrays):
-        groups.setdefault(array.dtype, []).append(i)
-    return list(groups.values())
-
-
 def _sum_joined(arrays: Sequence[jax.Array], pieces: int, sum_array: SumArray) -> list[jax.Array]:
     vector = jnp.concatenate([array.ravel() for array in arrays])
     parts = jnp.split(vector, cuts(vector.size, pieces))
@@ -204,24 +203,11 @@ def _sum_joined(arrays: Sequence[jax.Array], pieces: int, sum_array: SumArray) -
     return [v.reshape(array.shape) for v, array in zip(vectors, arrays, strict=True)]
 
 
-_MODULE = "jax.experimental.sparse"
-
-
 def is_sparse(leaf: Any) -> bool:
     """Returns whether a leaf is a sparse array of JAX."""
     # Importing the module takes a third of a second, and who has such an array has imported it.
-    module = sys.modules.get(_MODULE)
+    module = sys.modules.get("jax.experimental.sparse")
     return module is not None and isinstance(leaf, module.JAXSparse)
-
-
-def check_sparse(leaf: Any, name: str, method: str) -> None:
-    """Refuses a sparse array of another kind than a BCOO without batch dims."""
-    if type(leaf).__name__ == "BCOO" and leaf.n_batch == 0 and is_sparse(leaf):
-        return
-    raise ArgumentError(
-        f"{method}: {name} is a sparse {type(leaf).__name__} of shape {leaf.shape}, and only a BCOO with "
-        "n_batch=0 can be combined over the replicas. Pass value.todense() instead."
-    )
 
 
 def all_reduce_sparse(op: ReduceOp, leaf: Any, replicas: int, *, bound: bool) -> Any:

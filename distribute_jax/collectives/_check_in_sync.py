@@ -6,9 +6,8 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, DonatedError, OutOfSyncError
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import PyTree, leaf_text, listed, path_text
+from distribute_jax._messages import PyTree, is_key, leaf_text, listed, path_text
 from distribute_jax._values import PerReplica
 
 _AXIS = "device"
@@ -34,10 +33,7 @@ causes are RunOptions(check_sync=False), dj.assume_mirrored of a value that was 
 together by hand, or a faulty device."""
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    name: str
-    array: jax.Array
+_Named: TypeAlias = tuple[str, jax.Array]
 
 
 def check_in_sync(tree: PyTree) -> None:
@@ -71,21 +67,29 @@ def check_in_sync(tree: PyTree) -> None:
     _context.require_outside_step("check_in_sync")
     _context.require_untraced("check_in_sync")
     leaves = list(_arrays(tree))
-    _check_leaves(leaves, tree)
+    if not leaves:
+        raise ArgumentError(
+            f"check_in_sync got {leaf_text(tree)}, which has no jax.Array to compare."
+        )
+    if donated := [name for name, array in leaves if array.is_deleted()]:
+        raise DonatedError(
+            f"check_in_sync got arrays that were donated to an earlier step:\n{listed(donated)}\nPass the "
+            "model itself, whose variables hold the new ones, or keep dj.snapshot(model)."
+        )
     if lines := _all_lines(leaves):
         raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
 
 
-def out_of_sync(named: Sequence[tuple[str, jax.Array]]) -> list[str]:
+def out_of_sync(named: Sequence[_Named]) -> list[str]:
     """Returns a line for each array of which devices that should hold the same bits do not."""
     return _all_lines([leaf for name, array in named for leaf in _arrays(array, name)])
 
 
-def _all_lines(leaves: Sequence[_Leaf]) -> list[str]:
-    groups: dict[tuple[jax.Device, ...], list[_Leaf]] = {}
-    for leaf in leaves:
-        devices = sorted(leaf.array.sharding.device_set, key=_by_id)
-        groups.setdefault(tuple(devices), []).append(leaf)
+def _all_lines(leaves: Sequence[_Named]) -> list[str]:
+    groups: dict[tuple[jax.Device, ...], list[_Named]] = {}
+    for name, array in leaves:
+        devices = sorted(array.sharding.device_set, key=_by_id)
+        groups.setdefault(tuple(devices), []).append((name, array))
     return [
         line
         for devices, some in groups.items()
@@ -94,9 +98,9 @@ def _all_lines(leaves: Sequence[_Leaf]) -> list[str]:
     ]
 
 
-def _arrays(tree: PyTree, root: str = "") -> Iterator[_Leaf]:
+def _arrays(tree: PyTree, root: str = "") -> Iterator[_Named]:
     """Returns every array with its path, those in NNX objects included; keys as their bits."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_whole):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_branch):
         name = root + jax.tree_util.keystr(path)
         if isinstance(leaf, nnx.Pytree):
             for parts, value in nnx.to_flat_state(nnx.state(leaf)):
@@ -104,13 +108,11 @@ def _arrays(tree: PyTree, root: str = "") -> Iterator[_Leaf]:
         elif isinstance(leaf, nnx.Variable):
             yield from _arrays(leaf.get_raw_value(), name)
         elif isinstance(leaf, jax.Array):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            yield _Leaf(
-                path_text((), name.lstrip(".")), jax.random.key_data(leaf) if is_key else leaf
-            )
+            array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+            yield path_text((), name.lstrip(".")), array
 
 
-def _is_whole(node: Any) -> bool:
+def _is_branch(node: Any) -> bool:
     return isinstance(node, (nnx.Pytree, nnx.Variable, PerReplica))
 
 
@@ -118,40 +120,28 @@ def _attribute(part: Any) -> str:
     return f"[{part!r}]" if isinstance(part, int) else f".{part}"
 
 
-def _check_leaves(leaves: Sequence[_Leaf], tree: PyTree) -> None:
-    if not leaves:
-        raise ArgumentError(
-            f"check_in_sync found no jax.Array in {leaf_text(tree)}, so there is nothing to compare. "
-            "Pass a model, an optimizer, or a nest of arrays."
-        )
-    gone = [leaf.name for leaf in leaves if leaf.array.is_deleted()]
-    if gone:
-        raise DonatedError(
-            f"check_in_sync got arrays that were given to an earlier step:\n{listed(gone)}\nPass the "
-            "model itself, whose variables hold the new ones, or keep dj.snapshot(model)."
-        )
-
-
-def _lines(devices: tuple[jax.Device, ...], leaves: Sequence[_Leaf]) -> Iterator[str]:
+def _lines(devices: tuple[jax.Device, ...], leaves: Sequence[_Named]) -> Iterator[str]:
     """Returns a line for each leaf that differs between devices that hold the same part of it."""
     mesh = Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
     with outside_mesh():
-        hashes = np.asarray(_hashing(mesh)([_own_copies(leaf.array, mesh) for leaf in leaves]))
-    for k, leaf in enumerate(leaves):
-        found = {device: hashes[i, k].tobytes() for i, device in enumerate(devices)}
-        for same in _holders(leaf.array):
-            odd = _odd_ones({device: found[device] for device in same})
+        hashes = np.asarray(_hashing(mesh)([_as_copies(array, mesh) for _, array in leaves]))
+    for k, (name, array) in enumerate(leaves):
+        bits = {device: hashes[i, k].tobytes() for i, device in enumerate(devices)}
+        for group in _holders(array):
+            # Of two equal halves, those differ that are without the first device.
+            usual = Counter(bits[device] for device in group).most_common(1)[0][0]
+            odd = [device for device in group if bits[device] != usual]
             if odd:
-                rest = [device for device in same if device not in odd]
-                yield f"{leaf.name}, {leaf_text(leaf.array)}: {_names(odd)} not as on {_names(rest)}"
+                rest = [device for device in group if device not in odd]
+                yield f"{name}, {leaf_text(array)}: {_names(odd)} not as on {_names(rest)}"
 
 
-def _own_copies(array: jax.Array, mesh: Mesh) -> jax.Array:
+def _as_copies(array: jax.Array, mesh: Mesh) -> jax.Array:
     """Presents each device's part as its copy of one array, so that a program can read each."""
     parts = [shard.data for shard in array.addressable_shards]
     shape = array.sharding.shard_shape(array.shape)
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_single_device_arrays(shape, whole, parts, dtype=array.dtype)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_single_device_arrays(shape, replicated, parts, dtype=array.dtype)
 
 
 @functools.lru_cache(maxsize=16)
@@ -159,8 +149,8 @@ def _hashing(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
     """Returns the program that hashes on every device and gathers: shape (devices, leaves, 2)."""
 
     def hashes(arrays: list[jax.Array]) -> jax.Array:
-        own = jnp.stack([bit_hash(array) for array in arrays])
-        return jnp.asarray(jax.lax.all_gather(own, _AXIS))
+        local = jnp.stack([bit_hash(array) for array in arrays])
+        return jnp.asarray(jax.lax.all_gather(local, _AXIS))
 
     # Outside shard_map XLA may take one copy of a mirrored array for all of them.
     mapped = jax.shard_map(
@@ -178,18 +168,11 @@ def _holders(array: jax.Array) -> list[list[jax.Device]]:
     return [sorted(group, key=_by_id) for group in groups.values()]
 
 
-def _odd_ones(found: dict[jax.Device, bytes]) -> list[jax.Device]:
-    """Returns the devices that differ from the most; of two equal halves, those without the first."""
-    usual = Counter(found.values()).most_common(1)[0][0]
-    return [device for device, value in found.items() if value != usual]
-
-
 def _names(devices: Sequence[jax.Device]) -> str:
     several = jax.process_count() > 1
     names = [
-        f"{device.platform}:{device.id}"
-        + (f" of process {device.process_index}" if several else "")
-        for device in devices[:8]
+        f"{d.platform}:{d.id}" + (f" of process {d.process_index}" if several else "")
+        for d in devices[:8]
     ]
     return ", ".join(names) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
 

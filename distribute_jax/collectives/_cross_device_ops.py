@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
-from distribute_jax._messages import leaf_text
+from distribute_jax._messages import check_int, leaf_text
 from distribute_jax.collectives._markers import assume_mirrored
 
 
@@ -71,20 +71,9 @@ def checked_ops(ops: Any, caller: str) -> CrossDeviceOps | None:
     """Returns the operation of a strategy, or raises for another object."""
     if ops is not None and not isinstance(ops, CrossDeviceOps):
         raise ArgumentError(
-            f"{caller}(cross_device_ops={ops!r:.80}): not a dj.CrossDeviceOps. Pass None, or an "
-            "instance such as dj.RingAllReduce()."
+            f"{caller}(cross_device_ops) must be None or a dj.CrossDeviceOps; got {ops!r:.80}."
         )
     return ops
-
-
-def checked_num_packs(num_packs: object, owner: str) -> int:
-    """Refuses a number of packs that is not an int of 0 or more."""
-    if isinstance(num_packs, int) and not isinstance(num_packs, bool) and num_packs >= 0:
-        return num_packs
-    raise ArgumentError(
-        f"{owner}(num_packs={num_packs!r}): num_packs must be an int, 0 or more. 0 leaves each array "
-        "as it is, 1 joins all arrays of one dtype."
-    )
 
 
 sum_p: Any = Primitive("cross_device_sum")
@@ -113,11 +102,10 @@ def _bind(name: str, function: Callable[[Any], Any], value: Any) -> jax.Array:
 def _check_result(name: str, jaxpr: Any, value: Any) -> None:
     outs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
     if [(out.shape, out.dtype) for out in outs] != [(value.shape, value.dtype)]:
-        given = ", ".join(leaf_text(out) for out in outs) or "nothing"
         raise ArgumentError(
-            f"{name}.all_reduce_sum returned {given} for {leaf_text(value)}. A sum over "
-            "the replicas has the shape and dtype of one replica's value: return one array, and "
-            "convert it with .astype(value.dtype)."
+            f"{name}.all_reduce_sum returned {', '.join(map(leaf_text, outs)) or 'nothing'} for "
+            f"{leaf_text(value)}. A sum over the replicas has the shape and dtype of one replica's value: "
+            "return one array, and convert it with .astype(value.dtype)."
         )
     if any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts):
         raise ArgumentError(
@@ -183,7 +171,7 @@ class NcclAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = checked_num_packs(num_packs, "NcclAllReduce")
+        self.num_packs = check_int("NcclAllReduce(num_packs)", num_packs, 0)
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         """See the base class."""

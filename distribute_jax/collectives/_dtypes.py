@@ -39,7 +39,11 @@ def mean_accumulator(dtype: Any) -> Any:
     The sum of float16 values leaves their range long before their mean does. bfloat16 has the range
     of float32 and stays what it is, since twice the bytes would cross the network.
     """
-    return jnp.dtype(jnp.float32) if _has_short_range(dtype) else mean_dtype(dtype)
+    finfo: Any = jnp.finfo
+    is_short = (
+        jnp.issubdtype(dtype, jnp.floating) and finfo(dtype).maxexp < finfo(jnp.bfloat16).maxexp
+    )
+    return jnp.dtype(jnp.float32) if is_short else mean_dtype(dtype)
 
 
 def wide(dtype: Any) -> Any:
@@ -53,19 +57,8 @@ def as_dtype(array: jax.Array, dtype: Any) -> jax.Array:
     return array if array.dtype == dtype else array.astype(dtype)
 
 
-def _has_short_range(dtype: Any) -> bool:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return _largest(dtype) < _largest(jnp.bfloat16)
-
-
-def _largest(dtype: Any) -> float:
-    limits: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
-    return float(limits.max)
-
-
 def check_summable(leaves: Iterable[tuple[str, Any]], method: str) -> None:
-    """Refuses leaves that are no numbers."""
+    """Raises for leaves that are not numbers."""
     bad = [f"{name}: {leaf_text(leaf)}" for name, leaf in leaves if not is_numeric(leaf)]
     if bad:
         raise ArgumentError(_REFUSED.format(method=method, lines=listed(bad)))

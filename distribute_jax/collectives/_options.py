@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
-from typing import cast
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import as_member, check_int
 
 
 class CommunicationImplementation(enum.Enum):
@@ -64,17 +63,17 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         """Turns names into members and refuses what is out of range."""
-        if not _is_int(self.bytes_per_pack) or self.bytes_per_pack < 0:
+        check_int("CommunicationOptions(bytes_per_pack)", self.bytes_per_pack, 0)
+        seconds = self.timeout_seconds
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds >= 0):
             raise ArgumentError(
-                f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack!r}): bytes_per_pack must be "
-                "an int, 0 or more. 0 leaves packing to the cross-device operation."
+                "CommunicationOptions(timeout_seconds) must be None or a number of seconds, 0 or more; got "
+                f"{seconds!r}."
             )
-        if not _is_timeout(self.timeout_seconds):
-            raise ArgumentError(
-                f"CommunicationOptions(timeout_seconds={self.timeout_seconds!r}): timeout_seconds must "
-                "be None or a number of seconds, 0 or more. None waits without a limit."
-            )
-        object.__setattr__(self, "implementation", _implementation(self.implementation))
+        name = "CommunicationOptions(implementation)"
+        implementation = as_member(name, self.implementation, CommunicationImplementation)
+        object.__setattr__(self, "implementation", implementation)
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Returns these options, with each value of the others that is not the default put over them.
@@ -107,37 +106,10 @@ def checked_options(options: object, method: str) -> CommunicationOptions:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
         raise ArgumentError(
-            f"{method}(options={options!r:.80}): options must be None or "
-            "dj.experimental.CommunicationOptions(bytes_per_pack=..., timeout_seconds=..., "
-            "implementation=...)."
+            f"{method}: options must be None or dj.experimental.CommunicationOptions(...); got "
+            f"{options!r:.80}."
         )
     return options
-
-
-def _implementation(value: object) -> CommunicationImplementation:
-    if isinstance(value, CommunicationImplementation):
-        return value
-    members = CommunicationImplementation.__members__
-    if isinstance(value, str) and value.upper() in members:
-        return members[value.upper()]
-    names = ", ".join(repr(name) for name in members)
-    raise ArgumentError(
-        f"CommunicationOptions(implementation={value!r}): implementation must be one of {names}, or a "
-        "dj.experimental.CommunicationImplementation. 'AUTO' is what the strategy was made with."
-    )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_timeout(value: object) -> bool:
-    if value is None:
-        return True
-    if not (_is_int(value) or isinstance(value, float)):
-        return False
-    seconds = cast("float", value)
-    return seconds >= 0 and not math.isnan(seconds)
 
 
 class ReduceOp(enum.Enum):
@@ -156,11 +128,4 @@ class ReduceOp(enum.Enum):
 
 def reduce_op(value: ReduceOp | str) -> ReduceOp:
     """Turns a name in any letter case into a ``ReduceOp``."""
-    if isinstance(value, ReduceOp):
-        return value
-    if isinstance(value, str) and value.upper() in ReduceOp.__members__:
-        return ReduceOp[value.upper()]
-    raise ArgumentError(
-        f"{value!r} is not a valid ReduceOp. Use 'sum' or 'mean', or dj.ReduceOp.SUM or "
-        "dj.ReduceOp.MEAN; only these two combine replicas."
-    )
+    return as_member("reduce_op", value, ReduceOp)
