@@ -24,7 +24,7 @@ from distribute_jax.processes._status import doing
 
 _SLACK = 1.0
 """Seconds that the others wait longer than process 0, so that they hear from it who is missing."""
-_DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
+DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _LOG = logging.getLogger("distribute_jax")
 
 
@@ -251,7 +251,7 @@ def check_barrier(name: object, timeout: object) -> None:
 
 def xla_flags(environment: Mapping[str, str]) -> list[str]:
     """Returns the flags of XLA, without the number of simulated CPU devices."""
-    return _DEVICE_COUNT.sub("", environment.get("XLA_FLAGS", "")).split()
+    return DEVICE_COUNT.sub("", environment.get("XLA_FLAGS", "")).split()
 
 
 def resolve_cluster(resolver: Any, caller: str) -> ClusterResolver:

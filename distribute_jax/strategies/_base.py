@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
@@ -18,15 +17,15 @@ from distribute_jax._lazy import answering
 from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
 from distribute_jax._user_frames import frames_hidden, hide_frames
-from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import check_barrier, job_of
 from distribute_jax.program import ParameterDevice, Replicas, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
+    is_value,
     local_values,
-    reduce_value,
+    reduce_values,
 )
 from distribute_jax.strategies._devices import checked_axis_name, note_flags_too_late
 from distribute_jax.strategies._extended import StrategyExtended
@@ -110,7 +109,7 @@ class Strategy(InputMethods, OlderNames):
         """Where the strategy got its cluster from; None for strategies of one process."""
         return None
 
-    @cached_property
+    @functools.cached_property
     def extended(self) -> StrategyExtended:
         """TensorFlow's lower-level interface, for authors of libraries."""
         return StrategyExtended(self)
@@ -263,7 +262,8 @@ class Strategy(InputMethods, OlderNames):
         """
         self._enter_method("strategy.reduce")
         op = as_reduce_op(reduce_op)
-        return self._map(lambda leaf: reduce_value(op, leaf, axis, self._mesh), value)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=is_value)
+        return jax.tree.unflatten(treedef, reduce_values(op, leaves, axis, self._mesh))
 
     @final
     @frames_hidden
@@ -290,7 +290,8 @@ class Strategy(InputMethods, OlderNames):
                 "dj.get_replica_context().all_gather(value, axis) there."
             )
         self._enter_method("strategy.gather")
-        return self._map(lambda leaf: gather_value(leaf, axis, self._mesh), value)
+        gather = functools.partial(gather_value, axis=axis, mesh=self._mesh)
+        return jax.tree.map(gather, value, is_leaf=is_value)
 
     @final
     @frames_hidden
@@ -308,7 +309,7 @@ class Strategy(InputMethods, OlderNames):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_local_results
         """
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=is_value)
         parts = [local_values(leaf, self._mesh) for leaf in leaves]
         known = [part for part in parts if part is not None]
         count = len(known[0]) if known else 1
@@ -411,13 +412,6 @@ class Strategy(InputMethods, OlderNames):
                 "batch of one replica."
             )
 
-    def _map(self, function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-        return jax.tree.map(function, tree, is_leaf=_is_value)
-
 
 _OF_DEVICES = frozenset({"_mesh", "_replicas", "_device", "_runner", "extended"})
 """Attributes that a copy of a strategy shares or makes again: devices cannot be copied."""
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, (DistributedValues, PerReplica, nnx.Variable))

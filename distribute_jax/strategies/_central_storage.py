@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
+from distribute_jax._messages import check_choice
 from distribute_jax.program import ParameterDevice
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import find_cpu, find_device, find_devices
+from distribute_jax.strategies._devices import devices_of, find_device, find_devices
 
 
 class CentralStorageStrategy(Strategy):
@@ -60,30 +60,22 @@ class CentralStorageStrategy(Strategy):
         if parameter_device is not None:
             device = find_device(parameter_device)
         else:
-            device = devices[0] if len(devices) == 1 else find_cpu() or devices[0]
-        _check_memory(device, memory_kind)
-        storage = ParameterDevice(device, memory_kind)
+            device = devices[0] if len(devices) == 1 else (devices_of("cpu") or devices)[0]
+        if memory_kind is not None:
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            check_choice(f"CentralStorageStrategy: memory_kind on {device}", memory_kind, kinds)
         super().__init__(
             replica_mesh(devices),
             steps_in_flight=steps_in_flight,
-            parameter_device=storage,
+            parameter_device=ParameterDevice(device, memory_kind),
             axis_name=axis_name,
         )
         self._device = device
 
     @property
     def parameter_device(self) -> jax.Device:
-        """Where parameters and optimizer state is stored between steps."""
+        """Where parameters and optimizer state are stored between steps."""
         return self._device
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.parameter_device})"
-
-
-def _check_memory(device: jax.Device, kind: str | None) -> None:
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if kind is not None and kind not in kinds:
-        raise ArgumentError(
-            f"CentralStorageStrategy(memory_kind={kind!r}): {device} has no such memory. It has "
-            f"{', '.join(map(repr, kinds))}; leave memory_kind out for its default one."
-        )

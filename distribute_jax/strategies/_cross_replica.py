@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import jax
@@ -56,70 +56,71 @@ _MEAN_OF_PARTS = (
 Axes = tuple[int, ...] | None
 
 
-def reduce_value(op: ReduceOp, value: Any, axis: Any, mesh: Mesh) -> jax.Array:
-    """Combines one leaf over the replicas, and over its own dims where ``axis`` names some."""
+def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) -> list[jax.Array]:
+    """Combines each of several leaves over the replicas, and over its dims where ``axis`` names some.
+
+    What is one array over all replicas, as gradients are, goes through one program.
+    """
     axes = _as_axes(axis)
+    leaves = [_summable(op, value, mesh) for value in values]
+    results: dict[int, jax.Array] = {}
+    by_mesh: dict[Mesh, list[int]] = {}
+    with with_all_processes("strategy.reduce", mesh), ExitStack() as stack:
+        for i, leaf in enumerate(leaves):
+            stack.enter_context(reading(leaf))
+            if _is_global(leaf):
+                by_mesh.setdefault(leaf.mesh, []).append(i)
+            else:
+                results[i] = _reduce(op, leaf, axes, num_replicas(mesh))
+        for indices in by_mesh.values():
+            totals = _reduce_global(op, [leaves[i] for i in indices], axes)
+            results.update(zip(indices, totals, strict=True))
+    return [results[i] for i in range(len(leaves))]
+
+
+def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
+    """Returns a leaf, of a variable its value, that can be summed; logs what it may count too often."""
     value = check_int_range(_of_variable(value, mesh), "strategy.reduce")
-    mirrored = isinstance(value, Mirrored)
     if is_key(getattr(value, "global_array", value)):
         raise ArgumentError(
             "strategy.reduce got random keys, which have no sum and no mean. Get each replica's with "
             "strategy.experimental_local_results(keys), or join them with strategy.gather(keys, axis=0)."
         )
-    check_summable((("the value", array) for array in _arrays(value)), "strategy.reduce")
-    if mirrored and op is ReduceOp.SUM:
-        _note_equal(value, num_replicas(mesh))
-    if op is ReduceOp.MEAN and isinstance(value, PerReplica) and value.is_part_of_mean:
-        log_once(_MEAN_OF_PARTS, value.step, num_replicas(mesh), about=value.step)
-    with with_all_processes("strategy.reduce", mesh), reading(value):
-        return _reduce(op, value, axes, num_replicas(mesh), mirrored=mirrored)
+    if _is_global(value):
+        arrays: Sequence[Any] = [jax.ShapeDtypeStruct(value.part_shape, value.dtype)]
+    else:
+        arrays = value.values if isinstance(value, DistributedValues) else [value]
+    check_summable((("the value", array) for array in arrays), "strategy.reduce")
+    replicas, step = num_replicas(mesh), step_of(value)
+    if isinstance(value, Mirrored) and op is ReduceOp.SUM:
+        # Counts are to be added up; other numbers the step may have added up already.
+        if step and replicas > 1 and jnp.issubdtype(value.dtype, jnp.inexact):
+            log_once(_EQUAL, step, replicas, replicas, about=step)
+    elif op is ReduceOp.MEAN and isinstance(value, PerReplica) and value.is_part_of_mean:
+        log_once(_MEAN_OF_PARTS, value.step, replicas, about=value.step)
+    return value
 
 
-def _note_equal(value: Any, replicas: int) -> None:
-    """Logs that a number is added up which the step may have added up already; counts are wanted so."""
-    step = step_of(value)
-    if step and replicas > 1 and jnp.issubdtype(value.dtype, jnp.inexact):
-        log_once(_EQUAL, step, replicas, replicas, about=step)
-
-
-def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, *, mirrored: bool) -> jax.Array:
-    if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
-        return _reduce_global(op, value, axes)
-    if isinstance(value, DistributedValues):
-        return _reduce_parts(op, value.values, axes)
-    if mirrored or replicas == 1:
-        return _reduce_equal(op, value, axes, replicas)
-    return _reduce_host(op, value, axes)
-
-
-def _arrays(value: Any) -> Sequence[Any]:
-    if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
-        return [jax.ShapeDtypeStruct(value.part_shape, value.dtype)]
-    return value.values if isinstance(value, DistributedValues) else [value]
+def _is_global(value: Any) -> bool:
+    """Returns whether a value is one array with a part for each replica."""
+    return isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica)
 
 
 def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Joins one leaf of all replicas along a dim."""
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise ArgumentError(
-            f"strategy.gather(axis={axis!r}): axis is an int, the dim along which the replicas' values are "
-            "joined. Pass axis=0 for rows."
-        )
+        raise ArgumentError(f"strategy.gather: axis must be an int; got {axis!r}.")
     value = check_int_range(_of_variable(value, mesh), "strategy.gather")
     with with_all_processes("strategy.gather", mesh), reading(value):
-        return _gather(value, axis, mesh)
-
-
-def _gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
-    if isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica):
-        return _gather_global(value, axis)
-    if isinstance(value, DistributedValues):
-        return _gather_parts(value.values, axis)
-    array = jnp.asarray(value)
-    dim = checked_dim(array.ndim, axis, _part_text(array), "strategy.gather")
-    if isinstance(value, Mirrored):
-        return on_host_device(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
-    return array
+        if _is_global(value):
+            return _gather_global(value, axis)
+        if isinstance(value, DistributedValues):
+            return _gather_parts(value.values, axis)
+        array = jnp.asarray(value)
+        dim = checked_dim(array.ndim, axis, _part_text(array), "strategy.gather")
+        if isinstance(value, Mirrored):
+            return on_host_device(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
+        return array
 
 
 def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
@@ -139,7 +140,7 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
 
 
 def _of_variable(value: Any, mesh: Mesh) -> Any:
-    """Returns what a variable holds: each replica's own value, or the same on all."""
+    """Returns the value of a variable: one for each replica, or the same on all."""
     if not isinstance(value, nnx.Variable):
         return value
     if _context.merging():
@@ -154,15 +155,16 @@ def _of_variable(value: Any, mesh: Mesh) -> Any:
 
 
 def _of_traced_variable(variable: nnx.Variable[Any]) -> Any:
-    """Returns all replicas' values of a variable in ``merge_call``, where the raw value is one's own."""
+    """Returns all replicas' values of a variable in ``merge_call``, where the raw value is one replica's."""
     raw = variable.get_raw_value()
     if not isinstance(raw, jax.Array):
         return raw
-    own = not isinstance(variable, Variable) or variable.is_on_read
     replicas = _context.current().strategy.num_replicas_in_sync
-    # What is written to the other variables was combined when it was written.
-    stacked = stacked_over_replicas(raw) if own else jnp.stack([raw] * replicas)
-    return MergedValues(stacked, replicas)
+    # What is written to mirrored variables was combined when it was written.
+    differs = not isinstance(variable, Variable) or variable.is_on_read
+    return MergedValues(
+        stacked_over_replicas(raw) if differs else jnp.stack([raw] * replicas), replicas
+    )
 
 
 def _as_axes(axis: Any) -> Axes:
@@ -171,7 +173,7 @@ def _as_axes(axis: Any) -> Axes:
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     if not all(isinstance(a, (int, np.integer)) and not isinstance(a, bool) for a in axes):
         raise ArgumentError(
-            f"strategy.reduce(axis={axis!r}): axis is None, an int, or a tuple or list of ints."
+            f"strategy.reduce: axis must be None, an int, or a tuple or list of ints; got {axis!r}."
         )
     return axes
 
@@ -192,39 +194,39 @@ def _dims(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
     return dims
 
 
-def _reduce_global(op: ReduceOp, value: PerReplica, axes: Axes) -> jax.Array:
-    counts = value.counts
-    dims = _dims(axes, value.part_shape)
-    if counts is not None or value.ambiguous is not None:
+def _reduce_global(op: ReduceOp, values: Sequence[PerReplica], axes: Axes) -> list[jax.Array]:
+    kinds: list[tuple[tuple[int, ...], Layout]] = []
+    for value in values:
+        counts, dims = value.counts, _dims(axes, value.part_shape)
         if 0 in dims or axes is None:
             value.check_rows_known()
         if 0 not in dims and counts is not None and len(set(counts)) > 1:
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
-    note_combined(f"strategy.reduce({op.value!r}, axis={axes})", value)
-    function = _compiled_reduce(op, dims, value.layout, value.mesh, counts is not None)
-    rows = () if counts is None else (np.asarray(counts, np.int32),)
+        _note_combined(f"strategy.reduce({op.value!r}, axis={axes})", value)
+        kinds.append((dims, value.layout))
+    rows = [None if v.counts is None else np.asarray(v.counts, np.int32) for v in values]
+    program = _compiled_reduce(op, tuple(kinds), values[0].mesh)
     with outside_mesh():
-        combined = function(value.global_array, *rows)
-    if counts is not None and 0 not in dims:
-        combined = combined[: counts[0]]
-    return on_host_device(combined)
+        totals = program([value.global_array for value in values], rows)
+    return [
+        on_host_device(total if value.counts is None or 0 in dims else total[: value.counts[0]])
+        for total, value, (dims, _) in zip(totals, values, kinds, strict=True)
+    ]
 
 
 def _uneven(shapes: Sequence[tuple[int, ...]], axes: Axes) -> ArgumentError:
-    given = axes if axes is None or len(axes) > 1 else axes[0]
+    axis = axes if axes is None or len(axes) > 1 else axes[0]
+    what = f"strategy.reduce(axis={axis}): the replicas' values have different shapes, {list(shapes)}, "
     if len(set(map(len, shapes))) > 1:
         return ArgumentError(
-            f"strategy.reduce(axis={given}): the replicas' values have different shapes, "
-            f"{list(shapes)}, and not even as many dims, so they cannot be combined. Give every "
-            "replica a value with the same number of dims."
+            f"{what}and not even as many dims, so they cannot be combined. Give every replica a value with "
+            "the same number of dims."
         )
     ndim = len(shapes[0])
-    taken = {a % ndim for a in axes or ()}
     differ = [d for d in range(ndim) if len({shape[d] for shape in shapes}) > 1]
-    wanted = tuple(sorted(taken | set(differ)))
+    wanted = tuple(sorted({a % ndim for a in axes or ()} | set(differ)))
     return ArgumentError(
-        f"strategy.reduce(axis={given}): the replicas' values have different shapes, {list(shapes)}, "
-        "so they cannot be combined element by element. Reduce the dim that differs too "
+        f"{what}so they cannot be combined element by element. Reduce the dim that differs too "
         f"(axis={wanted if len(wanted) > 1 else wanted[0]}), or join the values with "
         f"strategy.gather(value, axis={differ[0]})."
     )
@@ -232,25 +234,26 @@ def _uneven(shapes: Sequence[tuple[int, ...]], axes: Axes) -> ArgumentError:
 
 @functools.lru_cache(maxsize=256)
 def _compiled_reduce(
-    op: ReduceOp, dims: tuple[int, ...], layout: Layout, mesh: Mesh, masked: bool
-) -> Callable[..., jax.Array]:
+    op: ReduceOp, kinds: tuple[tuple[tuple[int, ...], Layout], ...], mesh: Mesh
+) -> Callable[..., list[jax.Array]]:
     replicas = num_replicas(mesh)
 
-    def combine(array: jax.Array, *counts: jax.Array) -> jax.Array:
+    def combine(
+        array: jax.Array, counts: jax.Array | None, kind: tuple[tuple[int, ...], Layout]
+    ) -> jax.Array:
+        dims, layout = kind
         parts = _stacked(array, layout, replicas)
         number: Any = replicas * math.prod(parts.shape[1 + d] for d in dims)
-        if masked and 0 in dims:
-            rows = jnp.arange(parts.shape[1])[None, :] < counts[0][:, None]
+        if counts is not None and 0 in dims:
+            rows = jnp.arange(parts.shape[1])[None, :] < counts[:, None]
             parts = jnp.where(rows.reshape(rows.shape + (1,) * (parts.ndim - 2)), parts, 0)
-            number = counts[0].sum() * math.prod(parts.shape[1 + d] for d in dims if d)
+            number = counts.sum() * math.prod(parts.shape[1 + d] for d in dims if d)
         return _total(op, parts, (0, *(1 + d for d in dims)), number)
 
-    return jax.jit(combine, out_shardings=mirrored_sharding(mesh))
+    def combine_all(arrays: Any, rows: Any) -> list[jax.Array]:
+        return list(map(combine, arrays, rows, kinds))
 
-
-def combined_replicas(op: ReduceOp, array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
-    """Combines the parts of a global array element by element, as part of a program."""
-    return _total(op, _stacked(array, layout, replicas), (0,), replicas)
+    return jax.jit(combine_all, out_shardings=mirrored_sharding(mesh))
 
 
 @promoting
@@ -288,32 +291,35 @@ def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.A
     return as_dtype(total, _result_dtype(op, dtype))
 
 
-def _reduce_equal(op: ReduceOp, value: Any, axes: Axes, replicas: int) -> jax.Array:
-    """Reduces a value that every replica has: SUM counts it once for each."""
+def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int) -> jax.Array:
+    """Reduces what is not one array over all replicas."""
+    if isinstance(value, DistributedValues):
+        return _reduce_parts(op, value.values, axes)
     array = jnp.asarray(value)
-    dims = _dims(axes, array.shape)
-    array = _reduce_dims(op, array, dims)
-    return on_host_device(array * replicas if op is ReduceOp.SUM and replicas > 1 else array)
-
-
-def _reduce_host(op: ReduceOp, value: Any, axes: Axes) -> jax.Array:
-    array = jnp.asarray(value)
-    if op is ReduceOp.SUM and not (isinstance(value, (int, float, np.generic)) and value == 0):
+    is_equal = replicas == 1 or isinstance(value, Mirrored)
+    is_zero = isinstance(value, (int, float, np.generic)) and value == 0
+    if op is ReduceOp.SUM and not is_equal and not is_zero:
         raise ArgumentError(
             f"A non-DistributedValues value {leaf_text(value)} cannot be reduced with the given "
             "reduce op ReduceOp.SUM: no replica produced it, so it is not known how often it counts. "
             "Reduce what strategy.run returned, or use 'mean'."
         )
-    return _reduce_dims(op, array, _dims(axes, array.shape))
+    dims = _dims(axes, array.shape)
+    if dims:
+        array = _total(op, array, dims, math.prod(array.shape[d] for d in dims))
+    else:
+        array = as_dtype(array, _result_dtype(op, array.dtype))
+    if not is_equal:
+        return array
+    return on_host_device(array * replicas if op is ReduceOp.SUM and replicas > 1 else array)
 
 
-def _reduce_dims(op: ReduceOp, array: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    if not dims:
-        return as_dtype(array, _result_dtype(op, array.dtype))
-    return _total(op, array, dims, math.prod(array.shape[d] for d in dims))
+def is_value(leaf: Any) -> bool:
+    """Returns whether a node of a nest is combined as one leaf."""
+    return isinstance(leaf, (DistributedValues, nnx.Variable))
 
 
-def note_combined(what: str, value: PerReplica) -> None:
+def _note_combined(what: str, value: PerReplica) -> None:
     """Notes what the processes of a job combine together, so that they notice where they do not."""
     job = job_of(value.mesh)
     if not job.is_alone:
@@ -328,7 +334,7 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     counts = value.counts
     if counts is not None and dim != 0 and len(set(counts)) > 1:
         raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
-    note_combined(f"strategy.gather(axis={axis})", value)
+    _note_combined(f"strategy.gather(axis={axis})", value)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
     with outside_mesh():
         return on_host_device(function(value.global_array))
@@ -368,7 +374,7 @@ def _unjoinable(shapes: Sequence[tuple[int, ...]], axis: int) -> ArgumentError:
 
 
 def on_host_device(array: jax.Array) -> jax.Array:
-    """Returns a whole array as one on this process's first device that mixes with anything."""
+    """Returns a replicated array as one on this process's first device that mixes with anything."""
     if isinstance(array, jax.core.Tracer):
         return array
     return uncommitted(array.addressable_data(0))

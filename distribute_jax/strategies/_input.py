@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,6 @@ from distribute_jax.data.sources import find_source
 from distribute_jax.processes import job_of
 
 
-class _Owner(Protocol):
-    """What these methods need of the strategy that they belong to."""
-
-    _offers_per_replica_input: bool
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def _enter_program(self, name: str) -> None: ...
-
-
 class InputMethods:
     """The part of ``Strategy`` that distributes datasets."""
 
@@ -50,7 +39,7 @@ class InputMethods:
     @final
     @frames_hidden
     def distribute_dataset(
-        self: _Owner,
+        self: Any,
         dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
@@ -98,7 +87,7 @@ class InputMethods:
     @final
     @frames_hidden
     def distribute_datasets_from_function(
-        self: _Owner,
+        self: Any,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
@@ -162,14 +151,17 @@ def guard_iteration() -> None:
 
 
 def _dataset(
-    strategy: _Owner, feed: Feed, options: InputOptions, *, common: bool
+    strategy: Any, feed: Feed, options: InputOptions, *, common: bool
 ) -> DistributedDataset:
-    ahead = (
-        options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
-    )
-    ends = epoch_ends(strategy.mesh, options, common=common)
+    ahead = options.experimental_per_replica_buffer_size
+    if not options.experimental_fetch_to_device:
+        ahead = 0
     return DistributedDataset(
-        feed, mesh=strategy.mesh, guard=guard_iteration, ends=ends, ahead=ahead
+        feed,
+        mesh=strategy.mesh,
+        guard=guard_iteration,
+        ends=epoch_ends(strategy.mesh, options, common=common),
+        ahead=ahead,
     )
 
 
@@ -178,18 +170,17 @@ def _checked(options: Any, called: str) -> InputOptions:
         return InputOptions()
     if not isinstance(options, InputOptions):
         raise ArgumentError(
-            f"{called} got options={leaf_text(options)}. Pass dj.InputOptions(...), or leave it out."
+            f"{called}: options must be None or dj.InputOptions(...); got {leaf_text(options)}."
         )
     return options
 
 
 def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh) -> Any:
     """Calls a function for each replica of this process, and makes its nests one of per-replica values."""
-    method = "experimental_distribute_values_from_function"
+    method = "strategy.experimental_distribute_values_from_function"
     if not callable(value_fn):
         raise ArgumentError(
-            f"strategy.{method} got {leaf_text(value_fn)}, which is not a function. Pass one that takes a "
-            "ValueContext: lambda context: context.replica_id_in_sync_group."
+            f"{method}: value_fn must be a function of a ValueContext; got {leaf_text(value_fn)}."
         )
     count = num_replicas(mesh)
     nests = [value_fn(context(i, count)) for i in local_replicas(mesh)]
@@ -197,13 +188,14 @@ def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh)
         # An int that is too large for NumPy is told apart from objects below.
         if not is_key(leaf) and not isinstance(leaf, int) and np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
-                f"strategy.{method}: the function gave {leaf_text(leaf)}, which is neither array nor number, "
-                "so no device can hold it. Give each replica an index, and look the object up outside."
+                f"{method}: value_fn returned {leaf_text(leaf)}, which is neither array nor number, so no "
+                "device can hold it. Give each replica an index, and look the object up outside."
             )
-    if len({str(jax.tree.structure(nest)) for nest in nests}) > 1:
+    structures = list(dict.fromkeys(map(jax.tree.structure, nests)))
+    if len(structures) > 1:
         raise ArgumentError(
-            f"strategy.{method}: the function gave the replicas nests of different structure, "
-            f"{jax.tree.structure(nests[0])} and others. Give all the same keys and lengths."
+            f"{method}: value_fn returned nests of different structure, {structures[0]} and "
+            f"{structures[1]}. Give all replicas the same keys and lengths."
         )
     if count == 1:
         return jax.tree.map(
@@ -219,23 +211,27 @@ def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
         keys = jax.random.wrap_key_data(bits.global_array, impl=jax.random.key_impl(parts[0]))
         return PerReplica(keys, mesh)
     arrays = [check_int_range(np.asarray(part), "A per-replica value") for part in parts]
-    if _are_alike(arrays, mesh):
+    if _are_uniform(arrays, mesh):
         # int64 and float64 become what JAX holds, as everywhere.
         dtype = jax.dtypes.canonicalize_dtype(arrays[0].dtype)
         stacked = np.stack(arrays).astype(dtype)
-        return PerReplica(_stacked_over(stacked, mesh), mesh)
+        to = split_sharding(mesh)
+        if is_local(mesh):
+            return PerReplica(jax.device_put(stacked, to), mesh)
+        shape = (num_replicas(mesh), *stacked.shape[1:])
+        return PerReplica(jax.make_array_from_process_local_data(to, stacked, shape), mesh)
     with outside_mesh():
         return UnevenPerReplica([jnp.asarray(array) for array in arrays], mesh)
 
 
-def _are_alike(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
+def _are_uniform(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
     """Returns whether the values of all replicas have one shape and dtype."""
-    own = [leaf_text(array) for array in arrays]
+    local = [leaf_text(array) for array in arrays]
     job = job_of(mesh)
     if job.is_alone:
-        return len(set(own)) == 1
-    told = job.exchange("the shapes of values", json.dumps(own))
-    shapes = [shape for some in told for shape in json.loads(some)]
+        return len(set(local)) == 1
+    everyone = job.exchange("the shapes of values", json.dumps(local))
+    shapes = [shape for text in everyone for shape in json.loads(text)]
     if len(set(shapes)) > 1:
         raise UnsupportedError(
             f"The function gave the replicas values of different shapes, {', '.join(shapes[:8])}. In a job "
@@ -243,15 +239,3 @@ def _are_alike(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
             "real sizes as a second value."
         )
     return True
-
-
-def _stacked_over(parts: np.ndarray[Any, Any], mesh: Mesh) -> jax.Array:
-    """Makes the array of all replicas from the stacked values of this process's own."""
-    shape = (num_replicas(mesh), *parts.shape[1:])
-    to = split_sharding(mesh)
-    array: jax.Array = (
-        jax.device_put(parts, to)
-        if is_local(mesh)
-        else jax.make_array_from_process_local_data(to, parts, shape)
-    )
-    return array

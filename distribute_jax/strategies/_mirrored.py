@@ -9,15 +9,11 @@ import jax
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
+from distribute_jax._messages import check_bool
 from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import (
-    checked_sharding,
-    find_device,
-    find_devices,
-    note_cluster_ignored,
-)
+from distribute_jax.strategies._devices import find_device, find_devices, note_cluster_ignored
 
 
 class MirroredStrategy(Strategy):
@@ -64,24 +60,27 @@ class MirroredStrategy(Strategy):
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
-        found = find_devices(devices)
-        note_cluster_ignored(type(self).__name__)
-        self._cross_device_ops = _placed(cross_device_ops, found)
-        shares = checked_sharding(shard_optimizer_state, type(self).__name__)
+        name = type(self).__name__
+        replicas = find_devices(devices)
+        note_cluster_ignored(name)
+        self._cross_device_ops = _placed(cross_device_ops, replicas)
         super().__init__(
-            replica_mesh(found), steps_in_flight=steps_in_flight, shares=shares, axis_name=axis_name
+            replica_mesh(replicas),
+            steps_in_flight=steps_in_flight,
+            shares=check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state),
+            axis_name=axis_name,
         )
 
 
-def _placed(given: Any, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:
+def _placed(cross_device_ops: Any, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:
     """Checks the operation, and finds the replica on the device that it names."""
-    ops = checked_ops(given, "MirroredStrategy")
+    ops = checked_ops(cross_device_ops, "MirroredStrategy")
     if not isinstance(ops, ReductionToOneDevice) or ops.reduce_to_device is None:
         return ops
     device = find_device(ops.reduce_to_device)
     if device not in devices:
         raise ArgumentError(
             f"MirroredStrategy(cross_device_ops={ops!r}): {device} is not one of the strategy's devices "
-            f"{list(map(str, devices))}. Reduce to one of these, or leave reduce_to_device out."
+            f"{list(map(str, devices))}."
         )
     return ops.on_replica(list(devices).index(device))

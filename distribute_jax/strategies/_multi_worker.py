@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, final
+from typing import final
 
 import jax
 
 from distribute_jax import processes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
+from distribute_jax._messages import check_bool
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps, ReductionToOneDevice
+from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps
 from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.collectives._options import checked_options
 from distribute_jax.processes import ClusterOptions, check_cluster_options, resolve_cluster
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import checked_sharding
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -73,8 +73,13 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         name = type(self).__name__
         self._communication_options = checked_options(communication_options, name)
-        self._cross_device_ops = _checked_ops(cross_device_ops, name)
-        shares = checked_sharding(shard_optimizer_state, name)
+        self._cross_device_ops = checked_ops(cross_device_ops, name)
+        if getattr(cross_device_ops, "reduce_to_device", None) is not None:
+            raise ArgumentError(
+                f"{name}(cross_device_ops={cross_device_ops!r}): a name such as 'gpu:0' means another device "
+                "in each process. Leave reduce_to_device out: the values are added up on replica 0."
+            )
+        shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
         self._resolver = resolve_cluster(cluster_resolver, name)
         timeouts = check_cluster_options(cluster_options, name)
         seconds = self._communication_options.timeout_seconds or timeouts.step_seconds
@@ -92,13 +97,3 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """Where the strategy got its cluster from: ``task_type``, ``task_id``, ``cluster_spec()``."""
         return self._resolver
-
-
-def _checked_ops(given: Any, caller: str) -> CrossDeviceOps | None:
-    ops = checked_ops(given, caller)
-    if isinstance(ops, ReductionToOneDevice) and ops.reduce_to_device is not None:
-        raise ArgumentError(
-            f"{caller}(cross_device_ops={ops!r}): a name such as 'gpu:0' means another device in each "
-            "process. Leave reduce_to_device out: the values are added up on replica 0."
-        )
-    return ops

@@ -33,6 +33,6 @@ class OneDeviceStrategy(Strategy):
     _offers_per_replica_input = False
 
     def __init__(self, device: Any, *, axis_name: str = DATA) -> None:
-        found = find_device(device)
+        mesh = replica_mesh([find_device(device)])
         note_cluster_ignored(type(self).__name__)
-        super().__init__(replica_mesh([found]), steps_in_flight=None, axis_name=axis_name)
+        super().__init__(mesh, steps_in_flight=None, axis_name=axis_name)

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 
 from distribute_jax import _context
-from distribute_jax._user_frames import users_line
+from distribute_jax._user_frames import log_once, users_line
 from distribute_jax.program import Replicas
-from distribute_jax.strategies._devices import note_not_entered
 
 
 class Scope:
-    """What ``strategy.scope()`` gives: a ``with`` block that can be entered again and again."""
+    """What ``strategy.scope()`` returns: a ``with`` block that can be entered again and again."""
 
     def __init__(self, strategy: Any, replicas: Replicas) -> None:
         self._strategy, self._replicas = strategy, replicas
@@ -25,7 +24,13 @@ class Scope:
     def __del__(self) -> None:
         line = getattr(self, "_unused", None)
         if line and not sys.is_finalizing():
-            note_not_entered(line)
+            log_once(
+                "strategy.scope() at %s was never entered, so models made there do not belong to the "
+                "strategy. Write with strategy.scope(): and indent what it is for, or "
+                "dj.experimental_set_strategy(strategy).",
+                line,
+                about=line,
+            )
 
     def __enter__(self) -> Any:
         self._unused = None

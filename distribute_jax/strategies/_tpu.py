@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ContextError, MixedStrategiesError
 from distribute_jax._mesh import DATA, cores_per_replica, factors, replica_mesh
-from distribute_jax._messages import leaf_text
+from distribute_jax._messages import check_choice, check_int, leaf_text
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
@@ -78,11 +78,8 @@ class TPUStrategy(Strategy):
         axis_name: str = DATA,
     ) -> None:
         name = type(self).__name__
-        if experimental_spmd_xla_partitioning is not True:
-            raise ArgumentError(
-                f"{name}(experimental_spmd_xla_partitioning={experimental_spmd_xla_partitioning!r}): XLA "
-                "always partitions one program for all cores of a replica. Leave it out."
-            )
+        spmd = f"{name}(experimental_spmd_xla_partitioning)"
+        check_choice(spmd, experimental_spmd_xla_partitioning, (True,))
         self._resolver = connected(tpu_cluster_resolver, cluster_options, name)
         if experimental_device_assignment is None:
             note_no_tpu(name)
@@ -118,7 +115,17 @@ class TPUStrategy(Strategy):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy#experimental_assign_to_logical_device
         """
-        return assigned(tensor, logical_device_id, self.mesh)
+        method = "experimental_assign_to_logical_device"
+        array, cores = self._checked(tensor, method), cores_per_replica(self.mesh)
+        check_int(f"{method}(logical_device_id)", logical_device_id, 0, cores)
+        if cores > 1:
+            raise ArgumentError(
+                f"{method} cannot assign {leaf_text(array)} to one core: XLA partitions one program for all "
+                f"{cores} cores of a replica (SPMD), and none of them computes a part of it alone. Split it "
+                "with experimental_split_to_logical_devices(tensor, partition_dimensions), or leave the call "
+                "out and let XLA choose."
+            )
+        return array
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
@@ -153,7 +160,10 @@ class TPUStrategy(Strategy):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy#experimental_split_to_logical_devices
         """
-        return split(tensor, partition_dimensions, self.mesh)
+        method = "experimental_split_to_logical_devices"
+        array = self._checked(tensor, method)
+        counts = _checked_counts(array, partition_dimensions, self.mesh, method)
+        return _constrained(array, _axes_for(counts, self.mesh))
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> jax.Array:
         """Lets every core of the replica hold an array of a step whole.
@@ -170,43 +180,24 @@ class TPUStrategy(Strategy):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy#experimental_replicate_to_logical_devices
         """
-        return replicated(tensor, self.mesh)
+        array = self._checked(tensor, "experimental_replicate_to_logical_devices")
+        return _constrained(array, [()] * array.ndim)
 
-
-_STRATEGY = "strategy.experimental_"
-
-
-def assigned(tensor: Any, logical_device_id: Any, mesh: Mesh) -> jax.Array:
-    """Returns an array whose only core is named, and refuses where there are several."""
-    method = f"{_STRATEGY}assign_to_logical_device"
-    array, cores = _checked(tensor, mesh, method), cores_per_replica(mesh)
-    if not _is_int(logical_device_id) or not 0 <= logical_device_id < cores:
-        raise ArgumentError(
-            f"{method}(logical_device_id={logical_device_id!r}): a replica of this strategy has "
-            f"{cores} core(s), so it is an int from 0 to {cores - 1}."
-        )
-    if cores > 1:
-        raise ArgumentError(
-            f"{method} cannot assign {leaf_text(array)} to one core: XLA partitions one program for all "
-            f"{cores} cores of a replica (SPMD), and none of them computes a part of it alone. Split it over "
-            f"the cores with {_STRATEGY}split_to_logical_devices(tensor, partition_dimensions), or leave "
-            "the call out and let XLA choose."
-        )
-    return array
-
-
-def split(tensor: Any, partition_dimensions: Any, mesh: Mesh) -> jax.Array:
-    """Constrains an array to be divided over the cores of a replica."""
-    method = f"{_STRATEGY}split_to_logical_devices"
-    array = _checked(tensor, mesh, method)
-    counts = _checked_counts(array, partition_dimensions, mesh, method)
-    return _constrained(array, _dims(counts, mesh))
-
-
-def replicated(tensor: Any, mesh: Mesh) -> jax.Array:
-    """Constrains an array to be whole on every core of a replica."""
-    array = _checked(tensor, mesh, f"{_STRATEGY}replicate_to_logical_devices")
-    return _constrained(array, [()] * array.ndim)
+    def _checked(self, tensor: Any, method: str) -> jax.Array:
+        top = _context.entered()
+        if top is None or top.replica is None:
+            raise ContextError(
+                f"{method} was called outside of run, where no program is compiled whose arrays it could "
+                "place. Call it in the function given to strategy.run, on the arrays there."
+            )
+        if jax.sharding.get_abstract_mesh().axis_names != self.mesh.axis_names:
+            raise MixedStrategiesError(
+                f"{method} was called in a step that {top.strategy!r} runs. Call it on the strategy that "
+                "runs the step, dj.get_strategy() there."
+            )
+        if not isinstance(tensor, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            raise ArgumentError(f"{method}: tensor must be one array; got {leaf_text(tensor)}.")
+        return jnp.asarray(tensor)
 
 
 def _constrained(array: jax.Array, dims: Sequence[tuple[str, ...]]) -> jax.Array:
@@ -217,8 +208,8 @@ def _constrained(array: jax.Array, dims: Sequence[tuple[str, ...]]) -> jax.Array
     return constrained
 
 
-def _dims(counts: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]]:
-    """Returns each dim the mesh axes whose sizes multiply to the parts that it is cut into."""
+def _axes_for(counts: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]]:
+    """Returns for each dim the mesh axes whose sizes multiply to the parts that it is cut into."""
     free = {name: size for name, size in mesh.shape.items() if name != DATA}
     dims = []
     for count in counts:
@@ -231,48 +222,24 @@ def _dims(counts: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]]:
     return dims
 
 
-def _checked(tensor: Any, mesh: Mesh, method: str) -> jax.Array:
-    top = _context.entered()
-    if top is None or top.replica is None:
-        raise ContextError(
-            f"{method} was called outside of run, where no program is compiled whose arrays it could "
-            "place. Call it in the function given to strategy.run, on the arrays there."
-        )
-    if jax.sharding.get_abstract_mesh().axis_names != mesh.axis_names:
-        raise MixedStrategiesError(
-            f"{method} was called in a step that {top.strategy!r} runs. Call it on the strategy that runs "
-            "the step, dj.get_strategy() there."
-        )
-    if not isinstance(tensor, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-        raise ArgumentError(
-            f"{method} got {leaf_text(tensor)}. It takes one array; of a nest, map it over the leaves with "
-            "jax.tree.map."
-        )
-    return jnp.asarray(tensor)
-
-
 def _checked_counts(array: jax.Array, counts: Any, mesh: Mesh, method: str) -> list[int]:
-    cores, called = cores_per_replica(mesh), f"{method}(partition_dimensions={counts!r:.80})"
-    is_list = isinstance(counts, (list, tuple, np.ndarray)) and len(counts) == array.ndim
-    if not is_list or not all(_is_int(count) and count >= 1 for count in counts):
+    cores, name = cores_per_replica(mesh), f"{method}(partition_dimensions)"
+    if not isinstance(counts, (list, tuple, np.ndarray)) or len(counts) != array.ndim:
         raise ArgumentError(
-            f"{called}: for {leaf_text(array)} it is a list of {array.ndim} ints of at least 1, into how "
-            "many parts each dim is cut; 1 leaves a dim whole."
+            f"{name} must be a list of {array.ndim} numbers of parts, one for each dim of "
+            f"{leaf_text(array)}; got {counts!r:.80}."
         )
-    if math.prod(counts) != cores:
+    parts = [check_int(name, count) for count in counts]
+    if math.prod(parts) != cores:
         raise ArgumentError(
-            f"{called} makes {math.prod(counts)} parts, but a replica of this strategy has {cores} "
-            "core(s), and each holds one part: the product of the numbers is the number of cores."
+            f"{name} must multiply to {cores}, the number of cores of a replica, each of which holds one "
+            f"part; got {parts}."
         )
-    bad = [i for i, (size, n) in enumerate(zip(array.shape, counts, strict=True)) if size % n]
+    bad = [i for i, (size, n) in enumerate(zip(array.shape, parts, strict=True)) if size % n]
     if bad:
-        lines = ", ".join(f"dim {i} of size {array.shape[i]} into {counts[i]} parts" for i in bad)
+        lines = ", ".join(f"dim {i} of size {array.shape[i]} into {parts[i]} parts" for i in bad)
         raise ArgumentError(
-            f"{called} cannot cut {leaf_text(array)}: {lines}. Each number divides the size of its dim: "
+            f"{method} cannot cut {leaf_text(array)}: {lines}. Each number divides the size of its dim: "
             "choose other dims, or pad the array."
         )
-    return [int(count) for count in counts]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return parts

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree, listed
+from distribute_jax._messages import PyTree
 from distribute_jax.data import (
     ArrayDataset,
     DistributedDataset,
@@ -23,25 +23,11 @@ from distribute_jax.data import (
 T = TypeVar("T")
 
 
-class _Modern(Protocol):
-    """The methods that the older ones call."""
-
-    def run(self, fn: Any, args: tuple[Any, ...] = ...) -> PyTree: ...
-
-    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]: ...
-
-    def distribute_dataset(self, dataset: Any) -> DistributedDataset: ...
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Any, options: InputOptions | None = ...
-    ) -> DistributedDataset: ...
-
-
 class OlderNames:
     """The part of ``Strategy`` that keeps older spellings alive. New code needs none of it."""
 
     def experimental_distribute_datasets_from_function(
-        self: _Modern,
+        self: Any,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
@@ -70,7 +56,7 @@ class OlderNames:
         _warn("experimental_make_numpy_dataset", "dj.data.from_arrays(x).batch(256)", method=False)
         return from_arrays(_stacked(numpy_input))
 
-    def make_dataset_iterator(self: _Modern, dataset: Any) -> OlderIterator:
+    def make_dataset_iterator(self: Any, dataset: Any) -> OlderIterator:
         """Distributes a dataset of global batches, and gives an iterator over it.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#make_dataset_iterator
@@ -79,7 +65,7 @@ class OlderNames:
         return OlderIterator(self.distribute_dataset(dataset))
 
     def make_input_fn_iterator(
-        self: _Modern,
+        self: Any,
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> OlderIterator:
@@ -92,7 +78,7 @@ class OlderNames:
         return OlderIterator(self.distribute_datasets_from_function(input_fn, options))
 
     def experimental_run(
-        self: _Modern, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
+        self: Any, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
     ) -> PyTree:
         """Runs a step on the next element of an iterator, its only argument, or on none.
 
@@ -101,7 +87,7 @@ class OlderNames:
         _warn("experimental_run", "run(fn, args=(next(iterator),))")
         return self.run(fn, args=() if input_iterator is None else (next(input_iterator),))
 
-    def unwrap(self: _Modern, value: PyTree) -> tuple[PyTree, ...]:
+    def unwrap(self: Any, value: PyTree) -> tuple[PyTree, ...]:
         """Older name of ``experimental_local_results``."""
         _warn("unwrap", "experimental_local_results(value)")
         return self.experimental_local_results(value)
@@ -137,16 +123,12 @@ def _stacked(tree: PyTree) -> PyTree:
     """Puts each list of arrays together along a new dim 0, as tf.data does."""
 
     def stack(node: Any) -> Any:
-        if not isinstance(node, list):
-            return node
         try:
-            return np.asarray(node)
-        except ValueError:
-            shapes = listed([str(np.shape(array)) for array in node])
+            return np.asarray(node) if isinstance(node, list) else node
+        except ValueError as error:
             raise ArgumentError(
-                "strategy.experimental_make_numpy_dataset stacks the arrays of a list into one, and "
-                f"these have several shapes:\n{shapes}\nPad them to one shape, or pass a tuple of "
-                "arrays that have as many rows each."
+                "strategy.experimental_make_numpy_dataset stacks the arrays of a list into one, which must "
+                f"have one shape: {error}"
             ) from None
 
     return jax.tree.map(stack, tree, is_leaf=lambda node: isinstance(node, list))
