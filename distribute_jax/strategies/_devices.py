@@ -15,7 +15,12 @@ from jax.sharding import Mesh
 from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax._mesh import DATA
 from distribute_jax._user_frames import log_once
-from distribute_jax.cluster_resolver import detect
+from distribute_jax.cluster_resolver import (
+    ClusterResolver,
+    KubernetesClusterResolver,
+    TPUClusterResolver,
+    detect,
+)
 from distribute_jax.processes import current_job
 from distribute_jax.processes._job import DEVICE_COUNT
 
@@ -129,8 +134,8 @@ def note_default_strategy() -> None:
     if (devices := jax.local_device_count()) > 1:
         log_once(
             "fit runs on 1 of the %d local devices: no strategy was in scope when the dj.Model was made. "
-            "Make it under one: with dj.MirroredStrategy().scope(): model = dj.Model(...). Where one device is "
-            "what you want, dj.OneDeviceStrategy(0) says so.",
+            "Make it under one: with dj.MirroredStrategy().scope(): model = dj.Model(...). Where one device "
+            "is what you want, dj.OneDeviceStrategy(0) says so.",
             devices,
         )
 
@@ -171,9 +176,18 @@ def _wanted_host_devices() -> int:
     return int(counts[-1]) if counts else 0
 
 
+_WITHOUT_NETWORK: dict[type[ClusterResolver], str] = {
+    KubernetesClusterResolver: "NUM_PROCESSES",
+    TPUClusterResolver: "TPU_WORKER_HOSTNAMES",
+}
+"""The variable that keeps a resolver from asking a service how many processes there are."""
+
+
 def _launched_processes() -> int:
-    """Returns how many processes were started together, as far as a cluster resolver can tell."""
+    """Returns how many processes were started together, as far as the environment says."""
     try:
-        return detect().num_processes
+        resolver = detect()
+        variable = _WITHOUT_NETWORK.get(type(resolver))
+        return resolver.num_processes if variable is None or variable in os.environ else 1
     except DistributeError:  # no cluster, or one that is described wrongly
         return 1

@@ -331,14 +331,26 @@ def test_reduction_to_a_device_adds_up_there_in_replica_order(device: Any, root:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dj.NcclAllReduce(num_packs=-1), r"NcclAllReduce\(num_packs=-1\).*0 or more"),
-        (lambda: dj.HierarchicalCopyAllReduce(num_packs=-1), r"num_packs=-1\).*0 or more"),
-        (lambda: dj.RingAllReduce(num_packs=1.5), r"num_packs=1\.5\).*an int"),
-        (lambda: dj.NcclAllReduce(num_packs=True), r"num_packs=True\).*an int"),
-        (lambda: dj.HierarchicalCopyAllReduce(group_size=0), r"group_size=0\).*1 or more"),
-        (lambda: dj.ReductionToOneDevice(accumulation_fn=3), r"accumulation_fn=3\).*a function"),
-        (lambda: strategy_with("nccl", 2), r"'nccl'\): not a dj\.CrossDeviceOps.*instance"),
-        (lambda: strategy_with(dj.RingAllReduce, 2), r"not a dj\.CrossDeviceOps.*instance"),
+        (
+            lambda: dj.NcclAllReduce(num_packs=-1),
+            r"NcclAllReduce\(num_packs\) must be an integer >= 0; got -1",
+        ),
+        (lambda: dj.HierarchicalCopyAllReduce(num_packs=-1), r"num_packs\).*got -1"),
+        (lambda: dj.RingAllReduce(num_packs=1.5), r"num_packs\).*got 1\.5"),
+        (lambda: dj.NcclAllReduce(num_packs=True), r"num_packs\).*got True"),
+        (
+            lambda: dj.HierarchicalCopyAllReduce(group_size=0),
+            r"group_size\) must be an integer >= 1; got 0",
+        ),
+        (
+            lambda: dj.ReductionToOneDevice(accumulation_fn=3),
+            r"accumulation_fn\).*a function.*got 3",
+        ),
+        (lambda: strategy_with("nccl", 2), r"must be None or a dj\.CrossDeviceOps; got 'nccl'"),
+        (
+            lambda: strategy_with(dj.RingAllReduce, 2),
+            r"must be None or a dj\.CrossDeviceOps; got <class",
+        ),
         (
             lambda: strategy_with(dj.ReductionToOneDevice(3), 2),
             r"is not one of the strategy's devices",

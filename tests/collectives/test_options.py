@@ -26,16 +26,16 @@ def test_an_implementation_is_also_its_name_in_any_letter_case(name: Any):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bytes_per_pack": -1}, r"bytes_per_pack=-1\).*an int, 0 or more"),
-        ({"bytes_per_pack": 1.5}, r"bytes_per_pack=1\.5\).*an int, 0 or more"),
-        ({"bytes_per_pack": True}, r"bytes_per_pack=True\).*an int"),
-        ({"bytes_per_pack": None}, r"bytes_per_pack=None\).*an int"),
-        ({"timeout_seconds": -0.1}, r"timeout_seconds=-0\.1\).*0 or more"),
-        ({"timeout_seconds": float("nan")}, r"timeout_seconds=nan\).*0 or more"),
-        ({"timeout_seconds": "2"}, r"timeout_seconds='2'\).*a number of seconds"),
-        ({"timeout_seconds": True}, r"timeout_seconds=True\).*a number of seconds"),
-        ({"implementation": "gloo"}, r"implementation='gloo'\).*'AUTO', 'RING', 'NCCL'"),
-        ({"implementation": None}, r"implementation=None\).*'AUTO', 'RING', 'NCCL'"),
+        ({"bytes_per_pack": -1}, r"bytes_per_pack\) must be an integer >= 0; got -1"),
+        ({"bytes_per_pack": 1.5}, r"bytes_per_pack\) must .* got 1\.5"),
+        ({"bytes_per_pack": True}, r"bytes_per_pack\) must .* got True"),
+        ({"bytes_per_pack": None}, r"bytes_per_pack\) must .* got None"),
+        ({"timeout_seconds": -0.1}, r"timeout_seconds\).*0 or more; got -0\.1"),
+        ({"timeout_seconds": float("nan")}, r"timeout_seconds\).*0 or more; got nan"),
+        ({"timeout_seconds": "2"}, r"timeout_seconds\).*a number of seconds.*'2'"),
+        ({"timeout_seconds": True}, r"timeout_seconds\).*a number of seconds.*True"),
+        ({"implementation": "gloo"}, r"implementation\).*'auto', 'ring', 'nccl'.*got 'gloo'"),
+        ({"implementation": None}, r"implementation\).*'auto', 'ring', 'nccl'.*got None"),
     ],
 )
 def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str):
@@ -56,7 +56,7 @@ def test_merged_over_others_only_what_is_no_default_wins():
     assert base.merge(Options(timeout_seconds=0)) == Options(8, 0, "ring")
     assert base.merge(Options(implementation="nccl")) == Options(8, 5.0, "nccl")
     assert Options().merge(base) == base
-    with pytest.raises(ValueError, match=r"merge\(options=3\)"):
+    with pytest.raises(ValueError, match=r"merge: options must be .* got 3"):
         base.merge(3)
 
 

@@ -15,7 +15,7 @@ from distribute_jax import data
 from distribute_jax._errors import ArgumentError
 from distribute_jax._padding import padded_rows
 from distribute_jax.data import InputContext, InputOptions, PartialPolicy
-from distribute_jax.data._agreement import Announcement, EpochEnd, GlobalEpochEnd
+from distribute_jax.data._agreement import Announcement, GlobalEpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data._split import Worker
@@ -62,9 +62,7 @@ def drive(
 
     def work(index: int) -> None:
         worker, result = Worker(workers, index), results[index]
-        ends: EpochEnd = GlobalEpochEnd(
-            rounds.of(index), worker, replicas, policy=PartialPolicy(policy), common=common
-        )
+        ends = GlobalEpochEnd(rounds.of(index), index, replicas, PartialPolicy(policy), common)
         try:
             feed = feeds(worker)
             result.elements.extend(ends.steps(feed.open(0), feed.cardinality))
@@ -224,7 +222,7 @@ def test_batches_of_a_function_end_together():
         [(4,), (4,)],
         [(4,), (2,)],
     ]
-    assert [np.asarray(e.batch[0]).tolist() for e in results[1]] == [[4, 5, 6, 7], [12, 13]]
+    assert [e.batch.tolist() for e in results[1]] == [[4, 5, 6, 7], [12, 13]]
 
 
 def test_the_contexts_of_several_processes():

@@ -46,11 +46,11 @@ def test_the_members_of_a_policy_have_tensorflows_numbers():
         ({"auto_shard_policy": "files"}, "'off', 'auto', 'file', 'data', 'hint'"),
         ({"auto_shard_policy": 2}, "or a AutoShardPolicy"),
         ({"experimental_replication_mode": "each"}, "'per_worker', 'per_replica'"),
-        ({"experimental_fetch_to_device": 1}, "must be True or False"),
-        ({"experimental_place_dataset_on_device": None}, "must be True or False"),
-        ({"experimental_per_replica_buffer_size": -1}, "must be an int of at least 0"),
-        ({"experimental_per_replica_buffer_size": True}, "must be an int of at least 0"),
-        ({"experimental_per_replica_buffer_size": 1.5}, "must be an int of at least 0"),
+        ({"experimental_fetch_to_device": 1}, "must be a bool"),
+        ({"experimental_place_dataset_on_device": None}, "must be a bool"),
+        ({"experimental_per_replica_buffer_size": -1}, "must be an integer >= 0"),
+        ({"experimental_per_replica_buffer_size": True}, "must be an integer >= 0"),
+        ({"experimental_per_replica_buffer_size": 1.5}, "must be an integer >= 0"),
     ],
 )
 def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any], message: str):
@@ -58,7 +58,8 @@ def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any]
     with pytest.raises(ArgumentError, match=message) as error:
         InputOptions(**fields)
     ((name, value),) = fields.items()
-    assert f"InputOptions({name}={value!r})" in str(error.value)
+    assert str(error.value).startswith(f"InputOptions({name}) must")
+    assert str(error.value).endswith(f"got {value!r}.")
 
 
 @pytest.mark.parametrize("spelling", ["hint", AutoShardPolicy.HINT])

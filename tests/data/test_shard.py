@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.data import AutoShardPolicy, InputOptions
-from distribute_jax.data._split import (
-    choose_policy,
-    shard,
-)
+from distribute_jax.data import AutoShardPolicy
+from distribute_jax.data._split import choose_policy
 from distribute_jax.data.sources import Source
 
 OFF, AUTO, FILE, DATA = (AutoShardPolicy[name] for name in ("OFF", "AUTO", "FILE", "DATA"))
@@ -51,9 +48,6 @@ class Stream(Files):
     def __init__(self) -> None:
         super().__init__([[0, 1, 2, 3]], 2)
         self.num_files = None
-
-    def shard_files(self, count: int, index: int) -> None:
-        return None
 
 
 THREE = Files([[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]], 4)
@@ -98,14 +92,6 @@ def test_file_without_a_file_for_each_worker_is_an_error(source: Source):
     """Acceptance 100: FILE is obeyed or refused, and the message names the source and DATA."""
     with pytest.raises(ArgumentError, match=rf"{source.text}.*auto_shard_policy=\"data\""):
         choose_policy(FILE, source, 2)
-
-
-def test_a_source_that_cannot_divide_its_files_is_refused():
-    """Files that are counted but cannot be taken apart are no files for FILE."""
-    fixed = Files([[0], [1]], 1)
-    fixed.shard_files = lambda count, index: None
-    with pytest.raises(ArgumentError, match="reads no files that are known"):
-        shard(fixed, InputOptions(), 2, 0)
 
 
 @pytest.mark.parametrize("own", ["hint", "HINT"])

@@ -207,18 +207,18 @@ STATE = {
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "is not a state of an iterator"),
-        ([1], "is not a state of an iterator"),
-        ({}, "is not a state of an iterator"),
+        (None, r"got None, which is not what iterator\.state\(\) returned"),
+        ([1], r"got \[1\], which is not what"),
+        ({}, r"got \{\}, which is not what"),
         (STATE | {"version": 2}, "version 2; this release reads version 1"),
-        ({k: v for k, v in STATE.items() if k != "seed"}, "a state without seed"),
+        ({k: v for k, v in STATE.items() if k != "seed"}, "not what .*KeyError: 'seed'"),
         (STATE | {"source": "files"}, "source 'files', but this dataset has source 'a shuffled"),
         (STATE | {"seed": 5}, "seed 5, but this dataset has seed 0.*Shuffle with the seed"),
         (STATE | {"batches": 12}, "batches 12, but this dataset has batches 6.*global batch size"),
-        (STATE | {"position": 7}, "position 7, but an epoch has 6"),
-        (STATE | {"position": -1}, "position is -1; it must be an int"),
-        (STATE | {"epoch": 1.5}, "epoch is 1.5; it must be an int"),
-        (STATE | {"epoch": "one"}, "epoch is 'one'; it must be an int"),
+        (STATE | {"position": 7}, "position must be an integer >= 0 and < 7; got 7"),
+        (STATE | {"position": -1}, "position must be an integer >= 0; got -1"),
+        (STATE | {"epoch": 1.5}, "epoch must be an integer >= 0; got 1.5"),
+        (STATE | {"epoch": "one"}, "epoch must be an integer >= 0; got 'one'"),
     ],
 )
 def test_what_is_no_state_of_this_dataset_is_refused(state: Any, message: str):

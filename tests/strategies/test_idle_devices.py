@@ -18,6 +18,12 @@ import distribute_jax as dj
 from distribute_jax import _user_frames
 
 
+TF_CONFIG = (
+    '{"cluster": {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, '
+    '"task": {"type": "%s", "index": 0}}'
+)
+
+
 @pytest.fixture
 def notices(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -112,31 +118,13 @@ def test_xla_flags_that_come_too_late_are_named_once(
 @pytest.mark.parametrize(
     ("environment", "processes"),
     [
-        ({"DISTRIBUTE_JAX_NUM_PROCESSES": "2", "DISTRIBUTE_JAX_PROCESS_ID": "1"}, 2),
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "h", "RANK": "0"}, 4),
+        ({"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "2222"}, 4),
         ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"}, 3),
-        ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "0"}, 5),
-        ({"NUM_PROCESSES": "6", "JOB_COMPLETION_INDEX": "0"}, 6),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, 2),
-        ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "a"}, 2),
-        (
-            {
-                "TF_CONFIG": '{"cluster": {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, '
-                '"task": {"type": "worker", "index": 0}}'
-            },
-            2,
-        ),
-        (
-            {
-                "TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", '
-                '"index": 0}}'
-            },
-            1,
-        ),
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, 1),
+        ({"TF_CONFIG": TF_CONFIG % "worker"}, 2),
+        ({"TF_CONFIG": TF_CONFIG % "evaluator"}, 1),
         ({"TF_CONFIG": "{"}, 1),
-        ({"TF_CONFIG": "[]"}, 1),
-        ({"WORLD_SIZE": "4"}, 1),
-        ({"DISTRIBUTE_JAX_NUM_PROCESSES": "1", "DISTRIBUTE_JAX_PROCESS_ID": "0"}, 1),
         ({}, 1),
     ],
 )

@@ -35,7 +35,7 @@ def test_sum_and_mean_over_four_replicas(s4: dj.MirroredStrategy):
 
 @pytest.mark.parametrize("op", ["MAX", "", None, 3])
 def test_another_operation_is_no_reduce_op(s4: dj.MirroredStrategy, op: object):
-    with pytest.raises(ValueError, match="is not a valid ReduceOp"):
+    with pytest.raises(ValueError, match="reduce_op must be one of 'sum', 'mean'"):
         s4.reduce(op, s4.run(replica_id), axis=None)
 
 
@@ -140,7 +140,7 @@ def test_an_axis_that_is_not_there_raises(s2: dj.MirroredStrategy):
         s2.reduce("sum", s2.run(replica_id), axis=0)
     with pytest.raises(ValueError, match="twice"):
         s2.reduce("sum", per_replica(s2, [np.ones((2, 2))] * 2), axis=(0, -2))
-    with pytest.raises(ValueError, match="None, an int"):
+    with pytest.raises(ValueError, match="axis must be None, an int"):
         s2.reduce("sum", s2.run(replica_id), axis="0")
 
 

@@ -52,7 +52,6 @@ def test_a_package_that_is_half_imported_is_no_obstacle(monkeypatch):
 def test_a_source_of_memory_reads_no_files():
     """A list has no files, no seed, no policy, and an end."""
     source = find_source([X])
-    assert source.shard_files(2, 0) is None
     assert (source.num_files, source.seed, source.auto_shard_policy) == (None, None, None)
     assert not source.is_infinite
 
