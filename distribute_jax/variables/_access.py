@@ -88,11 +88,6 @@ _UNEXPLAINED = 1.0
 
 _PAUSE = 0.0005
 
-_GONE = """\
-Variable {name!r} cannot be read: it was donated to a step, which {why}. Restore it from a checkpoint or \
-a dj.snapshot made before, or assign it again; RunOptions(donate_state=False) keeps the state of a step \
-that fails."""
-
 _before_trace: dict[int, Any] = {}
 """The values of variables before the step that is being traced, which puts tracers into them, by id."""
 
@@ -182,4 +177,8 @@ def _is_missing(leaf: Any) -> bool:
 
 def _gone(variable: nnx.Variable[Any], why: str) -> DonatedError:
     name = variable.get_metadata().get("name") or type(variable).__name__
-    return DonatedError(_GONE.format(name=name, why=why))
+    return DonatedError(
+        f"Variable {name!r} cannot be read: it was donated to a step, which {why}. Restore it from a "
+        "checkpoint or a dj.snapshot made before, or assign it again; RunOptions(donate_state=False) keeps "
+        "the state of a step that fails."
+    )

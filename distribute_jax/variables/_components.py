@@ -132,8 +132,9 @@ def count_copies(mirrored: jax.Array) -> int:
 
 def _cores(mirrored: jax.Array) -> int:
     mesh = getattr(mirrored.sharding, "mesh", None)
-    is_ours = isinstance(mesh, Mesh) and DATA in mesh.axis_names
-    return cores_per_replica(cast("Mesh", mesh)) if is_ours else 1
+    if isinstance(mesh, Mesh) and DATA in mesh.axis_names:
+        return cores_per_replica(mesh)
+    return 1
 
 
 def place(stacked: Any, mesh: Mesh) -> Any:
@@ -156,9 +157,9 @@ def mesh_of(stacked: Any) -> Mesh | None:
 
 def reshard(stacked: jax.Array, mesh: Mesh, aggregation: VariableAggregation) -> jax.Array:
     """Returns the components for the replicas of a mesh, so that the variable reads the same."""
-    replicas, wanted = num_replicas(mesh), split_sharding(mesh)
-    if stacked.shape[0] == replicas and stacked.sharding.is_equivalent_to(wanted, stacked.ndim):
+    if mesh_of(stacked) == mesh:
         return stacked
+    replicas = num_replicas(mesh)
     if stacked.shape[0] != replicas:
         none = aggregation is VariableAggregation.NONE
         value = stacked[0] if none else combine(stacked, aggregation, "")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError, PerReplicaError
-from distribute_jax._messages import check_int_range, leaf_text
+from distribute_jax._messages import as_member, check_int_range, leaf_text
 
 
 class VariableSynchronization(enum.Enum):
@@ -52,15 +52,10 @@ def check_kinds(
     synchronization: Any, aggregation: Any, dtype: Any
 ) -> tuple[VariableSynchronization, VariableAggregation]:
     """Checks the kinds of a variable, and turns AUTO into ON_WRITE."""
-    for name, value, kind in (
-        ("synchronization", synchronization, VariableSynchronization),
-        ("aggregation", aggregation, VariableAggregation),
-    ):
-        if not isinstance(value, kind):
-            raise ArgumentError(
-                f"dj.Variable: {name} must be a dj.{kind.__name__}, one of "
-                f"{', '.join(kind.__members__)}; got {value!r}."
-            )
+    synchronization = as_member(
+        "dj.Variable: synchronization", synchronization, VariableSynchronization
+    )
+    aggregation = as_member("dj.Variable: aggregation", aggregation, VariableAggregation)
     if synchronization is VariableSynchronization.NONE:
         raise ArgumentError(
             "dj.Variable: synchronization=NONE is invalid, since the replicas would diverge. Use ON_WRITE, "
@@ -114,8 +109,8 @@ def initial_array(value: Any, name: str) -> jax.Array:
 
 def _can_hold(dtype: Any, array: Any) -> bool:
     kind, wanted = _kind(array.dtype), _kind(dtype)
-    if kind is None or wanted is None or kind != wanted:
-        return kind is not None and wanted is not None and kind < wanted
+    if kind != wanted:
+        return 0 <= kind < wanted
     if not jnp.issubdtype(dtype, jnp.integer):
         return True
     info: Any = jnp.iinfo
@@ -130,8 +125,8 @@ def _can_hold(dtype: Any, array: Any) -> bool:
     return numbers.size == 0 or (low <= int(numbers.min()) and int(numbers.max()) <= high)
 
 
-def _kind(dtype: Any) -> int | None:
-    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+def _kind(dtype: Any) -> int:
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
 def per_replica_error(name: str) -> PerReplicaError:
@@ -142,25 +137,21 @@ def per_replica_error(name: str) -> PerReplicaError:
     )
 
 
-class _Created(threading.local):
-    def __init__(self) -> None:
-        self.lists: list[list[tuple[Any, Any]]] = []
-
-
-_created = _Created()
+_created: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("created", default=None)
 
 
 @contextmanager
 def record_created() -> Iterator[list[tuple[Any, Any]]]:
     """Yields a list of the variables made in a trace in the block, with their initial raw values."""
-    _created.lists.append([])
+    created: list[tuple[Any, Any]] = []
+    token = _created.set(created)
     try:
-        yield _created.lists[-1]
+        yield created
     finally:
-        _created.lists.pop()
+        _created.reset(token)
 
 
 def note_created(variable: Any, raw: Any) -> None:
     """Adds a variable that is being made in a trace to the innermost list."""
-    if _created.lists:
-        _created.lists[-1].append((variable, raw))
+    if (created := _created.get()) is not None:
+        created.append((variable, raw))

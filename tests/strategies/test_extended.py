@@ -59,7 +59,7 @@ def test_update_refuses_values_that_differ(s2: dj.MirroredStrategy):
     variable = made(s2)
     with pytest.raises(ValueError, match="drift apart"):
         s2.extended.update(variable, lambda v, x: v.assign(x), args=(ids(s2),))
-    with pytest.raises(ValueError, match="takes an nnx.Variable or dj.Variable; got float"):
+    with pytest.raises(ValueError, match=r"takes an nnx\.Variable or dj\.Variable; got float"):
         s2.extended.update(3.0, lambda v: v)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="cross-replica context"):
         s2.run(lambda: s2.extended.update(variable, lambda v: v.assign(1.0)))

@@ -17,7 +17,6 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax import _user_frames
 
-
 TF_CONFIG = (
     '{"cluster": {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, '
     '"task": {"type": "%s", "index": 0}}'
