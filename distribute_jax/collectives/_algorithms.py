@@ -19,7 +19,7 @@ from distribute_jax.collectives._markers import assume_mirrored
 
 
 class RingAllReduce(CrossDeviceOps):
-    """All-reduce written out with ``ppermute``, to read and to measure others by.
+    """All-reduce written with ``ppermute``: to read, and as a baseline for others.
 
     The array is cut into one chunk for each of the N replicas. In N-1 steps every chunk travels once
     around the ring, and each replica adds its own values to it; in N-1 more the finished chunks travel
@@ -171,8 +171,8 @@ Accumulate = Callable[[Sequence[jax.Array]], jax.Array]
 class ReductionToOneDevice(CrossDeviceOps):
     """Copies all values to one replica, adds them there in replica order, and copies the sum back.
 
-    The order of additions is the plainest one, whatever the platform, at the price of N times the
-    memory and traffic on one device. bfloat16 and float16 are added up in float32 and rounded once.
+    The order of the additions is the same on every platform, at the price of N times the memory and
+    traffic on one device. bfloat16 and float16 are added up in float32 and rounded once.
 
     Args:
         reduce_to_device: a device of the strategy, as ``MirroredStrategy`` takes them; None means

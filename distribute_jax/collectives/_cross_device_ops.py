@@ -57,7 +57,7 @@ class CrossDeviceOps(abc.ABC):
 
         Args:
             value: this replica's array, of any shape; a vector where arrays are packed.
-            axis_name: the mesh axis of the replicas; ``jax.lax.axis_size`` tells how many.
+            axis_name: the mesh axis of the replicas; ``jax.lax.axis_size`` returns their number.
 
         Returns:
             The sum, of the shape and dtype of ``value``.

@@ -42,7 +42,7 @@ _real_rows_p = _marker("real_rows")
 
 
 def assume_mirrored(x: T) -> T:
-    """Declare that ``x`` is the same on every replica, where the proof cannot see it.
+    """Declares that ``x`` is the same on every replica, where the proof cannot show it.
 
     The value passes through unchanged, and so do its gradients; nothing is communicated. What is
     declared is not checked in an ordinary run: if the replicas do differ, they stay different, and
@@ -54,7 +54,7 @@ def assume_mirrored(x: T) -> T:
     replica, and a reduction written by hand with ``ppermute``.
 
     Args:
-        x: A pytree of arrays, numbers and tracers.
+        x: a pytree of arrays, numbers and tracers.
 
     Returns:
         The same tree with the same values.

@@ -18,7 +18,7 @@ class CommunicationImplementation(enum.Enum):
     """
 
     AUTO = "AUTO"
-    """What the strategy was made with; XLA's own collectives unless it was told otherwise."""
+    """The operation of the strategy; XLA's own collectives by default."""
     RING = "RING"
     """A ring of replicas, each of which sends to the next: ``dj.RingAllReduce``."""
     NCCL = "NCCL"
@@ -29,8 +29,8 @@ class CommunicationImplementation(enum.Enum):
 class CommunicationOptions:
     """How a call of ``all_reduce`` is to combine the replicas.
 
-    Options given to one call are merged over those of the strategy; see :meth:`merge`. They never
-    change the numbers by more than rounding: arrays of different dtypes are not packed together, so
+    Options of one call override those of the strategy; see :meth:`merge`. They never change the
+    numbers by more than rounding: arrays of different dtypes are not packed together, so
     one call may mix them.
 
     Args:
@@ -76,7 +76,7 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", implementation)
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Returns these options, with each value of the others that is not the default put over them.
+        """Returns these options, overridden by each value of the others that is not the default.
 
         Args:
             options: the options of one call, or None.

@@ -163,7 +163,7 @@ class DistributedIterator(Iterator[Any]):
     """One pass over a distributed dataset.
 
     An exception from the source passes through unchanged, and the dataset can be iterated again.
-    :meth:`state` returns how far the pass has come, and :meth:`restore` goes on from there, with any
+    :meth:`state` returns how far the pass has come, and :meth:`restore` resumes from there, with any
     number of replicas.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
@@ -227,7 +227,7 @@ class DistributedIterator(Iterator[Any]):
 
     @frames_hidden
     def restore(self, state: State) -> None:
-        """Goes on where another pass was: its next batch comes next, and after it its next epoch.
+        """Resumes where another pass was: its next batch comes next, and after it its next epoch.
 
         The strategy may have another number of replicas; the examples, the global batch size and
         the seed are those of the pass that was saved.
@@ -283,7 +283,7 @@ def start_at(dataset: DistributedDataset, epoch: int) -> None:
 
 
 class OptionalElement:
-    """What ``get_next_as_optional`` returns: an element, or the fact that the data has ended.
+    """What ``get_next_as_optional`` returns: an element, or none at the end of the data.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/experimental/Optional
     """

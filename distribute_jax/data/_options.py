@@ -12,7 +12,7 @@ from distribute_jax._messages import as_member, check_bool, check_int
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """Which part of the data each process reads, where a strategy spans several.
+    """Which part of the data each process reads, in a job of several.
 
     Each is also accepted by its name, for example ``auto_shard_policy="data"``.
 
@@ -44,7 +44,7 @@ class InputReplicationMode(enum.Enum):
 
 
 class PartialPolicy(enum.Enum):
-    """What becomes of a batch that does not fill every replica's share.
+    """What happens to a batch that does not fill every replica's share.
 
     Each is also accepted by its name, for example ``partial="drop"``.
     """
@@ -84,7 +84,7 @@ class InputOptions:
     """
 
     partial: PartialPolicy | str = PartialPolicy.MASK
-    """What becomes of a batch that does not fill every replica's share: a policy or its name."""
+    """What happens to a batch that does not fill every replica's share: a policy or its name."""
     auto_shard_policy: AutoShardPolicy | str | None = None
     """Which part each process reads: a policy or its name; None for the source's own, else AUTO."""
     experimental_fetch_to_device: bool | None = None
@@ -92,7 +92,7 @@ class InputOptions:
     experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER
     """For whom ``distribute_datasets_from_function`` calls its function: a mode or its name."""
     experimental_place_dataset_on_device: bool = False
-    """TensorFlow's wish to build the pipeline on the devices. It runs on the host all the same."""
+    """Accepted for TensorFlow's signature: the pipeline runs on the host in any case."""
     experimental_per_replica_buffer_size: int = 2
     """How many global batches may be ready on the devices ahead of the step."""
 
@@ -126,7 +126,7 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class InputContext:
-    """For which part of the input a function makes its dataset.
+    """The part of the input for which a function makes its dataset.
 
     Raises:
         ArgumentError: a number is not an int, a count is below 1, or the id is not below the count.

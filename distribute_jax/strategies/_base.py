@@ -36,7 +36,7 @@ from distribute_jax.strategies._v1_names import OlderNames
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What a ``value_fn`` is told about the replica it makes a value for.
+    """The replica for which a ``value_fn`` makes a value.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
     """
@@ -48,11 +48,10 @@ class ValueContext:
 
 
 class Strategy(InputMethods, OlderNames):
-    """Where state lives and where a step runs: a mesh of replicas.
+    """Where state is stored and where a step runs: a mesh of replicas.
 
     Pick one of the subclasses, build the model under :meth:`scope`, write the step for one replica,
-    and :meth:`run` executes it on all. The distributed run equals the run on one device, or tells
-    why not.
+    and :meth:`run` executes it on all. The results are those of one device, or an error says why not.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """
@@ -69,7 +68,7 @@ class Strategy(InputMethods, OlderNames):
         shares: bool = False,
         axis_name: str = DATA,
     ) -> None:
-        """Lays the replicas along the mesh's ``"data"`` axis.
+        """Takes the devices along the mesh's ``"data"`` axis as replicas.
 
         Args:
             mesh: the devices; one replica for each index along ``"data"``.
@@ -153,18 +152,18 @@ class Strategy(InputMethods, OlderNames):
 
         Args:
             fn: the step of one replica. It is traced once for each structure and shape.
-            args: positional arguments. ``PerReplica`` values are split; other arrays and numbers go
-                whole to each replica; bools, strings and other objects are constants.
+            args: positional arguments. ``PerReplica`` values are split; every replica gets other arrays and
+                numbers in full; bools, strings and other objects are constants.
             kwargs: keyword arguments, likewise.
             options: how to compile and check.
 
         Returns:
             What ``fn`` returned: arrays proved equal on all replicas as ``jax.Array``, others as
-            ``PerReplica``; values that are no arrays, and bound objects, as themselves.
+            ``PerReplica``; values that are not arrays, and bound objects, as they are.
 
         Raises:
-            ValueError: the replicas would drift apart, the arguments do not fit, padding leaks, or
-                an array was captured that would go stale.
+            ValueError: the replicas would diverge, the arguments do not fit, padding leaks, or an array
+                was captured that would go stale.
             RuntimeError: called inside ``run``, under another strategy's scope, or under a jit.
 
         Example:
@@ -201,7 +200,7 @@ class Strategy(InputMethods, OlderNames):
         Args:
             fn: the step of one replica; a tuple from the iterator becomes its positional arguments,
                 anything else its only one.
-            iterator: gives distributed elements; pass the same one to each call.
+            iterator: yields distributed elements; pass the same one to each call.
             steps: how many batches to take at most.
             options: as for :meth:`run`.
 
@@ -299,7 +298,7 @@ class Strategy(InputMethods, OlderNames):
         """Returns this process's per-replica values as a tuple, in replica order.
 
         Args:
-            value: a nest of what ``run`` returned; a value that is not distributed stands for itself.
+            value: a nest of what ``run`` returned; a value that is not distributed is returned as it is.
 
         Returns:
             One nest for each local replica; a single one where nothing in it is distributed.
@@ -336,7 +335,7 @@ class Strategy(InputMethods, OlderNames):
             The nest, each leaf a per-replica value; plain arrays with one replica.
 
         Raises:
-            ValueError: ``value_fn`` is not a function, or gives no nest of arrays and numbers.
+            ValueError: ``value_fn`` is not a function, or does not return a nest of arrays and numbers.
 
         Example:
             >>> import distribute_jax as dj

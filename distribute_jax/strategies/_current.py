@@ -68,7 +68,7 @@ def get_replica_context() -> Any:
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether the code stands in ``scope()`` or ``merge_call``, outside any replica.
+    """Returns whether the code runs in ``scope()`` or ``merge_call``, outside any replica.
 
     Example:
         >>> import distribute_jax as dj

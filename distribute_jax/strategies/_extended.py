@@ -59,7 +59,7 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
     ) -> Any:
-        """Combines a per-replica value, and puts the result where it is wanted.
+        """Combines a per-replica value, and puts the result on its destinations.
 
         Args:
             reduce_op: ``"sum"`` or ``"mean"``.
@@ -171,8 +171,8 @@ class StrategyExtended:
     def value_container(self, value: Any) -> Any:
         """Returns a variable or a distributed value as it is.
 
-        Such a value holds all of its components, and ``v.values`` makes new arrays of them, which do not
-        know whose they are: a component comes back as it is too, where TensorFlow gives its variable.
+        Such a value holds all of its components. The arrays of ``v.values`` are new ones that do not refer
+        to the variable, so a component is returned as it is too, where TensorFlow returns its variable.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#value_container
         """

@@ -45,19 +45,19 @@ class InputMethods:
     ) -> DistributedDataset:
         """Spreads global batches over the replicas.
 
-        Each element keeps its structure; its arrays become per-replica values that ``run`` splits. A
-        partial batch gives exactly what it gives on one device.
+        Each element keeps its structure; its arrays become per-replica values that ``run`` splits. The
+        results for a partial batch are exactly those of one device.
 
         Args:
             dataset: an iterable of global batches (nests of arrays, dim 0 the examples), or a
                 function that makes one.
-            options: what becomes of partial batches, and which part each process reads.
+            options: how partial batches are treated, and which part each process reads.
 
         Returns:
             An iterable of distributed elements.
 
         Raises:
-            ValueError: no batches can be had from it, or an option does not fit it.
+            ValueError: the dataset does not yield batches, or an option does not fit it.
             NotImplementedError: ``InputReplicationMode.PER_REPLICA``.
 
         Example:
@@ -91,9 +91,9 @@ class InputMethods:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Deals out the batches of datasets that a function makes, as they are.
+        """Distributes per-replica batches, of datasets that a function makes.
 
-        Nothing is sharded and no batch is cut: each replica takes a whole batch in its turn, so the
+        Nothing is sharded and no batch is cut: the replicas take complete batches in turn, so the
         function batches by ``context.get_per_replica_batch_size`` and shards, if it should, by
         ``context.input_pipeline_id``.
 
@@ -101,10 +101,10 @@ class InputMethods:
             dataset_fn: takes an ``InputContext`` and returns what ``distribute_dataset`` takes, with
                 per-replica batches. It is called once for each process, or for each replica with
                 ``InputOptions(experimental_replication_mode="per_replica")``.
-            options: what becomes of elements in which some replica has a short batch or none.
+            options: how elements are treated in which some replica has a short batch or none.
 
         Returns:
-            An iterable of distributed elements. It goes on until every replica's data has ended.
+            An iterable of distributed elements, which ends when the data of every replica has ended.
 
         Raises:
             ValueError: ``dataset_fn`` is not a function or returns no batches, or an option does not fit.

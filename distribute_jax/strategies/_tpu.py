@@ -36,9 +36,9 @@ class TPUStrategy(Strategy):
     It runs on any devices, simulated ones too: ``TPUClusterResolver("local")`` takes what is there.
 
     Args:
-        tpu_cluster_resolver: who the hosts are, any of ``dj.cluster_resolver``; found around this process
-            if None, else it is the only one.
-        experimental_device_assignment: what ``DeviceAssignment.build`` gave: which cores each replica has.
+        tpu_cluster_resolver: knows the hosts, any of ``dj.cluster_resolver``. If None, the hosts are
+            detected from the environment; without any, this process is the only one.
+        experimental_device_assignment: what ``DeviceAssignment.build`` returned: the cores of each replica.
             All cores of a replica belong to one process.
         experimental_spmd_xla_partitioning: accepted for TensorFlow's signature, and True: XLA always
             partitions one program for all cores.
@@ -166,13 +166,13 @@ class TPUStrategy(Strategy):
         return _constrained(array, _axes_for(counts, self.mesh))
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> jax.Array:
-        """Lets every core of the replica hold an array of a step whole.
+        """Replicates an array of a step over the cores of its replica.
 
         Args:
             tensor: an array in a step (one replica's view).
 
         Returns:
-            The same array, whole on each core.
+            The same array, with a full copy on each core.
 
         Raises:
             ValueError: it is not an array.

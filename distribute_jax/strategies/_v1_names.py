@@ -57,7 +57,7 @@ class OlderNames:
         return from_arrays(_stacked(numpy_input))
 
     def make_dataset_iterator(self: Any, dataset: Any) -> OlderIterator:
-        """Distributes a dataset of global batches, and gives an iterator over it.
+        """Distributes a dataset of global batches, and returns an iterator over it.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#make_dataset_iterator
         """
@@ -69,7 +69,7 @@ class OlderNames:
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> OlderIterator:
-        """Deals out the batches of a function's datasets, and gives an iterator over them.
+        """Distributes the batches of a function's datasets, and returns an iterator over them.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#make_input_fn_iterator
         """

@@ -44,14 +44,14 @@ _MISSING = object()
 
 
 class Variable(nnx.Variable[Any], Scatters):
-    """State with a rule for what it means that several replicas write it.
+    """State with a rule for how the writes of several replicas are combined.
 
     It is an ``nnx.Variable``: put it on a module, or capture it in the step. ``v[...] = x`` is
-    ``assign``. Which rule applies depends on where the code stands:
+    ``assign``. Its rules depend on whether the code runs inside ``run``:
 
     - ``ON_WRITE`` (the default): mirrored. Inside ``run`` a write combines what the replicas write,
       by the aggregation, at once: SUM, MEAN, or replica 0's. With aggregation NONE the replicas must
-      write the same, which is proved. Outside of ``run`` a write sets the value everywhere.
+      write the same value, which is proved. Outside of ``run`` a write sets the value everywhere.
     - ``ON_READ``: each replica keeps a local value inside ``run``; nothing is communicated. Outside of
       ``run`` it reads as the aggregate; ``assign(x)`` makes it read as x, and under SUM divides x
       among the replicas. Under SUM replica 0 starts with the initial value, the others with 0.
@@ -260,7 +260,7 @@ class Variable(nnx.Variable[Any], Scatters):
         Raises:
             ValueError: the shape differs, numbers that the dtype cannot hold, such as 0.5 for an
                 integer, or a per-replica value outside of ``run``.
-            RuntimeError: a variable of another strategy than the one whose scope this is.
+            RuntimeError: in the scope of another strategy than the variable's.
         """
         value = self._converted(value)
         if inside_replica():
