@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -44,11 +45,14 @@ def listed(lines: list[str], most: int = 10) -> str:
 
 def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None) -> int:
     """Returns an argument that must be an integer of at least so much; else an ``ArgumentError``."""
-    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_int or value < at_least or (below is not None and value >= below):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = at_least - 1
+    if isinstance(value, bool) or number < at_least or (below is not None and number >= below):
         limit = "" if below is None else f" and < {below}"
         raise ArgumentError(f"{name} must be an integer >= {at_least}{limit}; got {value!r:.60}.")
-    return int(value)
+    return number
 
 
 def check_bool(name: str, value: Any) -> bool:

@@ -40,9 +40,6 @@ def shares(n: int, replicas: int) -> tuple[int, ...]:
 
     Trailing runs are shorter or empty. TensorFlow spreads every batch so, from the number of
     examples that it really has, under the policies AUTO and DATA.
-
-    >>> shares(6, 4)
-    (2, 2, 2, 0)
     """
     share = share_of(n, replicas)
     return tuple(min(max(n - i * share, 0), share) for i in range(replicas))
@@ -54,11 +51,7 @@ def share_of(n: int, replicas: int) -> int:
 
 
 def rows_of_worker(n: int, workers: int, worker: int, replicas: int) -> list[range]:
-    """Returns the rows of a batch of n that each replica of one worker takes by rule A.
-
-    >>> rows_of_worker(8, workers=2, worker=1, replicas=2)
-    [range(4, 6), range(6, 8)]
-    """
+    """Returns the rows of a batch of n that each replica of one worker takes by rule A."""
     first = worker * replicas
     return _runs(shares(n, workers * replicas))[first : first + replicas]
 
@@ -68,9 +61,6 @@ def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, 
 
     They differ by one at most and add up to ``full``. Worker w starts w·R places further on, so that
     in every step the sizes of all workers together add up to ``full`` too.
-
-    >>> [schedule(7, workers=2, worker=w, replicas=2) for w in range(2)]
-    [(2, 2, 2, 1), (2, 1, 2, 2)]
     """
     total = workers * replicas
     floor, larger = divmod(full, total)
@@ -86,9 +76,6 @@ def scheduled_rows(
 
     A batch that is not full fills the scheduled sizes in order, until it has no rows left. A full
     one has as many steps as there are workers, also where some replicas have no rows.
-
-    >>> scheduled_rows(2, full=8, workers=1, worker=0, replicas=4)
-    [[range(0, 2), range(2, 2), range(2, 2), range(2, 2)]]
     """
     runs = _runs(schedule(full, workers, worker, replicas), n)
     steps = [runs[i : i + replicas] for i in range(0, len(runs), replicas)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -381,11 +380,8 @@ class Strategy(InputMethods, OlderNames):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         """Makes a new strategy of the same kind on the same devices."""
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        state = {k: v for k, v in vars(self).items() if k not in _OF_DEVICES}
-        vars(new).update(copy.deepcopy(state, memo))
-        vars(new).update({k: v for k, v in vars(self).items() if k in _OF_DEVICES})
+        memo[id(self)] = new = object.__new__(type(self))
+        vars(new).update(vars(self))
         vars(new).pop("extended", None)
         new._runner = self._runner.for_strategy(new)
         return new
@@ -410,7 +406,3 @@ class Strategy(InputMethods, OlderNames):
                 "jax.debug.print in the step, or call the function itself, without strategy.run, on the "
                 "batch of one replica."
             )
-
-
-_OF_DEVICES = frozenset({"_mesh", "_replicas", "_device", "_runner", "extended"})
-"""Attributes that a copy of a strategy shares or makes again: devices cannot be copied."""
