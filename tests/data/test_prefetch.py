@@ -107,19 +107,6 @@ def test_leaving_the_loop_ends_the_thread_and_closes_the_source() -> None:
     assert source.closed
 
 
-def test_an_exception_in_the_loop_ends_the_thread() -> None:
-    source = Counted()
-
-    def loop() -> None:
-        for _ in prefetched(source()):
-            raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        loop()
-    assert all_ended()
-    assert source.closed
-
-
 def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
     source = Counted()
     cycle: list[Any] = [prefetched(source())]

@@ -30,16 +30,6 @@ def test_shares_are_consecutive_runs_of_the_ceiling(
     assert shares(n, replicas) == expected
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-def test_shares_lose_no_example_and_never_grow(replicas: int):
-    """Shares add up to the batch and never grow along the replicas, for every batch size."""
-    for n in range(40):
-        counts = shares(n, replicas)
-        assert len(counts) == replicas
-        assert sum(counts) == n
-        assert list(counts) == sorted(counts, reverse=True)
-
-
 def test_only_short_shares_are_counted():
     """A batch that fills every share has no counts, so it runs the program without a mask."""
     assert Division.of((2, 2, 2, 2), 2) == Division(2, None)
@@ -61,22 +51,6 @@ def test_only_short_shares_are_counted():
 def test_schedules_of_rule_b(full: int, workers: int, replicas: int, expected: list):
     """Acceptance 98: TensorFlow's schedules for global batch, workers and local replicas."""
     assert [schedule(full, workers, w, replicas) for w in range(workers)] == expected
-
-
-CLUSTERS = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2), (4, 1)]
-
-
-@pytest.mark.parametrize(("workers", "replicas"), CLUSTERS)
-def test_in_every_step_of_rule_b_the_workers_together_take_a_full_batch(
-    workers: int, replicas: int
-):
-    """Sizes differ by one at most; one worker's add up to the batch, and so do all workers' of a step."""
-    for full in range(20):
-        sizes = [schedule(full, workers, w, replicas) for w in range(workers)]
-        assert {sum(worker) for worker in sizes} == {full}
-        assert max(map(max, sizes)) - min(map(min, sizes)) <= 1
-        for step in range(0, workers * replicas, replicas):
-            assert sum(sum(worker[step : step + replicas]) for worker in sizes) == full
 
 
 @pytest.mark.parametrize(

@@ -296,11 +296,3 @@ def test_real_sources_resume_on_other_replicas(kind: str):
     assert [examples_in(next(resumed)) for _ in range(3)] == [
         examples_in(next(iterator)) for _ in range(3)
     ]
-
-
-def test_arrays_in_other_batches_are_found_out():
-    """from_arrays with another batch size: the position would mean other examples."""
-    saved = iter(distribute(REAL["arrays"](36), 2)).state()
-    other = dj.data.from_arrays(np.arange(36)).shuffle(seed=3).batch(4)
-    with pytest.raises(ArgumentError, match=r"batches 5, .* batches 9.*global batch size"):
-        iter(distribute(other, 2)).restore(saved)

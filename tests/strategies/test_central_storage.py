@@ -258,18 +258,6 @@ def _masked(step: Any) -> Any:
     return lambda x: step(jnp.where(dj.get_replica_context().batch_mask, x, 0))
 
 
-@pytest.mark.parametrize("partial", ["mask", "shrink", "drop"])
-def test_input_options_work(central: dj.CentralStorageStrategy, partial: str):
-    """TensorFlow's CentralStorageStrategy fails on any options; here they mean what they mean elsewhere."""
-    data = [np.arange(20, dtype="f"), np.arange(13, dtype="f")]
-    seen = [
-        np.asarray(central.gather(central.run(lambda x: x, args=(x,)), axis=0)).tolist()
-        for x in central.distribute_dataset(data, _options(partial))
-    ]
-    drops = partial == "drop"
-    assert seen == [d.tolist() for d in (data[:1] if drops else data)]
-
-
 def test_partial_batches_are_checked_for_leaks_and_state_is_put_back(
     central: dj.CentralStorageStrategy,
 ):
@@ -362,11 +350,6 @@ def test_the_default_parameter_device_is_the_only_compute_device_or_the_cpu():
     assert dj.CentralStorageStrategy([]).mesh == every.mesh
 
 
-def test_it_has_tensorflows_name():
-    """TensorFlow has it in ``tf.distribute.experimental``."""
-    assert dj.experimental.CentralStorageStrategy is dj.CentralStorageStrategy
-
-
 def test_a_compute_device_may_be_the_parameter_device():
     """Then its own replica needs no copy, and the others hold none between steps."""
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device="cpu:2")
@@ -382,7 +365,7 @@ def test_a_compute_device_may_be_the_parameter_device():
         ({"compute_devices": [0, "cpu:0"]}, "more than once"),
         ({"parameter_device": "tpu:0"}, r"no local device 'tpu:0'.*'cpu:7'"),
         ({"parameter_device": 8}, r"no local device 8\."),
-        ({"memory_kind": "disk"}, r"memory_kind='disk'.*'device'"),
+        ({"memory_kind": "disk"}, "memory_kind on .*'device'.*got 'disk'"),
     ],
 )
 def test_unknown_devices_and_memories_are_refused_with_those_there_are(

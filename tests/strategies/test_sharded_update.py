@@ -500,24 +500,6 @@ def test_the_step_is_verified_against_one_device(z4: dj.MirroredStrategy) -> Non
     assert_close(before, values(optimizer), 0)
 
 
-@pytest.mark.exhaustive
-def test_fit_trains_as_with_mirrored_state() -> None:
-    """``dj.Model`` under the strategy: history, weights and the share of each device."""
-    x, y = batches([40])[0]
-    found = []
-    for sharded in (True, False):
-        strategy = dj.MirroredStrategy([0, 1, 2, 3], shard_optimizer_state=sharded)
-        with strategy.scope():
-            model = dj.Model(Net())
-            loss = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(optimizer=optax.adam(0.01), loss=loss)
-        history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
-        found.append((history.history["loss"], values(model.module)))
-        held = set(bytes_of_state(model.optimizer).values())
-        assert (max(held) < 4 * (DIVIDED + 2 * WHOLE) + 64) is sharded
-    assert_close(found[1], found[0], 1e-4)
-
-
 def test_other_lowerings_keep_the_shares_or_refuse(z4: dj.MirroredStrategy) -> None:
     """vmap keeps them; pmap, which has every array whole, says so. Programs of both share one state."""
     model, optimizer = made(z4, optax.adam(0.01))
