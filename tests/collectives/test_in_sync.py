@@ -202,7 +202,7 @@ def test_what_differs_by_design_is_left_out(s2: dj.MirroredStrategy):
     rid = s2.run(lambda: dj.get_replica_context().replica_id_in_sync_group)
     dj.check_in_sync({"rid": rid, "step": 3, "rows": np.ones(2), "x": jnp.ones(2)})
     for tree in (rid, 3, np.ones(2), {}):
-        with pytest.raises(ValueError, match=r"found no jax\.Array"):
+        with pytest.raises(ValueError, match=r"has no jax\.Array"):
             dj.check_in_sync(tree)
 
 
