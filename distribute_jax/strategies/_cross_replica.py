@@ -91,8 +91,8 @@ def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
     else:
         arrays = value.values if isinstance(value, DistributedValues) else [value]
     check_summable((("the value", array) for array in arrays), "strategy.reduce")
-    replicas, step = num_replicas(mesh), step_of(value)
-    if isinstance(value, Mirrored) and op is ReduceOp.SUM:
+    replicas, step, mirrored = num_replicas(mesh), step_of(value), isinstance(value, Mirrored)
+    if mirrored and op is ReduceOp.SUM:
         # Counts are to be added up; other numbers the step may have added up already.
         if step and replicas > 1 and jnp.issubdtype(value.dtype, jnp.inexact):
             log_once(_EQUAL, step, replicas, replicas, about=step)

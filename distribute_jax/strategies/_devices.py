@@ -56,7 +56,7 @@ def find_device(name: Any) -> jax.Device:
 def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     """Finds the devices of a strategy; None or an empty list means all local ones."""
     if names is None or (isinstance(names, Sequence) and not isinstance(names, str) and not names):
-        return jax.local_devices()
+        return list(jax.local_devices())
     if isinstance(names, (int, np.integer)) and not isinstance(names, bool):
         raise ArgumentError(
             f"The devices of a strategy cannot be the number {names}. Pass [{names}] for device {names}, "

@@ -36,7 +36,8 @@ class OlderNames:
             "experimental_distribute_datasets_from_function",
             "distribute_datasets_from_function(fn)",
         )
-        return self.distribute_datasets_from_function(dataset_fn, options)
+        dataset: DistributedDataset = self.distribute_datasets_from_function(dataset_fn, options)
+        return dataset
 
     def experimental_make_numpy_dataset(
         self, numpy_input: PyTree, session: Any = None
@@ -90,7 +91,8 @@ class OlderNames:
     def unwrap(self: Any, value: PyTree) -> tuple[PyTree, ...]:
         """Older name of ``experimental_local_results``."""
         _warn("unwrap", "experimental_local_results(value)")
-        return self.experimental_local_results(value)
+        values: tuple[PyTree, ...] = self.experimental_local_results(value)
+        return values
 
     def update_config_proto(self, config_proto: T) -> T:
         """Returns a session's configuration: there is no session to configure."""
@@ -125,10 +127,10 @@ def _stacked(tree: PyTree) -> PyTree:
     def stack(node: Any) -> Any:
         try:
             return np.asarray(node) if isinstance(node, list) else node
-        except ValueError as error:
+        except ValueError:
             raise ArgumentError(
-                "strategy.experimental_make_numpy_dataset stacks the arrays of a list into one, which must "
-                f"have one shape: {error}"
+                "strategy.experimental_make_numpy_dataset stacks the arrays of a list, which must have one "
+                f"shape; got {', '.join(str(np.shape(array)) for array in node)}."
             ) from None
 
     return jax.tree.map(stack, tree, is_leaf=lambda node: isinstance(node, list))

@@ -135,7 +135,7 @@ def test_reduce_to_something_that_is_no_destination_is_refused(
     s2: dj.MirroredStrategy, destinations: Any
 ):
     """The message says what was given and what it takes."""
-    with pytest.raises(ValueError, match=r"reduce_to got destinations=.*It takes a variable or"):
+    with pytest.raises(ValueError, match=r"destinations must be a variable or .* got"):
         s2.extended.reduce_to("sum", ids(s2), destinations)
 
 

@@ -44,7 +44,7 @@ def test_every_method_of_input_belongs_to_cross_replica_context(s2: dj.MirroredS
 def test_options_of_another_kind_are_refused(s2: dj.MirroredStrategy, options: object):
     """A dict, a name or run's options are no InputOptions, whichever method gets them."""
     for make in (s2.distribute_dataset, s2.distribute_datasets_from_function):
-        with pytest.raises(dj.ArgumentError, match=r"Pass dj\.InputOptions"):
+        with pytest.raises(dj.ArgumentError, match=r"options must be None or dj\.InputOptions"):
             make(lambda *_: BATCHES, options)
 
 

@@ -48,8 +48,8 @@ def test_a_numpy_dataset_has_single_examples(s2: dj.MirroredStrategy):
 
 @pytest.mark.filterwarnings("ignore:strategy.experimental_make_numpy_dataset:DeprecationWarning")
 def test_a_list_that_does_not_stack_shows_its_shapes(s2: dj.MirroredStrategy):
-    """The message lists every shape, and what to pass instead."""
-    with pytest.raises(dj.ArgumentError, match=r"(?s)\(2,\).*\(3,\).*tuple"):
+    """The message lists every shape."""
+    with pytest.raises(dj.ArgumentError, match=r"must have one shape; got \(2,\), \(3,\)"):
         s2.experimental_make_numpy_dataset([np.zeros(2), np.zeros(3)])
 
 
