@@ -99,12 +99,12 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 40_594,
-    lines_of_tests: 38_904,
+    lines: 39_983,
+    lines_of_tests: 38_748,
     files: 201,
     pieces: 1,
     private_words: 0,
-    private_imports: 33,
+    private_imports: 31,
 }
 
 
