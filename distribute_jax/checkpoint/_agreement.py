@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,28 +61,24 @@ def all_values(method: str, value: Any) -> list[Any]:
 
 def on_all(method: str, do: Callable[[], T]) -> T:
     """Calls a function on every process; an error of one is raised on all."""
-    if current_job().is_alone:
-        return do()
-    try:
-        result = do()
-    except Exception as error:  # whatever it is, the others have to hear of it
-        _raise_first(method, error)
-        raise
-    _raise_first(method, None)
+    result: T
+    result, error = _attempt(do)
+    _raise_first(method, error)
     return result
 
 
 def by_chief(method: str, do: Callable[[], T]) -> T:
     """Calls a function on the chief; its result, plain data, or error is that of every process."""
-    if current_job().is_alone:
-        return do()
-    failure, result = None, None
-    try:
-        result = do() if is_chief() else None
-    except Exception as error:  # as above
-        failure = error
-    value: T = _raise_first(method, failure, result)[0].value
+    result, error = _attempt(do) if is_chief() else (None, None)
+    value: T = _raise_first(method, error, result)[0].value
     return value
+
+
+def _attempt(do: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return do(), None
+    except Exception as error:  # whatever it is, the others have to hear of it
+        return None, error
 
 
 def await_written(method: str, background: Background) -> None:
@@ -108,8 +104,6 @@ def pop_error(method: str, background: Background) -> CheckpointError | None:
     """Waits for the save at work, and returns the error of the first process that failed, once."""
     await_written(method, background)
     local = background.pop_error()
-    if current_job().is_alone:
-        return local
     error = _first_error(_exchange(_announcement(method, local)), local)
     return error if isinstance(error, CheckpointError | None) else CheckpointError(str(error))
 
@@ -131,9 +125,9 @@ def check_shared(method: str, directory: Directory) -> None:
     job = current_job()
     if job.is_alone:
         return
-    name, text = by_chief(method, lambda: _write_probe(directory))
+    name = by_chief(method, lambda: _write_probe(directory))
     try:
-        answers = all_values(method, [_sees_probe(directory, name, text), str(directory)])
+        answers = all_values(method, [_sees_probe(directory, name), str(directory)])
     finally:
         if is_chief():
             directory.remove_file(name)
@@ -152,25 +146,23 @@ def check_shared(method: str, directory: Directory) -> None:
         )
 
 
-def _write_probe(directory: Directory) -> list[str]:
-    name, text = f".{secrets.token_hex(8)}.shared", secrets.token_hex(8)
+def _write_probe(directory: Directory) -> str:
+    name = f".{secrets.token_hex(8)}.shared"
     try:
-        directory.write(name, text.encode())
+        directory.write(name, b"")
     except OSError as error:
         raise CheckpointFileError(
             f"Nothing can be written into {directory}: {error}. Save to another directory."
         ) from error
-    return [name, text]
+    return name
 
 
-def _sees_probe(directory: Directory, name: str, text: str) -> bool:
+def _sees_probe(directory: Directory, name: str) -> bool:
     deadline = time.monotonic() + SEEN_SECONDS
     while time.monotonic() < deadline:
-        try:
-            if directory.read(name) == text.encode():
-                return True
-        except OSError:  # not visible yet, or never
-            pass
+        with suppress(OSError):  # not visible yet, or never
+            directory.read(name)
+            return True
         time.sleep(0.1)
     return False
 
@@ -238,24 +230,16 @@ class WriteCoordinator:
     def _seconds(self) -> float:
         return self._job.options.step_seconds * PATIENCE
 
-    @property
-    def process(self) -> int:
-        """Which process this is."""
-        return self._job.index
-
-    def name_of(self, process: int) -> str:
-        """Names a process, its host and pid."""
-        return self._job.name_of(process)
-
     @contextmanager
-    def lead(self) -> Iterator[None]:
+    def leading(self) -> Iterator[None]:
         """In the process that makes the draft: the others do not wait for it where that fails."""
         try:
             yield
         except BaseException:
             self._put("state", _CANCELLED)
             raise
-        self._job.store.remove(self._folder)  # all have reported
+        if not self._job.is_alone:
+            self._job.store.remove(self._folder)  # all have reported
 
     def open(self) -> None:
         """Lets the others write."""
@@ -265,42 +249,41 @@ class WriteCoordinator:
         """Waits until this process may write; False where the chief has given up."""
         state = self._get("state")
         if state is None:
-            raise CheckpointFileError(f"{self.name_of(0)} has not begun to write in time.")
+            raise CheckpointFileError(f"{self._job.name_of(0)} has not begun to write in time.")
         return state == _OPEN
 
     def report(self, *, sha256: str = "", error: str = "") -> None:
         """Reports the digest of what this process handed in, or why it could not write."""
-        self._put(str(self.process), json.dumps({"sha256": sha256, "error": error}))
+        self._put(str(self._job.index), json.dumps({"sha256": sha256, "error": error}))
 
-    def await_others(self) -> dict[int, str | None]:
+    def await_reports(self) -> dict[int, str | None]:
         """Returns when no other process writes any more, with each one's report; None where it is late."""
-        return {i: self._get(str(i)) for i in range(self._job.count) if i != self.process}
+        return {i: self._get(str(i)) for i in range(1, self._job.count)}
 
     def collect(self, where: str) -> dict[int, str]:
         """Waits for the others, and returns the digest of what each has handed in; raises if one failed."""
-        reports = self.await_others()
+        name_of, reports = self._job.name_of, self.await_reports()
         late = [i for i, report in reports.items() if report is None]
         if late:  # one line, which other processes show too
-            names = "; ".join(f"{self.name_of(i)}{self._job.last_seen(i)}" for i in late[:8])
+            names = "; ".join(f"{name_of(i)}{self._job.last_seen(i)}" for i in late[:8])
             raise CheckpointFileError(
                 f"The checkpoint {where} could not be written: {self._seconds:g} s have passed, and not "
                 f"every process has written its part. Missing: {names}. Look whether the file system still "
                 "answers there; where writing takes so long, give it more time: "
                 "dj.ClusterOptions(step_seconds=...)."
             )
-        digests = {}
-        for i, report in reports.items():
-            content = json.loads(report or "")
+        contents = {i: json.loads(report or "") for i, report in reports.items()}
+        for i, content in contents.items():
             if content["error"]:
                 raise CheckpointFileError(
-                    f"The checkpoint {where} could not be written, for {self.name_of(i)} failed: "
+                    f"The checkpoint {where} could not be written, for {name_of(i)} failed: "
                     f"{content['error']}"
                 )
-            digests[i] = content["sha256"]
-        return digests
+        return {i: content["sha256"] for i, content in contents.items()}
 
     def _put(self, key: str, text: str) -> None:
-        self._job.store.put(self._folder + key, text)
+        if not self._job.is_alone:
+            self._job.store.put(self._folder + key, text)
 
     def _get(self, key: str) -> str | None:
         left = max(self._deadline - time.monotonic(), 0.001)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,15 +32,6 @@ _STORED = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 
 """Dtypes that Orbax stores as they are; the numbers of others are stored as bytes."""
 
 Array = np.ndarray[Any, Any]
-
-
-class Expected(NamedTuple):
-    """An array that a folder should hold; it has elements."""
-
-    path: str
-    """The leaf that it belongs to, for messages."""
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def write_arrays(folder: Path, named: Mapping[str, Array]) -> None:
@@ -101,13 +92,8 @@ _hook_lock = threading.Lock()
 """Held by the one thread that has its hook in place; several managers write one after the other."""
 
 
-def read_arrays(folder: Path, expected: Mapping[str, Expected]) -> dict[str, Array]:
-    """Reads some arrays of a folder; raises where Orbax cannot, or they are not what the manifest says."""
-    read = _read(folder, expected)
-    return {name: _checked(folder, read.get(name), array) for name, array in expected.items()}
-
-
-def _read(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
+def read_arrays(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
+    """Reads some arrays of a folder, as they are stored; raises where Orbax cannot."""
     import orbax.checkpoint as ocp
 
     as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
@@ -126,26 +112,6 @@ def _read(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
     return read
 
 
-def _checked(folder: Path, data: Any, expected: Expected) -> Array:
-    if isinstance(data, np.ndarray) and expected.dtype not in _STORED and data.dtype == np.uint8:
-        data = _from_bytes(folder, data, expected)
-    if not isinstance(data, np.ndarray) or (data.dtype.name, data.shape) != expected[1:]:
-        raise CheckpointDamagedError(
-            f"{folder} holds {leaf_text(data)} for {expected.path}, which was saved as "
-            f"{expected.dtype}{list(expected.shape)}"
-        )
-    return data
-
-
-def _from_bytes(file: Path, data: Array, expected: Expected) -> Array:
-    if data.size != math.prod(expected.shape) * np.dtype(expected.dtype).itemsize:
-        raise CheckpointDamagedError(
-            f"{file} has {data.size} bytes for {expected.path}, which was saved as "
-            f"{expected.dtype}{list(expected.shape)}"
-        )
-    return data.view(expected.dtype).reshape(expected.shape)
-
-
 def write_bytes(folder: Path, named: Mapping[str, Array]) -> None:
     """Writes arrays to a folder that does not exist yet, each as a file of its little-endian bytes."""
     folder.mkdir()
@@ -153,9 +119,18 @@ def write_bytes(folder: Path, named: Mapping[str, Array]) -> None:
         (folder / name).write_bytes(_bytes(data).data)
 
 
-def read_bytes(folder: Path, expected: Mapping[str, Expected]) -> dict[str, Array]:
-    """Reads some of those arrays; one of another size than the manifest says is damaged."""
-    return {
-        name: _from_bytes(folder / name, np.fromfile(folder / name, np.uint8), array)
-        for name, array in expected.items()
-    }
+def read_bytes(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
+    """Reads some of those arrays, as bytes."""
+    return {name: np.fromfile(folder / name, np.uint8) for name in names}
+
+
+def from_stored(folder: str, path: str, stored: Any, dtype: str, shape: tuple[int, ...]) -> Array:
+    """Returns the array that was stored, as such or as bytes; damaged if that is not what was saved."""
+    if isinstance(stored, np.ndarray):
+        if (stored.dtype.name, stored.shape) == (dtype, shape):
+            return stored
+        if stored.dtype == np.uint8 and stored.size == math.prod(shape) * np.dtype(dtype).itemsize:
+            return stored.view(dtype).reshape(shape)
+    raise CheckpointDamagedError(
+        f"{folder} holds {leaf_text(stored)} for {path}, which was saved as {dtype}{list(shape)}"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,46 +21,6 @@ from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check
 
 _ASIDE = f"{DAMAGED}.json"
 """What the manifest of a damaged step is called: a store cannot rename a whole folder."""
-
-_CLIENTS = {
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-}
-"""The packages through which fsspec reaches a store."""
-
-
-@dataclass(frozen=True)
-class BucketDraft:
-    """Objects below the name of the checkpoint, where no manifest names them yet."""
-
-    bucket: BucketDirectory
-    name: str
-    arrays: str
-
-    @property
-    def notes(self) -> str:
-        return f"{self.name}/{self.arrays}"
-
-    def write(self, folder: str, fill: Callable[[Path], None]) -> dict[str, str]:
-        """The files are on this machine's disk until they are put."""
-        with tempfile.TemporaryDirectory(prefix="distribute_jax-") as temporary:
-            local = Path(temporary) / folder
-            fill(local)
-            files = _disk.digests(local)
-            for file in files:
-                self.bucket.put_file(f"{self.notes}/{folder}/{file}", local / file)
-        return {f"{folder}/{file}": digest for file, digest in files.items()}
-
-    def commit(self, manifest: str) -> None:
-        """One object is put, which a store does whole or not at all."""
-        self.bucket.write(f"{self.name}/{MANIFEST}", manifest.encode())
-        for file in self.bucket.files(self.name):
-            if file.startswith(ARRAYS) and not file.startswith(f"{self.arrays}/"):
-                self.bucket.remove_file(f"{self.name}/{file}")
 
 
 @dataclass(frozen=True)
@@ -100,16 +60,37 @@ class BucketDirectory:
         """There is nothing to make, and what is left over goes with its step."""
 
     @contextmanager
-    def draft(self, name: str, token: str) -> Iterator[BucketDraft]:
-        draft = self.joined(name, token)
+    def draft(self, name: str, token: str) -> Iterator[None]:
+        """Objects below the name of the checkpoint, where no manifest names them yet."""
         try:
-            yield draft
+            yield
         except BaseException:
-            self._remove_all(draft.notes)
+            self._remove_all(self.notes(name, token))
             raise
 
-    def joined(self, name: str, token: str) -> BucketDraft:
-        return BucketDraft(self, name, ARRAYS + token)
+    def notes(self, name: str, token: str) -> str:
+        return f"{name}/{ARRAYS}{token}"
+
+    def write_arrays(
+        self, name: str, token: str, folder: str, fill: Callable[[Path], None]
+    ) -> dict[str, str]:
+        """The files are on this machine's disk until they are put."""
+        with tempfile.TemporaryDirectory(prefix="distribute_jax-") as temporary:
+            local = Path(temporary) / folder
+            fill(local)
+            files = _disk.digests(local)
+            for file in files:
+                path = self._path(f"{self.notes(name, token)}/{folder}/{file}")
+                with _os_errors():
+                    self.store.put_file(str(local / file), path)
+        return {f"{folder}/{file}": digest for file, digest in files.items()}
+
+    def commit(self, name: str, token: str, manifest: str) -> None:
+        """One object is put, which a store does whole or not at all."""
+        self.write(f"{name}/{MANIFEST}", manifest.encode())
+        for file in self.files(name):
+            if file.startswith(ARRAYS) and not file.startswith(f"{ARRAYS}{token}/"):
+                self.remove_file(f"{name}/{file}")
 
     def read(self, path: str) -> bytes:
         with _os_errors():
@@ -120,28 +101,17 @@ class BucketDirectory:
         with _os_errors():
             self.store.pipe_file(self._path(path), data)
 
-    def put_file(self, path: str, file: Path) -> None:
-        """Puts the content of a file of this machine."""
-        with _os_errors():
-            self.store.put_file(str(file), self._path(path))
-
     def remove_file(self, path: str) -> None:
-        with _os_errors():
-            try:
-                self.store.rm_file(self._path(path))
-            except FileNotFoundError:
-                return
+        with suppress(FileNotFoundError), _os_errors():
+            self.store.rm_file(self._path(path))
 
     def files(self, folder: str = "") -> list[str]:
         """Returns the names of all objects below a folder, from there."""
-        with _os_errors():
-            self.store.invalidate_cache()  # other processes put objects too
-            try:
-                paths = self.store.find(self._path(folder))
-            except FileNotFoundError:
-                return []
         start = len(self._path(folder)) + 1
-        return [path[start:] for path in paths if path[start:]]
+        with suppress(FileNotFoundError), _os_errors():
+            self.store.invalidate_cache()  # other processes put objects too
+            return [path[start:] for path in self.store.find(self._path(folder)) if path[start:]]
+        return []
 
     def _remove_all(self, folder: str) -> None:
         for name in self.files(folder):
@@ -198,10 +168,8 @@ def bucket_directory(method: str, url: str) -> BucketDirectory:
     try:
         store, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        package = _CLIENTS.get(scheme, "")
-        line = f"pip install {package}" if package else f"Its client is missing: {error}"
         raise MissingPackageError(
-            f"{method} got {url}, and the client of {scheme}:// is not installed. Install it: {line}"
+            f"{method} got {url}, and the client of {scheme}:// is not installed. {error}"
         ) from error
     except Exception as error:  # what a client says of a URL or of credentials
         raise ArgumentError(

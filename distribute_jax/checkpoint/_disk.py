@@ -25,55 +25,6 @@ _LOCK = "lock"
 
 
 @dataclass(frozen=True)
-class DiskDraft:
-    """A folder beside the checkpoint, under a name that does not count."""
-
-    folder: Path
-    """Where the checkpoint will be."""
-    new: Path
-    arrays: str
-
-    @property
-    def notes(self) -> str:
-        return self.new.name
-
-    def write(self, folder: str, fill: Callable[[Path], None]) -> dict[str, str]:
-        arrays = self.new / self.arrays
-        arrays.mkdir(exist_ok=True)
-        fill(arrays / folder)
-        sync_all(arrays / folder)
-        return {f"{folder}/{name}": d for name, d in digests(arrays / folder).items()}
-
-    def commit(self, manifest: str) -> None:
-        """At every moment the old checkpoint or the new one is there, whole."""
-        (self.new / self.arrays).mkdir(exist_ok=True)
-        sync(self.new / self.arrays)
-        (self.new / MANIFEST).write_text(manifest, encoding="utf-8")
-        sync(self.new / MANIFEST)
-        sync(self.new)
-        if self.folder.exists() and any(self.folder.iterdir()):
-            self._replace()
-        else:
-            self.new.rename(self.folder)
-        sync(self.folder.parent)
-
-    def _replace(self) -> None:
-        """Moves new arrays beside the old ones, then the manifest, which decides which ones count."""
-        lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _lock(lock, wait=True)
-            (self.new / self.arrays).rename(self.folder / self.arrays)
-            sync(self.folder)
-            os.replace(self.new / MANIFEST, self.folder / MANIFEST)
-            sync(self.folder)
-            for old in self.folder.glob(f"{ARRAYS}*"):
-                if old.name != self.arrays:
-                    shutil.rmtree(old, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-@dataclass(frozen=True)
 class DiskDirectory:
     """A folder on a disk, which holds checkpoints as folders."""
 
@@ -125,19 +76,60 @@ class DiskDirectory:
             os.close(lock)
 
     @contextmanager
-    def draft(self, name: str, token: str) -> Iterator[DiskDraft]:
+    def draft(self, name: str, token: str) -> Iterator[None]:
         """Holds the lock of the folder, so that two programs may save into one directory."""
-        draft = self.joined(name, token)
-        lock = _make_locked(draft.new)
+        new = self._draft(name, token)
+        lock = _make_locked(new)
         try:
-            yield draft
+            yield
         finally:
             os.close(lock)
-            shutil.rmtree(draft.new, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
 
-    def joined(self, name: str, token: str) -> DiskDraft:
-        new = _temporary_path(self.place / name, token)
-        return DiskDraft(self.place / name, new, ARRAYS + token)
+    def _draft(self, name: str, token: str) -> Path:
+        """A folder beside the checkpoint, under a name that does not count."""
+        return self.place / self.notes(name, token)
+
+    def notes(self, name: str, token: str) -> str:
+        return f".{name}.{token}.saving"
+
+    def write_arrays(
+        self, name: str, token: str, folder: str, fill: Callable[[Path], None]
+    ) -> dict[str, str]:
+        arrays = self._draft(name, token) / (ARRAYS + token)
+        arrays.mkdir(exist_ok=True)
+        fill(arrays / folder)
+        sync_all(arrays / folder)
+        return {f"{folder}/{file}": d for file, d in digests(arrays / folder).items()}
+
+    def commit(self, name: str, token: str, manifest: str) -> None:
+        """At every moment the old checkpoint or the new one is there, whole."""
+        new, folder = self._draft(name, token), self.place / name
+        arrays = new / (ARRAYS + token)
+        arrays.mkdir(exist_ok=True)
+        (new / MANIFEST).write_text(manifest, encoding="utf-8")
+        for path in (arrays, new / MANIFEST, new):
+            sync(path)
+        if folder.exists() and any(folder.iterdir()):
+            self._replace(folder, new, arrays.name)
+        else:
+            new.rename(folder)
+        sync(self.place)
+
+    def _replace(self, folder: Path, new: Path, arrays: str) -> None:
+        """Moves new arrays beside the old ones, then the manifest, which decides which ones count."""
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(lock, wait=True)
+            (new / arrays).rename(folder / arrays)
+            sync(folder)
+            os.replace(new / MANIFEST, folder / MANIFEST)
+            sync(folder)
+            for old in folder.glob(f"{ARRAYS}*"):
+                if old.name != arrays:
+                    shutil.rmtree(old, ignore_errors=True)
+        finally:
+            os.close(lock)
 
     def read(self, path: str) -> bytes:
         return (self.place / path).read_bytes()
@@ -156,7 +148,7 @@ class DiskDirectory:
         yield arrays
 
     def remove(self, name: str) -> None:
-        removed = _temporary_path(self.place / name, secrets.token_hex(4))
+        removed = self._draft(name, secrets.token_hex(4))
         try:
             (self.place / name).rename(removed)
         except FileNotFoundError:  # another program removed it
@@ -184,11 +176,6 @@ class DiskDirectory:
     def free_bytes(self) -> int:
         path = next(p for p in (self.place, *self.place.parents) if p.exists())
         return shutil.disk_usage(path).free
-
-
-def _temporary_path(path: Path, token: str) -> Path:
-    """A token is 8 hexadecimal digits that nobody else has."""
-    return path.with_name(f".{path.name}.{token}.saving")
 
 
 def _make_locked(path: Path) -> int:

@@ -16,6 +16,7 @@ from distribute_jax._errors import (
     CheckpointError,
     CheckpointFileError,
 )
+from distribute_jax._messages import check_choice, check_int
 from distribute_jax.checkpoint import _steps
 from distribute_jax.checkpoint._agreement import (
     Background,
@@ -39,10 +40,10 @@ _LATEST, _LIST = "CheckpointManager.restore_latest", "CheckpointManager.all_step
 class CheckpointManager:
     """Keeps the last checkpoints of a training in a directory, one folder for each step.
 
-    ``save`` copies the tree to the host and returns; the copy is written beside the training. A step
-    is on the disk whole or not at all, whenever the program is killed. Every leaf is compared with
-    its digest when it is restored: a step that is damaged is set aside with a warning, and the one
-    before it is used. What was saved under one strategy is restored under any other.
+    ``save`` copies the tree to the host and returns; the copy is written in the background. A step is on
+    the disk whole or not at all, even if the program is killed. Every leaf is compared with its digest
+    when it is restored: a damaged step is set aside with a warning, and the one before it is used. What
+    was saved under one strategy can be restored under any other.
 
     A tree is a dict, or any nest, of NNX objects (modules, optimizers, metrics, ``Rngs``), variables,
     distributed iterators, arrays, random keys, and Python numbers, strings and None. Attributes of a
@@ -55,8 +56,8 @@ class CheckpointManager:
 
     Args:
         directory: where the steps are, a path or the URL of an object store, such as
-            ``"gs://bucket/run"``; it is made at the first save.
-        max_to_keep: how many steps stay; None for all.
+            ``"gs://bucket/run"``; it is created at the first save.
+        max_to_keep: how many steps to keep; None for all.
         every_steps: ``save`` saves when a multiple of this was reached since the last save.
         every_minutes: ``save`` saves when so many minutes have passed since the last save. With both,
             whichever comes first; with neither, at each call.
@@ -90,14 +91,9 @@ class CheckpointManager:
         every_minutes: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ArgumentError(
-                f"CheckpointManager: max_to_keep must be at least 1, or None; got {max_to_keep}."
-            )
-        if on_error not in ("raise", "warn"):
-            raise ArgumentError(
-                f"CheckpointManager: on_error must be 'raise' or 'warn'; got {on_error!r}."
-            )
+        if max_to_keep is not None:
+            check_int("max_to_keep", max_to_keep)
+        check_choice("on_error", on_error, ("raise", "warn"))
         self._directory = directory_of("CheckpointManager", directory)
         self._keep = max_to_keep
         self._warns = on_error == "warn"
@@ -119,7 +115,7 @@ class CheckpointManager:
         a second one waits for the first.
 
         Args:
-            step: its number, above those that were saved already.
+            step: its number, above all that were saved before.
             tree: what to save; see the class.
             force: save in any case, also in place of the same or before a later step.
 
@@ -136,8 +132,11 @@ class CheckpointManager:
         if current_job().is_alone and not self._background.is_running:
             # In a job the errors are exchanged where all are about to save.
             self._report(self._background.pop_error())
-        if not force and not self._is_due(number):
-            return False
+        if not force:
+            is_due = functools.partial(self._schedule.is_due, number)
+            # The processes may see the clock differently.
+            if not (by_chief(_SAVE, is_due) if self._schedule.reads_clock else is_due()):
+                return False
         self._report(pop_error(_SAVE, self._background))
         if not force:
             by_chief(_SAVE, lambda: self._check_new(number))
@@ -146,11 +145,6 @@ class CheckpointManager:
         self._schedule.note(number)
         self._background.start(functools.partial(self._write, number, content))
         return True
-
-    def _is_due(self, step: int) -> bool:
-        if self._schedule.reads_clock:
-            return by_chief(_SAVE, lambda: self._schedule.is_due(step))
-        return self._schedule.is_due(step)
 
     def _check_shared(self, method: str) -> None:
         if not self._is_shared:
@@ -220,7 +214,7 @@ class CheckpointManager:
         grace_seconds: float = 30.0,
         termination_watcher_fn: Callable[[], bool] | None = None,
     ) -> Preemptible:
-        """Makes a loop safe against the end of its machine: a ``with`` block around it.
+        """Returns a ``with`` block that makes the loop in it safe against preemption.
 
         On entering, the newest checkpoint is restored, if there is one, the position of the iterator
         included: the loop goes on at the very next example. When a process is preempted (SIGTERM, or

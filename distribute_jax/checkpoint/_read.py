@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._mesh import outside_mesh, put
 from distribute_jax._messages import listed
-from distribute_jax.checkpoint._arrays import Expected, read_arrays, read_bytes
+from distribute_jax.checkpoint._arrays import from_stored, read_arrays, read_bytes
 from distribute_jax.checkpoint._leaves import (
     ARRAY,
     ITERATOR,
@@ -133,23 +134,24 @@ def read_leaves(
     where = directory.path_of(name)
     current = {slot.spec.path: slot.current for slot in slots}
     parts_of = [needed(record, current[record.spec.path]) for record in manifest.leaves]
-    folders: dict[str, dict[str, Expected]] = defaultdict(dict)
-    arrays: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
-    for record, parts in zip(manifest.leaves, parts_of, strict=True):
-        for part in parts:
-            if 0 in part.shape:
-                arrays[part.folder, part.name] = np.zeros(part.shape, record.dtype)
-            else:
-                expected = Expected(record.spec.path, record.dtype, part.shape)
-                folders[part.folder][part.name] = expected
-    for folder, expected_arrays in folders.items():
-        try:
-            read = _read_folder(directory, name, manifest, folder, expected_arrays)
-        except OSError as error:
-            raise CheckpointFileError(f"{where} cannot be read: {error}") from error
-        arrays |= {(folder, file): array for file, array in read.items()}
+    names: dict[str, list[str]] = defaultdict(list)
+    for part in chain(*parts_of):
+        if 0 not in part.shape:
+            names[part.folder].append(part.name)
+    try:
+        stored = {f: _read_folder(directory, name, manifest, f, names[f]) for f in names}
+    except OSError as error:
+        raise CheckpointFileError(f"{where} cannot be read: {error}") from error
+
+    def array_of(record: Record, part: Part) -> np.ndarray[Any, Any]:
+        if 0 in part.shape:
+            return np.zeros(part.shape, record.dtype)
+        folder = f"{where}/{manifest.arrays}/{part.folder}"
+        data = stored[part.folder].get(part.name)
+        return from_stored(folder, record.spec.path, data, record.dtype, part.shape)
+
     leaves = [
-        Saved(record, [(part, arrays[part.folder, part.name]) for part in parts])
+        Saved(record, [(part, array_of(record, part)) for part in parts])
         for record, parts in zip(manifest.leaves, parts_of, strict=True)
     ]
     changed = [leaf.record.spec.path for leaf in leaves if not _is_as_saved(leaf)]
@@ -161,8 +163,8 @@ def read_leaves(
 
 
 def _read_folder(
-    directory: Directory, name: str, manifest: Manifest, folder: str, expected: dict[str, Expected]
-) -> dict[str, np.ndarray[Any, Any]]:
+    directory: Directory, name: str, manifest: Manifest, folder: str, names: Sequence[str]
+) -> Mapping[str, Any]:
     by_bytes = folder.startswith(PARTS)
     files = {
         file.removeprefix(f"{folder}/"): digest
@@ -170,9 +172,9 @@ def _read_folder(
         if file.startswith(f"{folder}/")
     }
     if by_bytes:  # files of parts that this process does not need are left alone
-        files = {file: digest for file, digest in files.items() if file in expected}
+        files = {file: digest for file, digest in files.items() if file in names}
     with directory.arrays(name, f"{manifest.arrays}/{folder}", files) as local:
-        return (read_bytes if by_bytes else read_arrays)(local, expected)
+        return (read_bytes if by_bytes else read_arrays)(local, names)
 
 
 def _is_as_saved(leaf: Saved) -> bool:
@@ -306,17 +308,15 @@ def _checked(new: jax.Array, value: Any, slot: Slot) -> jax.Array:
 
 def put_all(values: Sequence[Any], slots: Sequence[Slot]) -> None:
     """Puts every new value, or none: only an iterator can refuse its value, so iterators come first."""
-    pairs = list(zip(slots, values, strict=True))
-    undo: list[Callable[[], None]] = []
-    for slot, value in sorted(pairs, key=lambda pair: pair[0].spec.kind != ITERATOR):
-        if slot.spec.kind != ITERATOR:
-            slot.put(value)
-            continue
-        try:
-            before = slot.current.state()
-            slot.put(value)
-        except ArgumentError as error:
-            for put_back in undo:
-                put_back()
-            raise CheckpointError(f"{slot.spec.path}: {error} Nothing was changed.") from error
-        undo.append(functools.partial(slot.put, before))
+    pairs = sorted(zip(slots, values, strict=True), key=lambda pair: pair[0].spec.kind != ITERATOR)
+    with ExitStack() as undo:
+        for slot, value in pairs:
+            is_iterator = slot.spec.kind == ITERATOR
+            try:
+                before = slot.current.state() if is_iterator else None
+                slot.put(value)
+            except ArgumentError as error:
+                raise CheckpointError(f"{slot.spec.path}: {error} Nothing was changed.") from error
+            if is_iterator:
+                undo.callback(slot.put, before)
+        undo.pop_all()

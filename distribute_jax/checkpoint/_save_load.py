@@ -54,7 +54,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
     killed. The format is that of :class:`CheckpointManager`, and so is what a tree may hold.
 
     Args:
-        path: the folder, or the URL of one in an object store; it is made, with the folders above it.
+        path: the folder, or the URL of one in an object store; it is created, with the folders above it.
         tree: an NNX object, or a nest of objects, arrays and Python values.
         overwrite: whether an older checkpoint at this place is replaced.
 
@@ -76,7 +76,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
 
 
 def load(path: str | os.PathLike[str], tree: Any) -> Any:
-    """Puts what ``save`` saved into a tree of the same leaves, for any strategy.
+    """Puts what ``save`` saved into a tree of the same leaves, under any strategy.
 
     All processes of a job call it; each reads and compares what it puts on its devices, and all load or none.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any, Protocol, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
+from distribute_jax._messages import check_int
 from distribute_jax.checkpoint._manifest import Manifest, is_step
 from distribute_jax.checkpoint._read import manifest_of
 from distribute_jax.checkpoint._storage import Directory
@@ -20,12 +21,8 @@ from distribute_jax.processes._status import SAVED, report_step
 
 def checked_step(step: SupportsIndex) -> int:
     """Returns the number of a step that a user passed."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ArgumentError(f"A step is an int of at least 0; got {step!r}.")
+    number = operator.index(step) if isinstance(step, SupportsIndex) else step
+    check_int("step", number, at_least=0)
     return number
 
 
@@ -50,15 +47,12 @@ def read_step(directory: Directory, step: int) -> Manifest:
 
 def complete(directory: Directory) -> list[int]:
     """Returns the steps that were written to their end, in ascending order."""
-    return [step for step in folders(directory) if _is_complete(directory, step)]
-
-
-def _is_complete(directory: Directory, step: int) -> bool:
-    try:
-        read_step(directory, step)
-    except CheckpointDamagedError:
-        return False
-    return True
+    steps = []
+    for step in folders(directory):
+        with suppress(CheckpointDamagedError):
+            read_step(directory, step)
+            steps.append(step)
+    return steps
 
 
 def prune(directory: Directory, keep: int | None, newest: int) -> None:
@@ -100,19 +94,6 @@ class Schedule:
         self._step, self._time = step, time.monotonic()
 
 
-class Saver(Protocol):
-    """What the loop needs of a ``CheckpointManager``."""
-
-    @property
-    def saves_at_intervals(self) -> bool: ...
-
-    def save(self, step: int, tree: Any, *, force: bool = False) -> bool: ...
-
-    def restore_latest(self, tree: Any) -> int | None: ...
-
-    def wait(self) -> None: ...
-
-
 class Preemptible:
     """The ``with`` block of ``CheckpointManager.preemptible``, around a loop.
 
@@ -120,24 +101,17 @@ class Preemptible:
         step: the steps that are done, over all starts of the program.
     """
 
-    def __init__(self, manager: Saver, tree: Any, iterator: Any, preemption: Preemption) -> None:
+    def __init__(self, manager: Any, tree: Any, iterator: Any, preemption: Preemption) -> None:
         method = "CheckpointManager.preemptible"
         if not isinstance(iterator, DistributedIterator):
             raise ArgumentError(
-                f"{method} got {type(iterator).__name__} as its iterator. Pass "
-                "iter(strategy.distribute_dataset(...)), and take every batch of the loop from it."
+                f"{method}: iterator must be iter(strategy.distribute_dataset(...)); got {iterator!r:.60}."
             )
         if not isinstance(tree, dict):
-            raise ArgumentError(
-                f"{method} got {type(tree).__name__} as its tree. Pass a dict, such as "
-                "{'model': model, 'optimizer': optimizer}."
-            )
+            raise ArgumentError(f"{method}: tree must be a dict; got {type(tree).__name__}.")
         if not any(value is iterator for value in tree.values()):
             if "iterator" in tree:
-                raise ArgumentError(
-                    f"{method} got a tree whose 'iterator' is another one than the iterator of the loop. "
-                    "Leave it out, or put the iterator of the loop there."
-                )
+                raise ArgumentError(f"{method}: tree['iterator'] must be the iterator of the loop.")
             tree = {**tree, "iterator": iterator}
         iterator.state()  # raises by name where the source could not go on in the middle
         self._manager, self._iterator, self._preemption = manager, iterator, preemption

@@ -46,31 +46,11 @@ def check_no_pattern(method: str, text: str) -> None:
         )
 
 
-class Draft(Protocol):
-    """A checkpoint that is being written; it counts once its manifest is there."""
-
-    @property
-    def arrays(self) -> str:
-        """The name of the folder with its arrays."""
-
-    @property
-    def notes(self) -> str:
-        """The folder, from the directory, where the processes leave notes for the chief."""
-
-    def write(self, folder: str, fill: Callable[[Path], None]) -> Mapping[str, str]:
-        """Writes a folder, which ``fill`` makes on this machine, below that of the arrays.
-
-        Returns the sha256 of each file, by its path from there.
-        """
-
-    def commit(self, manifest: str) -> None:
-        """Makes the checkpoint count, in place of an older one of the same name."""
-
-
 class Directory(Protocol):
     """A place that holds checkpoints, each under a name; paths of files are relative to the place.
 
-    Every method raises an ``OSError`` where the place refuses.
+    A draft is a checkpoint that is being written, known by its name and a token; it counts once it is
+    committed. Every method raises an ``OSError`` where the place refuses.
     """
 
     @property
@@ -92,11 +72,22 @@ class Directory(Protocol):
     def prepare(self, name: str) -> None:
         """Makes the place, and removes what killed programs left of names that match an expression."""
 
-    def draft(self, name: str, token: str) -> AbstractContextManager[Draft]:
-        """Begins to write, in the process that commits; a draft that is not committed is removed."""
+    def draft(self, name: str, token: str) -> AbstractContextManager[None]:
+        """Begins a draft, in the process that commits it; one that is not committed is removed."""
 
-    def joined(self, name: str, token: str) -> Draft:
-        """Returns the draft that another process has begun."""
+    def notes(self, name: str, token: str) -> str:
+        """Returns the folder of a draft where the processes leave notes for the chief."""
+
+    def write_arrays(
+        self, name: str, token: str, folder: str, fill: Callable[[Path], None]
+    ) -> Mapping[str, str]:
+        """Writes a folder of arrays into a draft, which ``fill`` makes on this machine.
+
+        Returns the sha256 of each file, by its path below the arrays.
+        """
+
+    def commit(self, name: str, token: str, manifest: str) -> None:
+        """Makes a draft count, in place of an older checkpoint of the same name."""
 
     def read(self, path: str) -> bytes:
         """Returns the content of a file."""

@@ -24,6 +24,7 @@ from distribute_jax.checkpoint._agreement import SEEN_SECONDS, WriteCoordinator,
 from distribute_jax.checkpoint._arrays import write_arrays, write_bytes
 from distribute_jax.checkpoint._leaves import ARRAY, Slot, Spec, digest_of, host_copy, saved_value
 from distribute_jax.checkpoint._manifest import (
+    ARRAYS,
     PARTS,
     WHOLE,
     Manifest,
@@ -33,7 +34,7 @@ from distribute_jax.checkpoint._manifest import (
     record_of,
     text_of,
 )
-from distribute_jax.checkpoint._storage import Directory, Draft
+from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.processes import current_job
 
 _DIFFER = """\
@@ -95,51 +96,49 @@ def write_checkpoint(
     calls ``prepare`` before and commits when all have.
     """
     job = current_job()
-    coordinator = None if job.is_alone else WriteCoordinator(job, content.token)
+    coordinator = WriteCoordinator(job, content.token)
     with _explained(directory, name, content):
-        if coordinator is None:
-            prepare()
-            with directory.draft(name, content.token) as draft:
-                _commit(draft, content, [_write_pieces(draft, content, 0)])
-        elif coordinator.process != 0:
+        if job.index:
             _help(directory, name, content, coordinator)
-        else:
-            with coordinator.lead():
-                prepare()
-                with directory.draft(name, content.token) as draft:
-                    coordinator.open()
-                    _lead(directory, name, draft, content, coordinator)
+            return
+        with coordinator.leading():
+            prepare()
+            with directory.draft(name, content.token):
+                coordinator.open()
+                try:
+                    written = [_write_pieces(directory, name, content, 0)]
+                except Exception:
+                    coordinator.await_reports()  # they write into the folder that is removed now
+                    raise
+                written += _notes_of_others(directory, name, content, coordinator)
+                manifest = _manifest(content, written)
+                directory.commit(name, content.token, manifest)
 
 
-def _lead(
-    directory: Directory, name: str, draft: Draft, content: Content, coordinator: WriteCoordinator
-) -> None:
-    try:
-        written = [_write_pieces(draft, content, 0)]
-    except Exception:
-        coordinator.await_others()  # they write into the folder that is removed now
-        raise
+def _notes_of_others(
+    directory: Directory, name: str, content: Content, coordinator: WriteCoordinator
+) -> Iterator[dict[str, Any]]:
     where = directory.path_of(name)
     for process, sha256 in coordinator.collect(where).items():
-        text = _read_note(directory, f"{draft.notes}/{process}.part", sha256)
+        note = f"{directory.notes(name, content.token)}/{process}.part"
+        text = _read_note(directory, note, sha256)
         if text is None:
             raise CheckpointFileError(
-                f"The checkpoint {where} could not be written: {coordinator.name_of(process)} has written "
-                f"its part, which {coordinator.name_of(0)} does not find. Give all processes a directory "
+                f"The checkpoint {where} could not be written: {current_job().name_of(process)} has written "
+                f"its part, which {current_job().name_of(0)} does not find. Give all processes a directory "
                 "that all of them see."
             )
-        written.append(json.loads(text))
-    _commit(draft, content, written)
+        yield json.loads(text)
 
 
 def _help(directory: Directory, name: str, content: Content, coordinator: WriteCoordinator) -> None:
     if not coordinator.await_open():
         return
+    me = current_job().index
     try:
         with _explained(directory, name, content):
-            draft = directory.joined(name, content.token)
-            text = json.dumps(_write_pieces(draft, content, coordinator.process)).encode()
-            directory.write(f"{draft.notes}/{coordinator.process}.part", text)
+            text = json.dumps(_write_pieces(directory, name, content, me)).encode()
+            directory.write(f"{directory.notes(name, content.token)}/{me}.part", text)
     except Exception as error:
         coordinator.report(error=str(error))
         raise
@@ -179,7 +178,9 @@ def _explained(directory: Directory, name: str, content: Content) -> Iterator[No
         ) from error
 
 
-def _write_pieces(draft: Draft, content: Content, process: int) -> dict[str, Any]:
+def _write_pieces(
+    directory: Directory, name: str, content: Content, process: int
+) -> dict[str, Any]:
     """Writes what a process has, and returns what the chief has to know of it, plain data."""
     by_orbax = [piece for piece in content.pieces if piece.is_whole and process == 0]
     by_bytes = [piece for piece in content.pieces if not (piece.is_whole and process == 0)]
@@ -191,7 +192,8 @@ def _write_pieces(draft: Draft, content: Content, process: int) -> dict[str, Any
     ):
         named = {piece.name: piece.data for piece in pieces if piece.data.size}
         if named:
-            files |= draft.write(folder, partial(fill, named=named))
+            fill_named = partial(fill, named=named)
+            files |= directory.write_arrays(name, content.token, folder, fill_named)
         for piece in pieces:
             sha256 = digest_of(piece.data)
             part = Part(folder, piece.name, piece.start, piece.data.shape, sha256)
@@ -199,7 +201,7 @@ def _write_pieces(draft: Draft, content: Content, process: int) -> dict[str, Any
     return {"files": files, "parts": parts}
 
 
-def _commit(draft: Draft, content: Content, written: Sequence[Mapping[str, Any]]) -> None:
+def _manifest(content: Content, written: Sequence[Mapping[str, Any]]) -> str:
     parts: dict[int, list[Part]] = defaultdict(list)
     dtypes: dict[int, str] = {}
     for leaf, dtype, part in (entry for one in written for entry in one["parts"]):
@@ -212,7 +214,8 @@ def _commit(draft: Draft, content: Content, written: Sequence[Mapping[str, Any]]
         for i, spec in enumerate(content.specs)
     )
     files = {name: digest for one in written for name, digest in one["files"].items()}
-    draft.commit(text_of(Manifest(content.step, draft.arrays, files, leaves, content.made_by)))
+    arrays = ARRAYS + content.token
+    return text_of(Manifest(content.step, arrays, files, leaves, content.made_by))
 
 
 def check_same_tree(slots: Sequence[Slot], method: str) -> None:

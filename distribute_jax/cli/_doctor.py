@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distribute_jax._errors import ArgumentError, ClusterError, NoClusterError
-from distribute_jax.cluster_resolver import ClusterResolver, detect
+from distribute_jax.cluster_resolver import detect
 from distribute_jax.cluster_resolver._base import with_port
 from distribute_jax.launch import cache_folder
 
@@ -73,15 +73,21 @@ def findings(address: str | None) -> Iterator[Finding]:
     """
     yield from versions()
     yield from devices()
-    resolver, finding = _cluster()
-    yield finding
     process = None
     try:
-        if resolver is not None and address is None and resolver.num_processes > 1:
+        resolver = detect()
+        name, count = type(resolver).__name__, resolver.num_processes
+        yield Finding("cluster", f"{name}, process {resolver.process_id} of {count}")
+        if address is None and count > 1:
             address, process = resolver.coordinator_address, resolver.process_id
-        if address is None:
-            yield host_name(several_machines=False)
-            return
+    except NoClusterError:
+        yield Finding("cluster", "none; this process is alone")
+    except (ClusterError, ArgumentError) as error:
+        yield Finding("cluster", _first_line(error), "describe it as the message says")
+    if address is None:
+        yield host_name(several_machines=False)
+        return
+    try:
         host, _, port = with_port(address, "the coordinator").rpartition(":")
     except (ClusterError, ArgumentError) as error:
         yield Finding("coordinator", _first_line(error), "write it as host:port")
@@ -146,19 +152,6 @@ def devices() -> Iterator[Finding]:
         )
     else:
         yield Finding("devices", text)
-
-
-def _cluster() -> tuple[ClusterResolver | None, Finding]:
-    try:
-        resolver = detect()
-        name, process = type(resolver).__name__, resolver.process_id
-        return resolver, Finding(
-            "cluster", f"{name}, process {process} of {resolver.num_processes}"
-        )
-    except NoClusterError:
-        return None, Finding("cluster", "none; this process is alone")
-    except (ClusterError, ArgumentError) as error:
-        return None, Finding("cluster", _first_line(error), "describe it as the message says")
 
 
 def _first_line(error: Exception) -> str:

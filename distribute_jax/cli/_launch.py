@@ -9,10 +9,10 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.launch import CACHE, Launch, cache_folder, supervise
+from distribute_jax.launch import CACHE, cache_folder, supervise
 
 
 def add_to(commands: Any) -> None:
@@ -54,7 +54,6 @@ def add_to(commands: Any) -> None:
         metavar="SECONDS",
         help="for the processes to save and end after SIGTERM or SIGINT (10)",
     )
-    add("--nodes", "--node-rank", "--coordinator", action=_Machines, help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="the program is a module")
     add("program", help="a Python script, or a module with -m")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -64,16 +63,15 @@ def run(options: argparse.Namespace) -> int:
     """Launches the program and returns the exit code of the job."""
     _check_program(options.program, is_module=options.module)
     program = ["-m", options.program] if options.module else [options.program]
-    launch = Launch(
-        command=[sys.executable, *program, *options.arguments],
+    return supervise(
+        [sys.executable, *program, *options.arguments],
+        {**os.environ, CACHE: cache_folder(os.environ)},
         processes=options.processes,
         devices=options.devices_per_process,
         max_restarts=options.max_restarts,
         longest_pause=options.max_pause,
         grace=options.grace,
-        environment={**os.environ, CACHE: cache_folder(os.environ)},
     )
-    return supervise(launch)
 
 
 def _check_program(program: str, *, is_module: bool) -> None:
@@ -94,13 +92,6 @@ def _check_program(program: str, *, is_module: bool) -> None:
         )
 
 
-class _Machines(argparse.Action):
-    """Refuses an option that describes several machines."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        parser.error(_ONE_MACHINE.format(option=self.option_strings[0]))
-
-
 def _at_least(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
@@ -119,12 +110,6 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
 
-
-_ONE_MACHINE = (
-    "{option}: launch starts the processes of one machine. On several machines, have mpirun, torchrun, "
-    "Slurm, Kubernetes or the TPU pod start a process on each: dj.MultiWorkerMirroredStrategy() finds the "
-    "others (docs/launch.md, docs/cluster_resolvers.md)."
-)
 
 _DESCRIPTION = """\
 Starts a program in N processes on this machine and supervises them. When one ends with an error or by a

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, Self
 
-from distribute_jax.launch import _attach
-
 Sink = Callable[[bytes], None]
 """Takes what a process wrote, line by line; called in a separate thread."""
 
@@ -25,6 +23,19 @@ _LINE = 1 << 16
 _LAST_OUTPUT = 1.0
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):"
+_TIED = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, which lasts through exec
+if os.getppid() != int(sys.argv[1]):  # the supervisor was gone before the kernel was asked
+    os.kill(os.getpid(), signal.SIGKILL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Ties a process to its supervisor, and then becomes the program.
+
+When the supervisor is gone, however it ended, the kernel ends the process, even one that is stopped or hangs
+in C code. Only Linux offers this; elsewhere a supervisor that is killed leaves its processes behind.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ class ChildProcess:
         self._on_exit = on_exit
         self._reaping = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _attach.__file__, str(os.getpid()), *spec.command],
+            [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *spec.command],
             env=dict(spec.environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -46,43 +46,40 @@ _STOP_SIGNALS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The options of a launch."""
-
-    command: Sequence[str]
-    """The path of an executable and its arguments."""
-    processes: int
-    devices: int | None
-    """How many simulated CPU devices each process has; None for those that JAX finds."""
-    max_restarts: int
-    """How many restarts in a row may bring no progress."""
-    longest_pause: float
-    """The longest pause before a restart, in seconds."""
-    grace: float
-    """How many seconds the processes have to save after a signal."""
-    environment: Mapping[str, str]
-    """That of every process, before the job adds its variables."""
-
-
-def supervise(launch: Launch) -> int:
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    processes: int,
+    devices: int | None,
+    max_restarts: int,
+    longest_pause: float,
+    grace: float,
+) -> int:
     """Runs a job to its end.
+
+    Args:
+        command: the path of an executable and its arguments.
+        environment: that of every process, before the job adds its variables.
+        processes: how many.
+        devices: how many simulated CPU devices each process has; None for those that JAX finds.
+        max_restarts: how many restarts in a row may bring no progress.
+        longest_pause: the longest pause before a restart, in seconds.
+        grace: how many seconds the processes have to save after a signal.
 
     Returns:
         The exit code: 0, that of the process that failed, 42 where all have saved and a signal stopped
         this supervisor, or 128 plus the number of that signal.
     """
-    progress = Progress()
-    inbox = Inbox()
+    progress, inbox = Progress(), Inbox()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, signals_into(inbox):
-        job = LocalJob(
-            processes=launch.processes,
-            devices=launch.devices,
-            folder=Path(folder),
-        )
+        job = LocalJob(processes, devices, command, environment, Path(folder))
         while True:
-            outcome = _attempt(job, launch, progress.attempt, inbox)
-            verdict = decide(outcome, progress, launch.max_restarts, launch.longest_pause)
+            if inbox.stop_signal is None:
+                outcome = Attempt(job, progress.attempt, inbox, grace).run()
+            else:  # it came during the pause
+                outcome = AttemptOutcome(stop_signal=inbox.stop_signal)
+            verdict = decide(outcome, progress, max_restarts, longest_pause)
             if verdict.text:
                 say(verdict.text)
             if verdict.exit_code is not None:
@@ -102,7 +99,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[ChildProcess | signal.Signals] = queue.SimpleQueue()
-        self.stop_signal: int | None = None
+        self.stop_signal: signal.Signals | None = None
         """The first signal that asked the supervisor to stop."""
 
     def put(self, event: ChildProcess | signal.Signals) -> None:
@@ -113,10 +110,9 @@ class Inbox:
 
     def get(self, seconds: float) -> ChildProcess | signal.Signals | None:
         """Returns the next event; None if there is none within this time."""
-        try:
+        with suppress(queue.Empty):
             return self._events.get(timeout=max(0.0, seconds))
-        except queue.Empty:
-            return None
+        return None
 
     def pause(self, seconds: float) -> None:
         """Waits between two attempts, unless the supervisor is to stop."""
@@ -140,69 +136,56 @@ def signals_into(inbox: Inbox) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _attempt(job: LocalJob, launch: Launch, number: int, inbox: Inbox) -> AttemptOutcome:
-    if inbox.stop_signal is not None:  # it came during the pause
-        return AttemptOutcome(stop_signal=inbox.stop_signal)
-    specs = [
-        job.process(i, number, launch.command, launch.environment) for i in range(job.processes)
-    ]
-    lock = threading.Lock()
-    errors = [Printer(spec.index, sys.stderr.buffer, lock) for spec in specs]
-
-    def sinks(spec: ProcessSpec) -> tuple[Sink, Sink]:
-        return Printer(spec.index, sys.stdout.buffer, lock), errors[spec.index]
-
-    with ProcessGroup(specs, sinks, inbox.put) as group:
-        return Attempt(group, inbox, errors, grace=launch.grace).run()
-
-
 class Attempt:
-    """Waits for the processes of a group, and decides when the rest of them is stopped.
+    """Starts the processes of a job, waits for them, and decides when the rest of them is stopped."""
 
-    Args:
-        group: the processes.
-        inbox: where they and signals arrive.
-        errors: the standard error of each process.
-        grace: how many seconds the processes have to save after a signal.
-    """
-
-    def __init__(
-        self, group: ProcessGroup, inbox: Inbox, errors: Sequence[Printer], *, grace: float
-    ) -> None:
-        self._group = group
-        self._inbox = inbox
-        self._errors = errors
-        self._grace = grace
+    def __init__(self, job: LocalJob, number: int, inbox: Inbox, grace: float) -> None:
+        self._inbox, self._grace = inbox, grace
+        self._specs = [job.process(i, number) for i in range(job.processes)]
+        self._lock = threading.Lock()
+        self._errors = [Printer(i, sys.stderr.buffer, self._lock) for i in range(job.processes)]
         self._failures: list[ProcessFailure] = []
         self._stop_signal: int | None = None
         self._limit = float("inf")
 
     def run(self) -> AttemptOutcome:
-        """Waits until no process of the group is left, and returns how the attempt ended."""
-        while self._group.running and (left := self._limit - time.monotonic()) > 0:
-            self._handle(self._inbox.get(min(left, _LONG)))
-        while (event := self._inbox.get(0)) is not None:
-            self._handle(event)
-        killed = [] if self._stop_signal is None else self._group.running
-        self._group.stop(grace=_AFTER_A_FAILURE if self._stop_signal is None else 0)
-        return self._outcome(tuple(child.spec.index for child in killed))
+        """Waits until no process is left, and returns how the attempt ended."""
+        with ProcessGroup(self._specs, self._sinks, self._inbox.put) as group:
+            while group.running and (left := self._limit - time.monotonic()) > 0:
+                self._handle(group, self._inbox.get(min(left, _LONG)))
+            while (event := self._inbox.get(0)) is not None:
+                self._handle(group, event)
+            killed = [] if self._stop_signal is None else group.running
+            group.stop(grace=_AFTER_A_FAILURE if self._stop_signal is None else 0)
+        steps = [read_status(child.spec.status).step for child in group.children]
+        codes = [child.code for child in group.children]
+        causes = [failure for failure in self._failures if failure.is_cause]
+        return AttemptOutcome(
+            failure=next(iter(causes or self._failures), None),
+            best=max((step for step in steps if step is not None), default=None),
+            all_saved=all(code == SAVED for code in codes),
+            any_saved=SAVED in codes,
+            stop_signal=self._stop_signal,
+            killed=tuple(child.spec.index for child in killed),
+        )
 
-    def _handle(self, event: ChildProcess | signal.Signals | None) -> None:
+    def _sinks(self, spec: ProcessSpec) -> tuple[Sink, Sink]:
+        return Printer(spec.index, sys.stdout.buffer, self._lock), self._errors[spec.index]
+
+    def _handle(self, group: ProcessGroup, event: ChildProcess | signal.Signals | None) -> None:
         if isinstance(event, signal.Signals):
             if self._stop_signal is None:
-                self._group.send(event)
+                group.send(event)
             self._end_within(self._grace if self._stop_signal is None else 0)
             self._stop_signal = event
-        elif isinstance(event, ChildProcess) and event in self._group.children:
-            self._handle_exit(event)
-
-    def _handle_exit(self, child: ChildProcess) -> None:
-        if child.code == SAVED:
+        elif event is None or event not in group.children:
+            return
+        elif event.code == SAVED:
             self._end_within(self._grace)
-        elif child.code and self._stop_signal is None:
-            self._failures.append(self._failure(child, child.code))
+        elif event.code and self._stop_signal is None:
+            self._failures.append(self._failure(event, event.code))
             # A process that ended because of another one may be seen before that one.
-            self._end_within(_AFTER_A_FAILURE if child.code == OTHER_FAILED else 0)
+            self._end_within(_AFTER_A_FAILURE if event.code == OTHER_FAILED else 0)
 
     def _end_within(self, seconds: float) -> None:
         self._limit = min(self._limit, time.monotonic() + seconds)
@@ -220,40 +203,31 @@ class Attempt:
             phase=status.phase,
         )
 
-    def _outcome(self, killed: tuple[int, ...]) -> AttemptOutcome:
-        steps = [read_status(child.spec.status).step for child in self._group.children]
-        codes = [child.code for child in self._group.children]
-        causes = [failure for failure in self._failures if failure.is_cause]
-        return AttemptOutcome(
-            failure=next(iter(causes or self._failures), None),
-            best=max((step for step in steps if step is not None), default=None),
-            all_saved=all(code == SAVED for code in codes),
-            any_saved=SAVED in codes,
-            stop_signal=self._stop_signal,
-            killed=killed,
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LocalJob:
     """A job whose processes are all on this machine."""
 
     processes: int
     devices: int | None
-    """How many simulated CPU devices each process has; None for those that JAX finds."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
     folder: Path
     """A folder that only this job uses."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     """A number in hex that no other job has."""
 
     def process(
-        self, index: int, attempt: int, command: Sequence[str], base: Mapping[str, str]
+        self, index: int, attempt: int, changes: Mapping[str, str] | None = None
     ) -> ProcessSpec:
-        """Returns one process of an attempt; its environment is ``base`` and the job's variables."""
+        """Returns one process of an attempt.
+
+        Its environment is that of the job, its variables, and the changes over both; to XLA's flags the
+        job adds its own.
+        """
         status = self.folder / f"status-{attempt}-{index}"
-        removed = {"TF_CONFIG", *_launched.VARIABLES}  # they describe another job
-        environment = {"PYTHONUNBUFFERED": "1"}
-        environment |= {name: value for name, value in base.items() if name not in removed}
+        base = {"PYTHONUNBUFFERED": "1", **self.environment, **(changes or {})}
+        environment = {name: value for name, value in base.items() if name != "TF_CONFIG"}
         if self.devices:
             environment |= _simulated(self.devices, base)
             environment.pop("JAX_NUM_CPU_DEVICES", None)  # it would win over the flag
@@ -267,7 +241,8 @@ class LocalJob:
             _launched.MEETING: str(self.folder),
             _launched.STATUS: str(status),
         }
-        return ProcessSpec(index, command, environment, status)
+        environment |= {k: v for k, v in (changes or {}).items() if k != "XLA_FLAGS"}
+        return ProcessSpec(index, self.command, environment, status)
 
 
 def _simulated(devices: int, base: Mapping[str, str]) -> dict[str, str]:

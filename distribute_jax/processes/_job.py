@@ -33,7 +33,7 @@ class ClusterOptions:
     """How long the processes of a job wait for each other before they name who is missing, and end.
 
     Args:
-        start_seconds: from the making of the strategy until every process has come.
+        start_seconds: from the construction of the strategy until every process has come.
         heartbeat_seconds: without a heartbeat for so long a process counts as dead; whole seconds.
         shutdown_seconds: how long a process that is done waits for the others; whole seconds.
         step_seconds: how long a step, a collective or a wait inside the library may make no progress.
@@ -60,12 +60,11 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            whole = option.type == "int"
-            kinds = int if whole else (int, float)
+            kinds, whole = (int, "whole ") if option.type == "int" else ((int, float), "")
             if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise ArgumentError(
                     f"ClusterOptions({option.name}={value!r}): {option.name} must be a positive number of "
-                    f"{'whole ' if whole else ''}seconds."
+                    f"{whole}seconds."
                 )
 
 
@@ -123,6 +122,8 @@ class Job:
         Raises:
             DeadlineExceededError: a process has not come in time; on all that have.
         """
+        if self.is_alone:
+            return [text]
         with self._lock:
             number = self._rounds[topic]
             self._rounds[topic] += 1
@@ -192,20 +193,7 @@ class Job:
         return f"process {process}{known}"
 
 
-class NullJob(Job):
-    """The job of a process that is alone: it waits for nobody."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, ClusterOptions(), KeyValueStore(None))
-
-    def exchange(
-        self, topic: str, text: str, seconds: float | None = None, place: str = ""
-    ) -> list[str]:
-        """Returns the text of this process."""
-        return [text]
-
-
-_ALONE = NullJob()
+_ALONE = Job(0, 1, ClusterOptions(), KeyValueStore(None))
 _current: Job = _ALONE
 
 
@@ -264,8 +252,8 @@ def resolve_cluster(resolver: Any, caller: str) -> ClusterResolver:
             return SimpleClusterResolver(ClusterSpec({}), task_type="worker", task_id=0)
     if not isinstance(resolver, ClusterResolver):
         raise ArgumentError(
-            f"{caller} got {resolver!r:.80}, which is not a ClusterResolver. Pass one of "
-            'dj.cluster_resolver, such as TPUClusterResolver("local"), or leave it out.'
+            f"{caller}: the cluster resolver must be one of dj.cluster_resolver; got {resolver!r:.80}, which "
+            "is not a ClusterResolver."
         )
     return resolver
 

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import jax
 
@@ -20,7 +20,7 @@ from distribute_jax.processes._status import status_writer
 TICK = 0.5
 """Seconds between two heartbeats of a process; its watchdog writes them."""
 
-_HEARTBEATS, _LEFT, _FAILED, _HUNG = "heartbeats/", "left/", "failed/", "hung/"
+_HEARTBEATS, _LEFT, _FAILED = "heartbeats/", "left/", "failed/"
 _AWAITED = "   <- the others wait for it"
 _MOST_LINES = 64
 _BEFORE = 2.5
@@ -48,8 +48,7 @@ class Heartbeat:
 
 def send_heartbeat(job: Job, heartbeat: Heartbeat) -> None:
     """Writes what this process is doing."""
-    fields = [heartbeat.number, heartbeat.step, heartbeat.phase, heartbeat.seconds]
-    job.store.put(f"{_HEARTBEATS}{job.index}", json.dumps(fields))
+    job.store.put(f"{_HEARTBEATS}{job.index}", json.dumps(astuple(heartbeat)))
 
 
 def heartbeats(job: Job) -> dict[int, Heartbeat]:
@@ -63,14 +62,9 @@ def announce_left(job: Job, step: int) -> None:
     job.store.put(f"{_LEFT}{job.index}", str(step))
 
 
-def some_left(job: Job) -> bool:
-    """True if a process is done."""
-    return bool(job.store.under(_LEFT))
-
-
-def all_left(job: Job) -> bool:
-    """True if every process is done."""
-    return len(job.store.under(_LEFT)) == job.count
+def last_steps(job: Job) -> dict[str, str]:
+    """Returns the last step of each process that is done."""
+    return job.store.under(_LEFT)
 
 
 def announce_failure(job: Job, text: str) -> str | None:
@@ -91,20 +85,10 @@ def failure_of_another(job: Job) -> str | None:
     return None
 
 
-def announce_hang(job: Job, message: str) -> None:
-    """Announces that there is no progress."""
-    job.store.put(f"{_HUNG}{job.index}", message)
-
-
-def hang_of_another(job: Job) -> str | None:
-    """Returns the message of the first process that saw no progress; None where none has."""
-    return next(iter(job.store.under(_HUNG).values()), None)
-
-
 def last_seen(job: Job, process: int) -> str:
     """Returns what a process was last seen doing."""
-    if left := job.store.under(_LEFT).get(str(process)):
-        return f": left at step {left}, while the others go on"
+    if step := last_steps(job).get(str(process)):
+        return f": left at step {step}, while the others go on"
     heartbeat = heartbeats(job).get(process)
     return f": {heartbeat}" if heartbeat else ": has not been seen since the start"
 
@@ -120,7 +104,7 @@ def describe_processes() -> str:
     try:
         before = heartbeats(job)
         time.sleep(3 * TICK)
-        lines = _lines(job, before, heartbeats(job), job.store.under(_LEFT))
+        lines = _lines(job, before, heartbeats(job), last_steps(job))
     except jax.errors.JaxRuntimeError:
         return ""  # process 0 is gone
     return "\nAll processes of a job compute a step together. Where each is:\n" + "\n".join(lines)

@@ -65,7 +65,7 @@ class Handshake:
             process, facts, job, host, pid = json.loads(line)
             texts = {str(key): str(value) for key, value in facts.items()}
             return cls(int(process), texts, str(job), ProcessInfo(str(host), int(pid)))
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(str(error)) from None
 
 
@@ -130,33 +130,41 @@ class _Server:
         self._listener, self._selector, self._count = listener, selector, count
         self._handshakes = {0: local}
         self._connections: dict[int, socket.socket] = {}
+        self._error: Exception | None = None
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
 
     def run(self, seconds: float) -> list[ProcessInfo]:
         """Returns where the processes run once all have come."""
-        error: Exception | None = None
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
         deadline = time.monotonic() + seconds
-        while error is None and len(self._handshakes) < self._count:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                error = self._missing(seconds)
-            for key, _ in self._selector.select(max(left, 0)):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    error = error or self._receive(key)
+        while self._error is None and len(self._handshakes) < self._count:
+            if time.monotonic() < deadline:
+                self._serve_until(deadline)
+            else:
+                self._error = self._missing(seconds)
         infos = [self._handshakes[i].info for i in sorted(self._handshakes)]
-        members = {"processes": [[info.host, info.pid] for info in infos]}
+        answer: dict[str, Any] = {"processes": [[info.host, info.pid] for info in infos]}
+        if self._error is not None:
+            answer = _as_answer(self._error)
         for connection in self._connections.values():
-            _send(connection, members if error is None else _as_answer(error))
-        if error is not None:
-            self._answer_latecomers(_as_answer(error))
+            _send(connection, answer)
+        if self._error is not None:  # those that come now hear of it too
+            deadline = time.monotonic() + _LINGER_SECONDS
+            while time.monotonic() < deadline:
+                self._serve_until(deadline)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
         return infos
+
+    def _serve_until(self, deadline: float) -> None:
+        """Handles what comes next."""
+        for key, _ in self._selector.select(max(deadline - time.monotonic(), 0)):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._receive(key)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -168,8 +176,7 @@ class _Server:
             return
         self._selector.register(connection, selectors.EVENT_READ, bytearray())
 
-    def _receive(self, key: selectors.SelectorKey) -> Exception | None:
-        """Handles what has arrived on a connection; returns the error that ends the rendezvous."""
+    def _receive(self, key: selectors.SelectorKey) -> None:
         connection: Any = key.fileobj
         try:
             part = connection.recv(_LONGEST)
@@ -177,39 +184,27 @@ class _Server:
             part = b""
         key.data.extend(part)
         if part and b"\n" not in key.data and len(key.data) < _LONGEST:
-            return None
+            return
         self._selector.unregister(connection)
         try:
             handshake = Handshake.read(bytes(key.data))
         except ValueError:
             connection.close()
-            return None
+            return
         process, first = handshake.process, self._handshakes[0]
-        if handshake.job != first.job:
-            _send(connection, {"error": _STRANGER})
-            return None
         before = self._connections.get(process)
-        if process in self._handshakes and (before is None or _is_open(before)):
+        if self._error is not None:
+            _send(connection, _as_answer(self._error))
+        elif handshake.job != first.job:
+            _send(connection, {"error": _STRANGER})
+        elif process in self._handshakes and (before is None or _is_open(before)):
             _send(connection, {"error": _twice(self._handshakes[process], handshake)})
-            return None
-        if before is not None:
-            before.close()
-        self._connections[process] = connection
-        self._handshakes[process] = handshake
-        return _difference(first, handshake, self._count)
-
-    def _answer_latecomers(self, answer: Mapping[str, Any]) -> None:
-        deadline = time.monotonic() + _LINGER_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            for key, _ in self._selector.select(left):
-                connection: Any = key.fileobj
-                if connection is self._listener:
-                    connection, _ = self._listener.accept()
-                    connection.settimeout(_GREETING_SECONDS)
-                    connection.sendall(GREETING)
-                else:
-                    self._selector.unregister(connection)
-                _send(connection, answer)
+        else:
+            if before is not None:
+                before.close()
+            self._connections[process] = connection
+            self._handshakes[process] = handshake
+            self._error = _difference(first, handshake, self._count)
 
     def _missing(self, seconds: float) -> DeadlineExceededError:
         missing = [i for i in range(self._count) if i not in self._handshakes]

@@ -1,8 +1,8 @@
 """What this process reports: exit codes, a status file for its supervisor, its activity for the watchdog.
 
 The status file is mapped into memory, so that writing is a store and not a system call, and what was
-written last outlives the process, however it ended. The layout: a counter (odd while a text is written),
-the step, the time; then two texts that end with a zero byte.
+written last outlives the process, however it ended; it is read then. The layout: the number of steps, and
+two texts that end with a zero byte.
 """
 
 from __future__ import annotations
@@ -45,12 +45,8 @@ COMPILING, RESTORING = "compiling", "restoring"
 """Phases that take long although nothing hangs."""
 
 SIZE = 4096
-_NUMBERS = struct.Struct("=qqd")
-_COUNTER, _STEP, _UPDATED = range(3)
 _PHASE = slice(64, 192)
 _ERROR = slice(192, SIZE)
-_NO_STEP = -1
-_TRIES = 100
 
 Listener = Callable[[int | None, str], None]
 """Called with the step and the phase after each change of one of them."""
@@ -66,8 +62,6 @@ class Status:
     """What it is doing, such as ``"compiling"``; may be empty."""
     error: str
     """The exception that ends it; empty where there is none."""
-    updated: float
-    """The time of the last report, on the clock of ``time.monotonic()``; 0.0 without one."""
 
 
 class StatusWriter:
@@ -79,9 +73,8 @@ class StatusWriter:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._memory = mmap.mmap(-1, SIZE) if path is None else _map(path)
-        numbers = memoryview(self._memory)[: _NUMBERS.size]
-        self._integers, self._times = numbers.cast("q"), numbers.cast("d")
-        self._integers[_STEP] = _NO_STEP
+        self._steps = memoryview(self._memory)[:8].cast("q")
+        self._steps[0] = 0
         self._phase = ""
         self._listener: Listener | None = None
         self._is_reported = False
@@ -105,8 +98,7 @@ class StatusWriter:
             self._write_step(number)
 
     def _write_step(self, number: int) -> None:
-        self._integers[_STEP] = number
-        self._times[_UPDATED] = time.monotonic()
+        self._steps[0] = number + 1
         if self._listener is not None:
             self._listener(number, self._phase)
 
@@ -115,8 +107,7 @@ class StatusWriter:
         self._phase = text
         self._write(_PHASE, text)
         if self._listener is not None:
-            step = self._integers[_STEP]
-            self._listener(None if step == _NO_STEP else step, text)
+            self._listener(_step(self._steps[0]), text)
 
     def error(self, text: str) -> None:
         """Reports the exception that ends the process; what is too long for the file is left out."""
@@ -128,10 +119,11 @@ class StatusWriter:
 
     def _write(self, field: slice, text: str) -> None:
         room = field.stop - field.start
-        self._integers[_COUNTER] += 1
         self._memory[field] = text.encode()[: room - 1].ljust(room, b"\0")
-        self._times[_UPDATED] = time.monotonic()
-        self._integers[_COUNTER] += 1
+
+
+def _step(count: int) -> int | None:
+    return count - 1 if count else None
 
 
 def _map(path: str | os.PathLike[str]) -> mmap.mmap:
@@ -141,27 +133,16 @@ def _map(path: str | os.PathLike[str]) -> mmap.mmap:
 
 
 def read_status(path: str | os.PathLike[str]) -> Status:
-    """Returns what a process reported last, while it runs or after it ended.
+    """Returns what a process that has ended reported last; an empty status if the file is missing.
 
-    An empty status if the file is missing. A process that was killed while it wrote a text may leave half
-    of it.
+    A process that was killed while it wrote a text may leave half of it.
     """
-    raw = b""
-    for _ in range(_TRIES):
-        raw = _read(path)
-        counter = _NUMBERS.unpack_from(raw)[_COUNTER]
-        if counter % 2 == 0 and _NUMBERS.unpack_from(_read(path))[_COUNTER] == counter:
-            break
-    _, step, updated = _NUMBERS.unpack_from(raw)
-    has_step = updated != 0.0 and step != _NO_STEP
-    return Status(step if has_step else None, _text(raw[_PHASE]), _text(raw[_ERROR]), updated)
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
     try:
-        return Path(path).read_bytes().ljust(SIZE, b"\0")
+        raw = Path(path).read_bytes().ljust(SIZE, b"\0")
     except FileNotFoundError:
-        return bytes(SIZE)
+        raw = bytes(SIZE)
+    (steps,) = struct.unpack_from("=q", raw)
+    return Status(_step(steps), _text(raw[_PHASE]), _text(raw[_ERROR]))
 
 
 def _text(raw: bytes) -> str:
@@ -184,9 +165,9 @@ def _writer(path: str | None) -> StatusWriter:
 def report_step(step: int) -> None:
     """Reports which training step begins to the supervisor of this process.
 
-    ``distribute-jax launch`` shows it when the process ends, and takes a step beyond all earlier ones for
-    progress, so that it restarts a failed job; ``dj.testing.Fault`` waits for it. Where nothing supervises
-    the process, nothing happens. It takes about a microsecond.
+    ``distribute-jax launch`` shows it when the process ends, and counts a step beyond all earlier ones as
+    progress, for which it restarts a failed job; ``dj.testing.Fault`` waits for it. Where nothing
+    supervises the process, nothing happens. It takes about a microsecond.
 
     In a loop that does not call this, steps are counted: each one that a strategy runs, starting from the
     step that ``CheckpointManager.restore`` or ``restore_latest`` has restored.

@@ -36,6 +36,8 @@ from distribute_jax.processes._status import (
 _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 1.0
 _COMPILING_FACTOR = 10
+_HUNG = "hung/"
+"""Where processes that saw no progress tell the others."""
 _WAITED = 1.0
 """Seconds after which a process that waits looks for heartbeats that stopped."""
 _WAITED_FOR_ANOTHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
@@ -104,7 +106,7 @@ class ExitHandler:
             exit_process(self._job, self._code)
         self._job.actions.publish()
         liveness.announce_left(self._job, activity().step)
-        while not liveness.all_left(self._job):
+        while len(liveness.last_steps(self._job)) < self._job.count:
             time.sleep(_POLL_SECONDS)
         if difference := self._job.actions.finish():
             exit_process(self._job, DIVERGED, difference)
@@ -167,7 +169,7 @@ class Watchdog:
             if any(name in failure for name in _WAITED_FOR_ANOTHER):
                 _dump_stacks()  # perhaps it waited for this process
             exit_process(self._job, OTHER_FAILED, _ends_with(failure, self._activity.step))
-        if message := liveness.hang_of_another(self._job):
+        for message in self._job.store.under(_HUNG).values():
             self._exit_hung(message)
         if difference := self._job.actions.compare():
             exit_process(self._job, DIVERGED, difference)
@@ -192,15 +194,12 @@ class Watchdog:
         options = self._job.options
         if phase.startswith((COMPILING, RESTORING)):
             return "step_seconds", options.step_seconds * _COMPILING_FACTOR
-        if options.shutdown_seconds < options.step_seconds and liveness.some_left(self._job):
-            return (
-                "shutdown_seconds",
-                options.shutdown_seconds,
-            )  # a process that has left never comes
+        if options.shutdown_seconds < options.step_seconds and liveness.last_steps(self._job):
+            return "shutdown_seconds", options.shutdown_seconds  # who has left never comes
         return "step_seconds", options.step_seconds
 
     def _exit_hung(self, message: str) -> None:
-        liveness.announce_hang(self._job, message)
+        self._job.store.put(f"{_HUNG}{self._job.index}", message)
         _dump_stacks()
         exit_process(self._job, HUNG, message)
 

@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import jax
 
-from distribute_jax._errors import ArgumentError, LoweringError, NotEqualError
+from distribute_jax._errors import LoweringError, NotEqualError
 from distribute_jax._messages import leaf_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
 from distribute_jax.testing._strategies import (
     Combination,
-    checked_factory,
+    check_factory,
+    check_some,
     factory_name,
-    first_devices,
     possible_counts,
     replica_counts,
 )
@@ -35,7 +35,7 @@ check_strategy: {failed} of {total} checks failed.
 {lines}
 What a check does is said in its docstring, in distribute_jax/testing/conformance. Repeat the first alone \
 with
-  dj.testing.check_strategy(factory, [{replicas}], lowerings=[{lowering!r}], only=[{name!r}])"""
+  dj.testing.check_strategy(factory, [{replicas}], lowerings=[{lowering!r}], only=[{check!r}])"""
 
 _REFUSED = (
     "check_strategy: %d of %d checks were not run, see `refused` in the report; the first is %s"
@@ -93,7 +93,7 @@ def check_strategy(
 
     Args:
         factory: makes the strategy, once for each number of replicas, from a list of ``jax.Device``:
-            replica i is to lie on device i. A class such as ``dj.MirroredStrategy`` is one; for an
+            replica i must be on device i. A class such as ``dj.MirroredStrategy`` is one; for an
             operation, pass
             ``lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())``.
         replicas: the numbers of replicas; None means those of 1, 2, 4 and 8 for which there are
@@ -123,58 +123,40 @@ def check_strategy(
           all_reduce_mean, 2 replicas, shard_map:
         ...
     """
-    names = _checked_names(only)
-    checked_factory(factory, "check_strategy")
-    counts = replica_counts(replicas, "check_strategy", possible_counts(factory))
-    _check_lowerings(lowerings)
-    outcomes = list(_outcomes(factory, counts, lowerings, names))
+    only = tuple(CHECKS) if only is None else only
+    check_some("only", only, tuple(CHECKS))
+    check_some("lowerings", lowerings, _LOWERINGS)
+    check_factory(factory)
+    counts = replica_counts(replicas, possible_counts(factory))
+    outcomes = [
+        _outcome(subject, name)
+        for subject in _subjects(factory, counts, lowerings)
+        for name in only
+    ]
     failures = [outcome for outcome in outcomes if outcome.wrong]
     if failures:
-        raise _all_of(failures, len(outcomes))
+        first = failures[0]
+        lines = [line for failure in failures for line in (f"  {failure}:", *failure.wrong)]
+        raise NotEqualError(
+            _FAILED.format(
+                failed=len(failures), total=len(outcomes), lines="\n".join(lines), **vars(first)
+            )
+        )
     refused = tuple(f"{outcome}: {outcome.refused}" for outcome in outcomes if outcome.refused)
     if refused:
         _log.warning(_REFUSED, len(refused), len(outcomes), refused[0])
     return StrategyReport(
-        checks=names, replicas=counts, lowerings=tuple(lowerings), refused=refused
+        checks=tuple(only), replicas=counts, lowerings=tuple(lowerings), refused=refused
     )
 
 
-def _checked_names(only: Sequence[str] | None) -> tuple[str, ...]:
-    if only is None:
-        return tuple(CHECKS)
-    if not _is_list_of(only, tuple(CHECKS)):
-        raise ArgumentError(
-            f"check_strategy(only={only!r}): `only` is a list of names of checks. There are: "
-            f"{', '.join(CHECKS)}."
-        )
-    return tuple(only)
-
-
-def _check_lowerings(lowerings: Sequence[str]) -> None:
-    if not _is_list_of(lowerings, _LOWERINGS):
-        raise ArgumentError(
-            f"check_strategy(lowerings={lowerings!r}): a list of some of "
-            f"{', '.join(map(repr, _LOWERINGS))}."
-        )
-
-
-def _is_list_of(asked: Any, names: Sequence[str]) -> bool:
-    is_list = isinstance(asked, (list, tuple)) and len(asked) > 0
-    return is_list and all(name in names for name in asked)
-
-
-def _outcomes(
-    factory: Any, counts: Sequence[int], lowerings: Sequence[str], names: Sequence[str]
-) -> Iterator[_Outcome]:
-    combinations = [
-        Combination(factory_name(factory), factory, count, "check_strategy") for count in counts
-    ]
-    for combination in combinations:
+def _subjects(factory: Any, counts: Sequence[int], lowerings: Sequence[str]) -> Iterator[Subject]:
+    for count in counts:
+        combination = Combination(factory_name(factory), factory, count)
+        devices = tuple(jax.local_devices()[:count])
         for lowering in lowerings:
-            devices = tuple(first_devices(combination.replicas))
             options = RunOptions(lowering=cast("Any", lowering))
-            subject = Subject(combination.made(), devices, options)
-            yield from (_outcome(subject, name) for name in names)
+            yield Subject(combination.made(), devices, options)
 
 
 def _outcome(subject: Subject, name: str) -> _Outcome:
@@ -219,17 +201,3 @@ def _quiet() -> Iterator[None]:
 def _shown(value: Any) -> str:
     text = str(value) if not hasattr(value, "shape") or value.size <= 12 else leaf_text(value)
     return " ".join(text.split())
-
-
-def _all_of(failures: Sequence[_Outcome], total: int) -> NotEqualError:
-    first = failures[0]
-    return NotEqualError(
-        _FAILED.format(
-            failed=len(failures),
-            total=total,
-            lines="\n".join("\n".join([f"  {failure}:", *failure.wrong]) for failure in failures),
-            replicas=first.replicas,
-            lowering=first.lowering,
-            name=first.check,
-        )
-    )

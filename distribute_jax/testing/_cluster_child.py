@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._messages import is_key
 from distribute_jax.cluster_resolver._launched import MEETING, PROCESS_ID
 from distribute_jax.processes import current_job
 from distribute_jax.processes._status import status_writer
@@ -60,7 +61,7 @@ def _call(meeting: Path, process: int) -> None:
     faults = [Fault(**fields) for fields in call["faults"]]
     status_writer().listen(Injector(fault for fault in faults if fault.process == process))
     status_writer().phase(START)
-    function = found_by(*call["function"])
+    function = import_function(*call["function"])
     status_writer().phase("")
     value = function(*call["arguments"])
     root = f"what {call['function'][-1]} returned in process {process}"
@@ -102,9 +103,10 @@ def read(path: Path) -> Any:
 def _encoded(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) in (list, tuple):
-        items = [_encoded(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]
-        return items if type(value) is list else {"tuple": items}
+    if type(value) is tuple:
+        return {"tuple": _encoded([*value], where, arrays)}
+    if type(value) is list:
+        return [_encoded(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]
     if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": {k: _encoded(v, f"{where}[{k!r}]", arrays) for k, v in value.items()}}
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -113,14 +115,15 @@ def _encoded(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _encoded_array(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, jax.Array):
-        if not (value.is_fully_addressable or value.is_fully_replicated):
-            raise ArgumentTypeError(
-                f"{where} is an array of which other processes hold a part. Return the part of this process, "
-                "[shard.data for shard in array.addressable_shards], or gather it first."
-            )
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            raise ArgumentTypeError(f"{where} holds random keys. Return jax.random.key_data of it.")
+    if is_key(value):
+        raise ArgumentTypeError(f"{where} holds random keys. Return jax.random.key_data of it.")
+    if isinstance(value, jax.Array) and not (
+        value.is_fully_addressable or value.is_fully_replicated
+    ):
+        raise ArgumentTypeError(
+            f"{where} is an array of which other processes hold a part. Return the part of this process, "
+            "[shard.data for shard in array.addressable_shards], or gather it first."
+        )
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.names:
         raise ArgumentTypeError(f"{where} is an array of dtype {array.dtype}. {_RULE}")
@@ -140,15 +143,10 @@ def _decoded(coded: Any, arrays: Any) -> Any:
         return [_decoded(item, arrays) for item in coded]
     if not isinstance(coded, dict):
         return coded
-    kinds: dict[str, Callable[[], Any]] = {
-        "tuple": lambda: tuple(_decoded(item, arrays) for item in coded["tuple"]),
-        "dict": lambda: {k: _decoded(v, arrays) for k, v in coded["dict"].items()},
-        "array": lambda: _decoded_array(coded, arrays),
-    }
-    return next(kinds[kind]() for kind in kinds if kind in coded)
-
-
-def _decoded_array(coded: dict[str, Any], arrays: Any) -> Any:
+    if "tuple" in coded:
+        return tuple(_decoded(coded["tuple"], arrays))
+    if "dict" in coded:
+        return {key: _decoded(value, arrays) for key, value in coded["dict"].items()}
     flat = np.frombuffer(arrays[coded["array"]].tobytes(), jnp.dtype(coded["dtype"]))
     array = flat.reshape(coded["shape"]).copy()
     return array[()] if coded["scalar"] else array
@@ -167,20 +165,19 @@ def name_of(function: Any) -> tuple[str, str, str]:
     name = getattr(function, "__qualname__", None) or ""
     file = getattr(sys.modules.get(module), "__file__", None)
     try:
-        found = reduce(getattr, name.split("."), sys.modules[module])
+        is_there = reduce(getattr, name.split("."), sys.modules[module]) is function
     except (AttributeError, KeyError):
-        found = None
-    if found is not function or (module == _MAIN and not file):
+        is_there = False
+    if not is_there or (module == _MAIN and not file):
         raise ArgumentError(
-            f"LocalCluster.run({function!r:.80}): the other processes import the function by its name, "
-            f"{module}:{name}, which does not lead to it. Define it with def at the top level of a module "
-            "or a script, and pass what it needs as arguments."
+            f"LocalCluster.run({function!r:.80}): the function must be defined at the top level of a module "
+            f"or a script, from which the other processes import it; {module}:{name} does not lead to it."
         )
     return module, file or "", name
 
 
-def found_by(module: str, file: str, name: str) -> Callable[..., Any]:
-    """Imports what ``name_of`` has named."""
+def import_function(module: str, file: str, name: str) -> Callable[..., Any]:
+    """Imports the function that ``name_of`` has named."""
     function: Callable[..., Any] = reduce(getattr, name.split("."), _imported(module, file))
     return function
 

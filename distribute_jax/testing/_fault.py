@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import check_choice
 
 START = "start"
 """The phase in which each process begins, before the module of its function is imported."""
@@ -60,31 +61,23 @@ class Fault:
 
     def __post_init__(self) -> None:
         """Refuses what could never happen."""
-        if self.kind not in _KINDS:
-            raise ArgumentError(f"Fault({self.kind!r}): the kind is one of {', '.join(_KINDS)}.")
+        check_choice("kind", self.kind, tuple(_KINDS))
         if (self.at_step is None) == (self.at_phase is None):
-            raise ArgumentError(
-                f"Fault({self.kind!r}, at_step={self.at_step!r}, at_phase={self.at_phase!r}): say when, by "
-                f"one of the two, such as at_step=7 or at_phase={START!r}."
-            )
+            raise ArgumentError(f"{self!r} must have one of at_step and at_phase.")
         lasting = ("stop", "stall", "hold_gil", "delay")
         if self.seconds is not None and not (self.kind in lasting and self.seconds > 0):
             raise ArgumentError(
-                f"Fault({self.kind!r}, seconds={self.seconds!r}): a number above 0, and only for "
-                f"{', '.join(lasting)}."
+                f"seconds must be above 0, and only for {', '.join(lasting)}; got {self!r}."
             )
         if self.kind == "delay" and self.seconds is None:
-            raise ArgumentError("Fault('delay'): say how long, such as seconds=2.0.")
+            raise ArgumentError(f"{self!r} must have seconds.")
 
     def is_due(self, step: int | None, phase: str) -> bool:
-        """Returns whether it happens now.
+        """Returns whether it happens now: at or after the step, or in the phase.
 
         Args:
             step: the step that the process is at; None before the first.
             phase: what the process is doing.
-
-        Returns:
-            True at and after the step, or in the phase.
         """
         if self.at_phase is not None:
             return phase == self.at_phase or phase.startswith(f"{self.at_phase} ")

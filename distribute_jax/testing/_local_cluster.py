@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
-import signal as signals
 import sys
 import tempfile
 import time
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from distribute_jax._errors import ArgumentError, ProcessFailedError
+from distribute_jax._messages import check_int
 from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
 from distribute_jax.launch._supervisor import PREFIX, LocalJob
+from distribute_jax.launch._verdict import signal_name
 from distribute_jax.processes._status import read_status
 from distribute_jax.testing import _cluster_child
 from distribute_jax.testing._cluster_child import name_of
@@ -29,15 +30,15 @@ _PRINTING = 0.5
 
 
 class LocalCluster:
-    """Runs a function in several real processes on this machine, and gives what came of each.
+    """Runs a function in several real processes on this machine, and returns how each ended.
 
     Each process has its simulated CPU devices. ``dj.cluster_resolver.detect()`` finds the cluster in
-    each, as it finds any other, so that a strategy of many workers needs nothing more; with JAX alone:
-    ``jax.distributed.initialize`` with the three answers of the resolver.
+    each, so a multi-worker strategy needs nothing more; with JAX alone, pass the three answers of the
+    resolver to ``jax.distributed.initialize``.
 
     Everything is bounded: no process outlives ``run``, nor this process, however it ends (on Linux), and
-    what a process prints is kept. The function, its arguments and its result travel by name and as plain
-    data, never by pickle.
+    what a process prints is kept. The function is passed by name, its arguments and its result as plain
+    data; nothing is pickled.
 
     Args:
         processes: how many.
@@ -76,14 +77,11 @@ class LocalCluster:
         timeout: float = 120.0,
         grace: float | None = 5.0,
     ) -> None:
-        for name, count in (("processes", processes), ("devices_per_process", devices_per_process)):
-            if type(count) is not int or count < 1:
-                raise ArgumentError(f"LocalCluster({name}={count!r}): an int of at least 1.")
+        check_int("processes", processes)
+        check_int("devices_per_process", devices_per_process)
         for name, seconds in (("timeout", timeout), ("grace", grace)):
             if seconds is not None and not seconds > 0:
-                raise ArgumentError(
-                    f"LocalCluster({name}={seconds!r}): a number of seconds above 0."
-                )
+                raise ArgumentError(f"{name} must be above 0; got {seconds!r}.")
         self._processes = processes
         self._devices = devices_per_process
         self._environments = _each_environment(environment, processes)
@@ -103,11 +101,11 @@ class LocalCluster:
             fn: a function at the top level of a module or a script.
             *args: its arguments: None, bool, int, float, str, arrays, and lists, tuples and dicts of these.
             faults: what goes wrong on purpose.
-            check: whether to raise where a process failed; with False the results tell.
+            check: whether to raise where a process failed.
 
         Returns:
-            How each process ended and what it gave, in the order of the processes. A value is of the
-            same kinds as the arguments; arrays are NumPy arrays.
+            How each process ended and what the function returned, in the order of the processes. A value
+            is of the same kinds as the arguments; arrays are NumPy arrays.
 
         Raises:
             ProcessFailedError: a process failed or ran out of time; the message has what each printed. A
@@ -115,7 +113,13 @@ class LocalCluster:
             ArgumentError: the function cannot be found by its name, or a fault is for no process.
             ArgumentTypeError: an argument is not plain data; a ``TypeError``.
         """
-        faults = [_checked(fault, self._processes) for fault in faults]
+        faults = list(faults)
+        for fault in faults:
+            if not isinstance(fault, Fault) or not 0 <= fault.process < self._processes:
+                raise ArgumentError(
+                    f"faults must be dj.testing.Fault with a process from 0 to {self._processes - 1}; "
+                    f"got {fault!r}."
+                )
         call = {
             "function": name_of(fn),
             "arguments": args,
@@ -131,28 +135,30 @@ class LocalCluster:
         return results
 
     def _results(self, folder: Path) -> list[ProcessResult]:
-        job = LocalJob(processes=self._processes, devices=self._devices, folder=folder)
-        name = _cluster_child.__name__
         # Not with -m: importing the package imports the module before it would be run.
-        command = [sys.executable, "-c", f"from {name} import main; main()"]
+        command = [sys.executable, "-c", f"from {_cluster_child.__name__} import main; main()"]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        base = {**os.environ, "PYTHONPATH": path}
-        specs = [
-            _changed(job.process(i, 0, command, {**base, **own}), own)
-            for i, own in enumerate(self._environments)
-        ]
+        environment = {**os.environ, "PYTHONPATH": path}
+        job = LocalJob(self._processes, self._devices, command, environment, folder)
+        specs = [job.process(i, 0, changes) for i, changes in enumerate(self._environments)]
         outputs = [(bytearray(), bytearray()) for _ in specs]
         ended: queue.SimpleQueue[ChildProcess] = queue.SimpleQueue()
-        with ProcessGroup(specs, lambda spec: _kept(outputs[spec.index]), ended.put) as group:
+
+        def sinks(spec: ProcessSpec) -> tuple[Sink, Sink]:
+            stdout, stderr = outputs[spec.index]
+            return stdout.extend, stderr.extend
+
+        with ProcessGroup(specs, sinks, ended.put) as group:
             left = self._await(group, ended)
-            _end(group)
+            group.send(_cluster_child.STACKS)
+            group.wait(_PRINTING)
         return [
             _result(child, output, child.spec.index in left)
             for child, output in zip(group.children, outputs, strict=True)
         ]
 
     def _await(self, group: ProcessGroup, ended: queue.SimpleQueue[ChildProcess]) -> set[int]:
-        """Waits for the processes; gives those that did not end by themselves."""
+        """Waits for the processes; returns those that did not end by themselves."""
         limit = time.monotonic() + self._timeout
         while group.running:
             try:
@@ -164,38 +170,21 @@ class LocalCluster:
         return {child.spec.index for child in group.running}
 
 
-def _changed(spec: ProcessSpec, own: Mapping[str, str]) -> ProcessSpec:
-    """Puts what was asked for over what a job sets, but for the flags, which the job has added to."""
-    changes = {name: value for name, value in own.items() if name != "XLA_FLAGS"}
-    return dataclasses.replace(spec, environment={**spec.environment, **changes})
-
-
-def _end(group: ProcessGroup) -> None:
-    """Has those that still run print their stacks, and ends them."""
-    group.send(_cluster_child.STACKS)
-    group.wait(_PRINTING)
-    group.stop(grace=0)
-
-
-def _kept(output: tuple[bytearray, bytearray]) -> tuple[Sink, Sink]:
-    return output[0].extend, output[1].extend
-
-
 def _result(
     child: ChildProcess, output: tuple[bytearray, bytearray], was_left: bool
 ) -> ProcessResult:
     spec = child.spec
     file = _cluster_child.result_file(spec.status.parent, spec.index)
     status = read_status(spec.status)
-    exit_code, signal = ending(-9 if child.code is None else child.code)
+    code = -9 if child.code is None else child.code
     stdout, stderr = (text.decode(errors="replace") for text in output)
     return ProcessResult(
         process=spec.index,
         value=_cluster_child.read(file) if file.exists() else None,
         stdout=stdout,
         stderr=stderr,
-        exit_code=exit_code,
-        signal=signal,
+        exit_code=code if code >= 0 else None,
+        signal=signal_name(-code) if code < 0 else None,
         seconds=child.seconds,
         step=status.step,
         phase=status.phase,
@@ -209,27 +198,17 @@ def _each_environment(environment: Environment, processes: int) -> list[Mapping[
     each = list(environment)
     if len(each) != processes:
         raise ArgumentError(
-            f"LocalCluster(environment=…): {len(each)} mappings for {processes} processes. Give one mapping "
-            "for all, or a list with one for each process."
+            f"environment must be one mapping, or one for each process; got {len(each)} mappings for "
+            f"{processes} processes."
         )
     return each
-
-
-def _checked(fault: Fault, processes: int) -> Fault:
-    if not isinstance(fault, Fault) or not 0 <= fault.process < processes:
-        raise ArgumentError(
-            f"LocalCluster.run(faults=[… {fault!r} …]): a dj.testing.Fault whose process is from 0 to "
-            f"{processes - 1}."
-        )
-    return fault
 
 
 def _failure(
     name: str, failed: list[ProcessResult], results: list[ProcessResult], timeout: float
 ) -> str:
-    by_itself = [result for result in failed if not result.ended_by_cluster]
     title = f"LocalCluster.run({name}): {len(failed)} of {len(results)} processes failed."
-    if not by_itself:
+    if all(result.ended_by_cluster for result in failed):
         title = (
             f"LocalCluster.run({name}): {len(failed)} of {len(results)} processes still ran after "
             f"{timeout:g} s and were ended. Their stacks are the last of what they printed; where they only "
@@ -244,7 +223,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessResult:
-    """How one process of a ``LocalCluster`` ended, and what it gave."""
+    """How one process of a ``LocalCluster`` ended, and what it returned."""
 
     process: int
     """Which one, from 0."""
@@ -281,22 +260,8 @@ class ProcessResult:
         return f"process {self.process}: {how}{by}{at}{phase} after {self.seconds:.1f} s"
 
     def report(self) -> str:
-        """Returns how it ended and the last lines of what it printed.
-
-        Returns:
-            Some lines of text.
-        """
+        """Returns how it ended and the last lines of what it printed."""
         lines = [str(self)]
         for name, text in (("stdout", self.stdout), ("stderr", self.stderr)):
             lines += [f"  {name} | {line}" for line in text.splitlines()[-_SHOWN:]]
         return "\n".join(lines)
-
-
-def ending(code: int) -> tuple[int | None, str | None]:
-    """Returns the exit code, or the name of the signal that Python's subprocess shows as a negative one."""
-    if code >= 0:
-        return code, None
-    try:
-        return None, signals.Signals(-code).name
-    except ValueError:
-        return None, f"signal {-code}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from distribute_jax._errors import ArgumentError, BackendStartedError
-from distribute_jax._messages import StepFunction
+from distribute_jax._errors import BackendStartedError
+from distribute_jax._messages import StepFunction, check_int
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax._values import DistributedValues
 from distribute_jax.program import RunOptions
@@ -23,8 +23,8 @@ def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) 
     for each example. Of other values that each replica has for itself, the sum or the mean must be the
     value on one device: the parts of ``compute_average_loss`` sum to it, means over equal shares
     average to it. Which of the two it is, ``strategy.reduce`` has to say. Anything else cannot be
-    compared and raises. State that a step changes by hardly more than its rounding shows is named in
-    a logged warning, since a wrong scale could not be seen.
+    compared and raises. A logged warning names state that a step changes by hardly more than its
+    rounding, where a wrong scale could not be seen.
 
     Steps that draw random numbers or use the statistics of each replica's share are not equal by
     nature: turn dropout off, synchronise batch norm.
@@ -60,14 +60,14 @@ def _is_distributed(batch: Any) -> bool:
 
 
 _STARTED = """\
-dj.simulate({n}) came too late: JAX has already started with {found}. The number of devices is fixed at \
-the first use of one. Call dj.simulate({n}) right after the imports, before any array, nnx.Rngs or \
-jax.devices() (in a notebook: restart the kernel first), or start Python with
+dj.simulate({n}) came too late: JAX has already started with {count} {kind} device(s). The number of \
+devices is fixed at the first use of one. Call dj.simulate({n}) right after the imports, before any array, \
+nnx.Rngs or jax.devices() (in a notebook: restart the kernel first), or start Python with
   XLA_FLAGS=--xla_force_host_platform_device_count={n}"""
 
 
 def simulate(n: int) -> None:
-    """Returns this process n virtual CPU devices, also on a machine with a GPU.
+    """Makes n virtual CPU devices for this process, also on a machine with a GPU.
 
     Call it before JAX starts: right after the imports. The devices compute in turns on the cores
     there are, so they show that a program is right, not how fast it is on n real devices. JAX is not
@@ -86,8 +86,7 @@ def simulate(n: int) -> None:
         >>> import distribute_jax as dj
         >>> dj.simulate(8)  # doctest: +SKIP
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ArgumentError(f"dj.simulate({n!r}): the number of devices is an int of at least 1.")
+    check_int("n", n)
     # On two cores, fewer pool threads than devices let collectives of unread steps deadlock.
     os.environ["NPROC"] = str(max(2 * n, int(os.environ.get("NPROC", "0") or 0)))
     try:
@@ -95,12 +94,9 @@ def simulate(n: int) -> None:
         jax.config.update("jax_platforms", "cpu")
     except (
         RuntimeError
-    ):  # JAX has started; elsewhere it is left to start later, as processes must meet before
-        _check_as_wanted(n)
-
-
-def _check_as_wanted(n: int) -> None:
-    devices = jax.devices()
-    if len(devices) != n or devices[0].platform != "cpu":
-        kind = devices[0].platform.upper()
-        raise BackendStartedError(_STARTED.format(n=n, found=f"{len(devices)} {kind} device(s)"))
+    ):  # JAX has started; otherwise it is left to start later: processes meet before
+        devices = jax.devices()
+        kind = devices[0].platform
+        if (len(devices), kind) != (n, "cpu"):
+            text = _STARTED.format(n=n, count=len(devices), kind=kind.upper())
+            raise BackendStartedError(text) from None

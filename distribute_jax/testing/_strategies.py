@@ -33,8 +33,6 @@ class Combination:
     name: str
     factory: Any
     replicas: int
-    caller: str
-    """The public function that makes it, for messages."""
 
     def __str__(self) -> str:
         """Returns the id of a test that runs with it, as ``"mirrored-4"``."""
@@ -42,19 +40,15 @@ class Combination:
 
     def made(self) -> Strategy:
         """Makes the strategy on this process's first devices."""
-        devices = first_devices(self.replicas)
-        strategy = _from_devices(self.factory)(devices)
-        if not isinstance(strategy, Strategy):
+        devices = jax.local_devices()[: self.replicas]
+        strategy: Strategy = self.factory(
+            devices[0] if self.factory is OneDeviceStrategy else devices
+        )
+        count = strategy.num_replicas_in_sync if isinstance(strategy, Strategy) else 0
+        if count != self.replicas:
             raise ArgumentError(
-                f"{self.caller}: the factory {self.name} returned {strategy!r:.80} for "
-                f"{self.replicas} device(s), which is not a dj.Strategy. Return the strategy that it made."
-            )
-        found = strategy.num_replicas_in_sync
-        if found != self.replicas:
-            raise ArgumentError(
-                f"{self.caller}: the factory {self.name} was given {self.replicas} device(s) and made "
-                f"{strategy!r} with {found} replica(s). Make one replica for each device it is given, or "
-                "say with replicas=[1] how many there can be."
+                f"the factory {self.name} must make a dj.Strategy with one replica on each of "
+                f"{self.replicas} device(s); got {strategy!r:.80} with {count} replica(s)."
             )
         return strategy
 
@@ -64,59 +58,47 @@ def possible_counts(factory: Any) -> tuple[int, ...]:
     return (1,) if factory is OneDeviceStrategy else REPLICAS
 
 
-def checked_factory(factory: Any, caller: str) -> Any:
-    """Refuses what cannot be called, such as a strategy that was made already."""
-    if callable(factory):
-        return factory
-    raise ArgumentError(
-        f"{caller}: {factory!r:.80} is not a factory. A factory is a function that makes a strategy from a "
-        "list of devices, since each number of replicas needs its own: pass dj.MirroredStrategy, or "
-        "lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())."
-    )
+def check_factory(factory: Any) -> None:
+    """Raises for what cannot be called, such as a strategy that was made already."""
+    if not callable(factory):
+        raise ArgumentError(
+            "a factory is a function that makes a strategy from a list of devices, such as "
+            f"dj.MirroredStrategy; {factory!r:.80} is not a factory."
+        )
 
 
-def named_factories(strategies: Any, caller: str) -> dict[str, Any]:
+def named_factories(strategies: Any) -> dict[str, Any]:
     """Returns factories by name; a list gets the names of its classes and functions.
 
     Raises:
         ValueError: it is neither list nor dict, holds what is not a factory, or a name is missing or used
             twice.
     """
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(strategies, Mapping):
-        pairs = [(name, factory) for name, factory in strategies.items()]
+        pairs = list(strategies.items())
     elif isinstance(strategies, Sequence) and not isinstance(strategies, str):
-        pairs = [(factory_name(checked_factory(f, caller)), f) for f in strategies]
-    else:
-        pairs = []
-    names = [name for name, _ in pairs]
-    fit = all(isinstance(name, str) and name not in {"", "<lambda>"} for name in names)
-    if not pairs or not fit or len(set(names)) < len(names):
+        pairs = [(factory_name(factory), factory) for factory in strategies]
+    for _, factory in pairs:
+        check_factory(factory)
+    names = {name for name, _ in pairs if isinstance(name, str) and name not in ("", "<lambda>")}
+    if not pairs or len(names) < len(pairs):
         raise ArgumentError(
-            f"{caller}(strategies={strategies!r:.200}): a list of factories whose names differ, or, for "
-            "lambdas, a dict from names to factories, such as "
-            '{"ring": lambda devices: dj.MirroredStrategy(devices, dj.RingAllReduce())}.'
+            f"strategies must be a list of factories whose names differ, or, for lambdas, a dict "
+            f"from names to factories; got {strategies!r:.200}."
         )
-    return {name: checked_factory(factory, caller) for name, factory in pairs}
+    return dict(pairs)
 
 
 def factory_name(factory: Any) -> str:
-    """Returns ``"central_storage"`` for ``CentralStorageStrategy``, and a function's own name."""
-    name = getattr(factory, "__name__", type(factory).__name__)
+    """Returns ``"central_storage"`` for ``CentralStorageStrategy``, and the name of a function."""
+    name = str(getattr(factory, "__name__", type(factory).__name__))
     if not isinstance(factory, type):
-        return str(name)
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Strategy") or name)
-    return words.lower()
-
-
-def _from_devices(factory: Any) -> StrategyFactory:
-    if factory is OneDeviceStrategy:
-        return lambda devices: OneDeviceStrategy(devices[0])
-    made: StrategyFactory = factory
-    return made
+        return name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Strategy") or name).lower()
 
 
 Test = Callable[..., Any]
-_CALLER = "strategy_combinations"
 _ARGUMENT = "strategy"
 
 
@@ -124,28 +106,25 @@ class Combinations(Collection[Combination]):
     """Strategies and their numbers of replicas; JAX starts when they are looked at, not before."""
 
     def __init__(self, strategies: Any = None, replicas: Any = None) -> None:
-        """Checks what was asked for, but for the number of devices."""
         if replicas is not None:
-            check_replicas(replicas, _CALLER)
+            check_some("replicas", replicas, REPLICAS)
         chosen = LIBRARY if strategies is None else strategies
-        self._factories, self._replicas = named_factories(chosen, _CALLER), replicas
+        self._factories, self._replicas = named_factories(chosen), replicas
 
     def __iter__(self) -> Iterator[Combination]:
         """Returns those for which there are devices."""
-        counts = replica_counts(self._replicas, _CALLER)
-        found = [
-            Combination(name, factory, count, _CALLER)
+        counts = replica_counts(self._replicas)
+        combinations = [
+            Combination(name, factory, count)
             for name, factory in self._factories.items()
             for count in counts
             if count in possible_counts(factory)
         ]
-        if not found:
+        if not combinations:
             raise ArgumentError(
-                f"{_CALLER}(strategies={list(self._factories)}, replicas={self._replicas}): there is "
-                "no such combination, since OneDeviceStrategy has one replica. Add 1 to replicas, or "
-                "dj.MirroredStrategy to strategies."
+                f"replicas must include 1 for OneDeviceStrategy alone; got {self._replicas}."
             )
-        return iter(found)
+        return iter(combinations)
 
     def __len__(self) -> int:
         """Returns how many there are."""
@@ -223,11 +202,11 @@ def _decorated(test: Test, combinations: Combinations) -> Test:
 
     @functools.wraps(test)
     def under_combinations(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        if _ARGUMENT not in given:
+        arguments = signature.bind_partial(*args, **kwargs).arguments
+        if _ARGUMENT not in arguments:
             return _under_all(test, combinations, args, kwargs)
-        if isinstance(given[_ARGUMENT], Combination):
-            kwargs[_ARGUMENT] = given[_ARGUMENT].made()
+        if isinstance(arguments[_ARGUMENT], Combination):
+            kwargs[_ARGUMENT] = arguments[_ARGUMENT].made()
         return test(*args, **kwargs)
 
     return _parametrized(under_combinations, combinations)
@@ -241,9 +220,7 @@ def _check_takes_strategy(test: Any) -> None:
     if not is_plain or _ARGUMENT not in inspect.signature(test).parameters:
         raise ArgumentError(
             f"strategy_combinations decorates {getattr(test, '__qualname__', repr(test)):.80}, which is "
-            "not a plain function with an argument `strategy`. Write `def test_something(strategy):`, and "
-            "give options by name: "
-            "@dj.testing.strategy_combinations(strategies=[dj.MirroredStrategy], replicas=[1, 4])."
+            "not a plain function with an argument `strategy`; give options by name, as replicas=[1, 4]."
         )
 
 
@@ -278,31 +255,25 @@ REPLICAS = (1, 2, 4, 8)
 """The numbers of replicas that are tried; each divides the eight examples of a full batch."""
 
 
-def first_devices(count: int) -> list[jax.Device]:
-    """Returns this process's first devices."""
-    return list(jax.local_devices()[:count])
-
-
 def replica_counts(
-    asked: Sequence[int] | None, caller: str, possible: Sequence[int] = REPLICAS
+    asked: Sequence[int] | None, possible: Sequence[int] = REPLICAS
 ) -> tuple[int, ...]:
     """Returns the numbers of replicas to try; None means all possible for which there are devices."""
     have = len(jax.local_devices())
     if asked is None:
         return tuple(count for count in possible if count <= have)
-    check_replicas(asked, caller)
+    check_some("replicas", asked, REPLICAS)
     if max(asked) > have:
         raise ArgumentError(
-            f"{caller}(replicas={list(asked)}): this process has {have} device(s). Call "
+            f"replicas={list(asked)}: this process has {have} device(s). Call "
             f"dj.simulate({max(asked)}) before JAX starts, or ask for fewer."
         )
     return tuple(asked)
 
 
-def check_replicas(asked: Any, caller: str) -> None:
-    """Refuses what is not a list of numbers of replicas; how many devices there are is not asked."""
-    is_list = isinstance(asked, (list, tuple)) and len(asked) > 0
-    if not is_list or not all(count in REPLICAS for count in asked):
-        raise ArgumentError(
-            f"{caller}(replicas={asked!r}): a list of some of {', '.join(map(str, REPLICAS))}."
-        )
+def check_some(name: str, values: Any, allowed: Sequence[Any]) -> None:
+    """Raises for an argument that is not a list of some of the allowed values."""
+    is_list = isinstance(values, (list, tuple)) and len(values) > 0
+    if not is_list or not all(value in allowed for value in values):
+        choices = ", ".join(map(repr, allowed))
+        raise ArgumentError(f"{name} must be a list of some of {choices}; got {values!r:.60}.")

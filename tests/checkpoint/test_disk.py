@@ -19,7 +19,7 @@ from kill_saves import checked, state_of
 
 import distribute_jax as dj
 from distribute_jax.checkpoint import _disk, _read, _write, load, save
-from distribute_jax.checkpoint._disk import DiskDirectory, DiskDraft
+from distribute_jax.checkpoint._disk import DiskDirectory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -101,7 +101,7 @@ BREAKS: dict[str, Any] = {
     "text_of": _write,
     "sync": _disk,
     "sync_all": _disk,
-    "_replace": DiskDraft,
+    "_replace": DiskDirectory,
 }
 """What a save calls, and where."""
 

@@ -105,7 +105,7 @@ def test_arguments_that_mean_nothing_are_refused(case: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None])
 def test_a_step_is_a_number_from_0(step: Any, tmp_path: Path) -> None:
     """What names no folder is refused before anything is copied."""
-    with pytest.raises(dj.ArgumentError, match="A step is an int of at least 0"):
+    with pytest.raises(dj.ArgumentError, match="step must be an integer >= 0"):
         dj.CheckpointManager(tmp_path).save(step, {"x": 1})
 
 

@@ -27,14 +27,11 @@ WRONG_OPTIONS = {
     "--nope": "unrecognized arguments: --nope",
     "--processes=0": "'0' is not an integer >= 1",
     "--grace=-1": "'-1' is not a number of seconds",
-    "--nodes=2": "--nodes: launch starts the processes of one machine",
-    "--coordinator=10.0.0.1:7777": "have mpirun, torchrun, Slurm, Kubernetes or the TPU pod start",
 }
 
 
 @pytest.mark.parametrize("option", WRONG_OPTIONS)
 def test_a_wrong_option_shows_the_usage_of_its_command(option, capsys):
-    """And those for several machines name what starts a job there."""
     with pytest.raises(SystemExit):
         main(["launch", option, "train.py"])
     error = capsys.readouterr().err

@@ -2,18 +2,229 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import signal
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
-import divided_functions
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from saving_functions import strategy_of
+import saving_functions
+from flax import nnx
+from saving_functions import message, strategy_of
 
 import distribute_jax as dj
+from distribute_jax.checkpoint import _agreement, _read, _write
 from distribute_jax.testing import LocalCluster
 
 pytestmark = pytest.mark.exhaustive
+
+ROWS, WIDE = 8, 300
+LIMIT = 1000
+"""Bytes of the largest file where a disk is full; a part of the table has 2400."""
+
+
+def placed(strategy, value, *spec):
+    """An array sharded as a spec says."""
+    sharding = jax.NamedSharding(strategy.mesh, jax.P(*spec))
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def values(seed):
+    """The numbers of a tree, on the host."""
+    table = np.arange(ROWS * WIDE, dtype=np.float32).reshape(ROWS, WIDE) + seed
+    return {
+        "table": table,
+        "columns": table[:2, :8].astype(jnp.bfloat16),
+        "same": table[0] * 2,
+        "tiny": table[1, :3].astype(np.int8),
+        "keys": np.asarray(jax.random.key_data(jax.random.split(jax.random.key(seed), 4))),
+    }
+
+
+def tree_of(strategy, seed, *, divided=True):
+    """Divided arrays of several kinds and mirrored ones; or the same, all mirrored."""
+    host, data = values(seed), ("data",) if divided else ()
+    own = jax.NamedSharding(strategy.mesh, jax.P(*data))
+    key_data = placed(strategy, host["keys"], *data)
+    keys = jax.jit(jax.random.wrap_key_data, out_shardings=own)(key_data)
+    return {
+        "table": nnx.Variable(placed(strategy, host["table"], *data)),
+        "columns": placed(strategy, host["columns"], None, *data),
+        "same": placed(strategy, host["same"]),
+        "tiny": placed(strategy, host["tiny"]),
+        "keys": keys,
+        "step": seed,
+    }
+
+
+def numbers(tree):
+    """All of them, as every process reads them."""
+    arrays = {name: tree[name] for name in ("columns", "same", "tiny")}
+    arrays["table"] = tree["table"][...]
+    arrays["keys"] = jax.jit(jax.random.key_data)(tree["keys"])
+    return {name: saving_functions.whole(array) for name, array in arrays.items()}
+
+
+def is_as(tree, seed):
+    """Whether a tree holds the numbers of a seed, and every array is placed as before."""
+    found, wanted = numbers(tree), values(seed)
+    return tree["step"] == seed and all(np.array_equal(found[k], wanted[k]) for k in wanted)
+
+
+@contextmanager
+def seen_reads():
+    """Collects which parts this process reads."""
+    read, names = _read.read_bytes, []
+
+    def noted(folder, wanted):
+        names.extend(f"{folder.name}/{name}" for name in wanted)
+        return read(folder, wanted)
+
+    with mock.patch.object(_read, "read_bytes", noted):
+        yield names
+
+
+@contextmanager
+def only_on(process, context):
+    """Opens a context in one process alone."""
+    if jax.process_index() != process:
+        yield
+        return
+    with context:
+        yield
+
+
+@contextmanager
+def full_disk():
+    """No file may be larger than a limit, which a program sees as it sees a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def no_rights():
+    """What a process may write that is not root, nor the owner."""
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+
+
+def restored(manager, tree):
+    """The step that was restored, the damage that was told, and what the tree holds."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = manager.restore_latest(tree)
+    return step, [str(one.message) for one in caught if "damaged" in str(one.message)]
+
+
+def save_divided(folder):
+    """Everything in one job of two processes with two devices each."""
+    strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
+    told = {}
+    with mock.patch.object(
+        _write, "_SHARE", 600
+    ):  # so that process 1 takes some of the mirrored ones
+        dj.checkpoint.save(folder / "parts", tree_of(strategy, 1))
+    manifest = json.loads((folder / "parts" / "manifest.json").read_text())["content"]
+    told["files"] = sorted(file for file in manifest["files"] if "parts-" in file)
+
+    tree = tree_of(strategy, 5)
+    lay = tree["table"][...].sharding
+    with seen_reads() as names:
+        dj.checkpoint.load(folder / "parts", tree)
+    told["read"] = sorted(names)
+    told["same layout"] = is_as(tree, 1) and tree["table"][...].sharding == lay
+    mirrored = tree_of(strategy, 5, divided=False)
+    dj.checkpoint.load(folder / "parts", mirrored)
+    told["mirrored"] = is_as(mirrored, 1)
+    dj.checkpoint.save(folder / "mirrored", mirrored)
+    dj.checkpoint.load(folder / "mirrored", tree_of(strategy, 7) | tree)
+    told["divided again"] = is_as(tree, 1)
+
+    url = f"file://{folder}/bucket"
+    with dj.CheckpointManager(url) as bucket:
+        told["bucket"] = bucket.restore_latest(dict(tree)), bucket.save(4, tree)
+    other = tree_of(strategy, 5)
+    told["from the bucket"] = bucket.restore_latest(other), is_as(other, 1)
+    told |= _failures(strategy, folder, tree, me)
+    return told
+
+
+def _failures(strategy, folder, tree, me):
+    told = {}
+    manager = dj.CheckpointManager(folder / "steps", max_to_keep=2)
+    for step in (1, 2):
+        manager.save(step, tree_of(strategy, step))
+    manager.wait()
+    if me == 0:
+        part = next((folder / "steps" / "2").glob("arrays-*/parts-1/*"))
+        part.write_bytes(b"x" * part.stat().st_size)
+    strategy.barrier("damaged")
+    other = tree_of(strategy, 9)
+    told["damaged"] = restored(manager, other)
+    told["the one before"] = is_as(other, 1)
+
+    def fails(number, context):
+        with context:
+            manager.save(number, other)
+            return message(manager.wait)
+
+    told["full"] = fails(3, only_on(1, full_disk()))
+    told["full, chief"] = fails(3, only_on(0, full_disk()))
+    if os.getuid() == 0:
+        told["no rights"] = fails(3, only_on(1, no_rights()))
+
+    def slow(folder, named):
+        time.sleep(4)
+        folder.mkdir()
+
+    late = mock.patch.object(_write, "write_bytes", slow)
+    with mock.patch.object(_agreement.WriteCoordinator, "_seconds", 2.0):
+        told["late"] = fails(3, only_on(1, late))
+    handed = mock.patch.object(_write, "SEEN_SECONDS", 0.2)
+    apart = mock.patch("distribute_jax.checkpoint._disk.DiskDirectory.write")
+    with handed:
+        told["apart"] = fails(3, only_on(1, apart))
+    told["left"] = sorted(path.name for path in (folder / "steps").iterdir())
+    told["at last"] = manager.save(3, other), message(manager.wait)
+    told["steps"] = manager.all_steps()
+    return told
+
+
+def killed_as_it_writes(directory):
+    """Process 1 is killed within its second save."""
+    strategy = dj.MultiWorkerMirroredStrategy(
+        cluster_options=dj.ClusterOptions(step_seconds=5, heartbeat_seconds=5, shutdown_seconds=3)
+    )
+
+    def kill(folder, named):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    manager = dj.CheckpointManager(directory)
+    manager.save(1, tree_of(strategy, 1))
+    manager.wait()
+    with only_on(1, mock.patch.object(_write, "write_bytes", kill)):
+        manager.save(2, tree_of(strategy, 2))
+        manager.wait()
+
+
+def load_in_four(folder, name):
+    """Loads what two processes saved in four, and says what this one read."""
+    strategy = strategy_of(4)
+    tree = tree_of(strategy, 5)
+    with seen_reads() as names:
+        dj.checkpoint.load(Path(folder) / name, tree)
+    return is_as(tree, 1), sorted(names)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +236,7 @@ def folder(tmp_path_factory):
 def two_by_two(folder):
     """What two processes with two devices each told."""
     cluster = LocalCluster(2, 2, timeout=120)
-    return [r.value for r in cluster.run(divided_functions.save_divided, str(folder))]
+    return [r.value for r in cluster.run(save_divided, str(folder))]
 
 
 def test_each_process_writes_its_parts_and_reads_them_alone(two_by_two):
@@ -61,9 +272,9 @@ def test_other_numbers_of_processes_read_them(folder, two_by_two):
     del two_by_two
     for strategy in (strategy_of(1), dj.OneDeviceStrategy("cpu:0")):
         data = strategy.num_replicas_in_sync > 1
-        tree = divided_functions.tree_of(strategy, 5, divided=data)
+        tree = tree_of(strategy, 5, divided=data)
         dj.checkpoint.load(folder / "parts", tree)
-        wanted = divided_functions.values(1)
+        wanted = values(1)
         np.testing.assert_array_equal(tree["table"][...], wanted["table"])
         np.testing.assert_array_equal(tree["columns"], wanted["columns"])
         np.testing.assert_array_equal(tree["same"], wanted["same"])
@@ -74,7 +285,7 @@ def test_four_processes_read_a_quarter_each(folder, two_by_two):
     """Two processes have saved; each of four loads only the file with its rows."""
     del two_by_two
     cluster = LocalCluster(4, 1, timeout=120)
-    told = [r.value for r in cluster.run(divided_functions.load_in_four, str(folder), "parts")]
+    told = [r.value for r in cluster.run(load_in_four, str(folder), "parts")]
     for me, (is_right, names) in enumerate(told):
         assert is_right
         assert [name for name in names if "/4_" in name] == [f"parts-{me // 2}/4_{2 * me}_0"]
@@ -95,9 +306,7 @@ def test_damage_in_the_part_of_one_process_sets_the_step_aside_for_all(two_by_tw
 def test_a_process_that_is_killed_as_it_writes_lets_nobody_wait(tmp_path):
     """The other ends by itself; the step before is whole, and the next save removes what is left over."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
-    results = cluster.run(
-        divided_functions.killed_as_it_writes, str(tmp_path / "steps"), check=False
-    )
+    results = cluster.run(killed_as_it_writes, str(tmp_path / "steps"), check=False)
     assert results[1].signal == "SIGKILL"
     assert not results[0].ended_by_cluster
     assert results[0].exit_code != 0

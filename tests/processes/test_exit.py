@@ -2,20 +2,94 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import sys
+import time
 
-import exit_functions
+import fault_functions
+import jax
 import pytest
 from test_faults import ended_within, run
 
+import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
+
+
+def left_by_sys_exit(status):
+    """Process 1 catches one exit, and leaves by another between two steps."""
+    strategy = fault_functions.make_strategy()
+    step, _ = fault_functions.make_step(strategy)
+    x = fault_functions.batch(strategy)
+    for number in range(3):
+        print(f"step {number} at {time.time():.3f}", flush=True)
+        if jax.process_index() == 1 and number == 1:
+            try:
+                sys.exit(7)
+            except SystemExit:
+                sys.exit(status)
+        float(strategy.run(step, args=(x,)))
+
+
+def caught_exits_are_none():
+    """Catches an exit in the middle of the job, and comes to its end."""
+    strategy = fault_functions.make_strategy()
+    with contextlib.suppress(SystemExit):
+        sys.exit(5)
+    strategy.barrier("end")
+    return "through"
+
+
+def later_than_the_others_waited():
+    """Process 0 comes to a barrier when process 1 has given up; both go on together."""
+    strategy = fault_functions.make_strategy()
+    time.sleep(4 * (jax.process_index() == 0))
+    said = ""
+    try:
+        strategy.barrier("here", timeout=1)
+    except dj.DeadlineExceededError as error:
+        said = str(error)
+    strategy.barrier("here", timeout=20)
+    total = float(strategy.reduce("sum", strategy.run(lambda: jax.numpy.ones(()))))
+    return said, total
+
+
+def reduce_by_one():
+    """Process 0 calls ``reduce`` alone; the other one is in its own code."""
+    strategy = fault_functions.make_strategy(step_seconds=2.0)
+    value = fault_functions.batch(strategy)
+    strategy.reduce("sum", value)  # so that the devices are connected
+    if jax.process_index():
+        time.sleep(8)
+        return ""
+    try:
+        return str(strategy.reduce("mean", value, axis=0))
+    except dj.DeadlineExceededError as error:
+        return str(error)
+
+
+def one_is_stopped():
+    """Process 1 is stopped for good; JAX counts it as dead before the step's time is over."""
+    strategy = fault_functions.make_strategy(step_seconds=30.0, heartbeat_seconds=6)
+    strategy.barrier("here")
+    if jax.process_index():
+        os.kill(os.getpid(), signal.SIGSTOP)
+    strategy.barrier("there")
+
+
+def both_fail_while_they_wait():
+    """Each process waits for the other at another barrier."""
+    strategy = fault_functions.make_strategy()
+    strategy.barrier("one" if jax.process_index() else "other")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("status", "code"), [(5, 5), ("no data", 1)])
 def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
     """The code is the process's own, and the other one ends with 44 and names it; nobody waits."""
-    results = run(exit_functions.left_by_sys_exit, status)
+    results = run(left_by_sys_exit, status)
     ended_within(results, 2.0)
     assert [r.exit_code for r in results] == [44, code]
     assert re.search(rf"process 1 .* failed: sys.exit\({status!r}\)", results[0].stderr)
@@ -24,7 +98,7 @@ def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
 @pytest.mark.exhaustive
 def test_who_leaves_without_an_error_is_named_as_gone():
     """``sys.exit(0)`` of one process does not make the other hang, and the hint names the limit."""
-    results = run(exit_functions.left_by_sys_exit, 0)
+    results = run(left_by_sys_exit, 0)
     ended_within(results, 3.0)
     first = results[0].stderr
     assert re.search(r"process 1 .*left at step 1, while the others go on +<- the others", first)
@@ -35,14 +109,14 @@ def test_who_leaves_without_an_error_is_named_as_gone():
 @pytest.mark.exhaustive
 def test_an_exit_that_is_caught_is_none():
     """A program that catches its ``SystemExit`` ends with 0."""
-    results = run(exit_functions.caught_exits_are_none)
+    results = run(caught_exits_are_none)
     assert [(r.exit_code, r.value) for r in results] == [(0, "through")] * 2
 
 
 @pytest.mark.exhaustive
 def test_who_comes_after_the_others_gave_up_hears_so():
     """A round that failed has failed for all; the next one, and a step, work."""
-    early, late = reversed(run(exit_functions.later_than_the_others_waited))
+    early, late = reversed(run(later_than_the_others_waited))
     assert "Missing:\n  process 0" in early.value[0]
     assert "Process 0 of 2 came too late to 'barrier here'" in late.value[0]
     assert early.value[1] == late.value[1] == 2.0
@@ -51,7 +125,7 @@ def test_who_comes_after_the_others_gave_up_hears_so():
 @pytest.mark.exhaustive
 def test_of_two_that_fail_together_one_is_the_cause():
     """The other one refers to it, with 44: they do not accuse each other."""
-    results = run(exit_functions.both_fail_while_they_wait)
+    results = run(both_fail_while_they_wait)
     assert sorted(r.exit_code for r in results) == [1, 44]
     (other,) = [r for r in results if r.exit_code == 44]
     assert re.search(rf"process {1 - other.process} .* failed: DeadlineExceeded", other.stderr)
@@ -60,7 +134,7 @@ def test_of_two_that_fail_together_one_is_the_cause():
 @pytest.mark.exhaustive
 def test_a_reduction_that_the_others_never_join_says_who_is_missing():
     """``reduce`` on one process only is a DeadlineExceededError with what each process is doing."""
-    text = run(exit_functions.reduce_by_one)[0].value
+    text = run(reduce_by_one)[0].value
     assert text.startswith("strategy.reduce failed, which all processes have to call together")
     assert re.search(r"process 1 .*in your code +<- the others wait", text)
 
@@ -69,7 +143,7 @@ def test_a_reduction_that_the_others_never_join_says_who_is_missing():
 def test_who_is_stopped_is_named_before_jax_ends_the_others():
     """JAX's SIGABRT cannot be held up; what it is about stands before it."""
     cluster = LocalCluster(2, 1, timeout=20, grace=1.0)
-    first = cluster.run(exit_functions.one_is_stopped, check=False)[0]
+    first = cluster.run(one_is_stopped, check=False)[0]
     assert re.search(
         r"process 1 .* has sent no heartbeat for \d s; last seen at step 0", first.stderr
     )

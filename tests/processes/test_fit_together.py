@@ -2,16 +2,201 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
-import fit_functions
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import saving_functions
+from flax import nnx
+from saving_functions import message, strategy_of
 
+import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
+from distribute_jax.training.callbacks import _debug
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+import test_fit_numbers
 
 pytestmark = pytest.mark.exhaustive
+
+NUMBERS = (
+    test_fit_numbers.test_whole_and_partial_batches_train_as_on_one_device,
+    test_fit_numbers.test_evaluate_and_predict_see_every_example_once,
+    test_fit_numbers.test_several_steps_in_one_dispatch_change_nothing_but_the_callbacks,
+)
+X = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+Y = (X @ np.array([[1.0], [-2.0], [0.5]])).astype(np.float32)
+
+
+class Net(nnx.Module):
+    """Two layers."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.last = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jax.nn.relu(self.first(x)))
+
+
+def made(strategy, **options):
+    with strategy.scope():
+        model = dj.Model(Net(nnx.Rngs(1)))
+        model.compile("adam", loss="mse", **{"metrics": ["mae"], **options})
+    return model
+
+
+def plain(history):
+    return {name: [float(v) for v in values] for name, values in history.items()}
+
+
+def train(strategy, folder):
+    """A fit with every callback that writes or decides; numbers, predictions and what was printed."""
+    folder, printed = Path(folder), io.StringIO()
+    folder.mkdir(exist_ok=True)
+    model = made(strategy)
+    callbacks = [
+        dj.callbacks.CSVLogger(folder / "log.csv"),
+        dj.callbacks.TensorBoard(folder / "logs", update_freq="batch", histogram_freq=1),
+        dj.callbacks.ModelCheckpoint(folder / "models" / "{epoch}", save_best_only=True, verbose=1),
+        dj.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True, verbose=1),
+        dj.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=10.0, verbose=1),
+        dj.callbacks.TerminateOnNaN(),
+    ]
+    with redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        history = model.fit(
+            X, Y, batch_size=8, epochs=3, validation_split=1 / 3, verbose=2, callbacks=callbacks
+        )
+        evaluated = model.evaluate(X, Y, batch_size=8, verbose=2, return_dict=True)
+    return {
+        "history": plain(history.history),
+        "evaluated": {name: float(value) for name, value in evaluated.items()},
+        "predicted": model.predict(X, batch_size=8, verbose=0),
+        "weights": model.get_weights(),
+        "rate": model.learning_rate,
+        "printed": printed.getvalue(),
+    }
+
+
+def fit_in_job(folder):
+    """Fits with callbacks, and one that ends early."""
+    strategy, folder = strategy_of(2), Path(folder)
+    return {
+        "train": train(strategy, folder / "train"),
+        "nan": ended_by_nan(strategy),
+        "weights": weights(strategy, folder),
+    }
+
+
+def fit_at_length(folder):
+    """What takes many programs."""
+    strategy = strategy_of(2)
+    told = {f.__name__: message(lambda f=f: f(strategy)) for f in NUMBERS}
+    told["interrupted"] = interrupted(strategy, Path(folder) / "backup")
+    told["data"] = data(strategy)
+    told["auto"] = grouped(strategy)
+    return told
+
+
+class Fails(dj.callbacks.Callback):
+    """Fails after the second batch of the second epoch, on all processes."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 1 and batch == 1:
+            raise RuntimeError("interrupted")
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+
+def interrupted(strategy, folder):
+    """Weights of a training that failed and went on, and of one that did not fail."""
+    data = {"batch_size": 8, "epochs": 3, "verbose": 0}
+    whole, first, second = made(strategy), made(strategy), made(strategy)
+    whole.fit(X, Y, **data)
+
+    def backup():
+        return dj.callbacks.BackupAndRestore(folder, save_freq=2)
+
+    error = message(lambda: first.fit(X, Y, callbacks=[backup(), Fails()], **data))
+    history = second.fit(X, Y, callbacks=[backup()], **data)
+    return {
+        "error": error,
+        "epochs": list(history.epoch),
+        "whole": whole.get_weights(),
+        "went on": second.get_weights(),
+        "left": sorted(path.name for path in folder.glob("[0-9]*")),
+    }
+
+
+def data(strategy):
+    """The loss of an epoch from arrays in memory, and from batches under DATA."""
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, len(X), 8)]
+    found = strategy.distribute_dataset(batches, dj.InputOptions(auto_shard_policy="data"))
+    arrays = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    return [
+        made(strategy).fit(found, verbose=0).history["loss"][0],
+        made(strategy).fit(X, Y, **arrays).history["loss"][0],
+    ]
+
+
+class _Late:
+    """Whether a loss is finite, on devices that never say that they have it."""
+
+    def __init__(self, loss):
+        self._finite = jnp.isfinite(loss)
+
+    def is_ready(self):
+        return False
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self._finite)
+
+
+def ended_by_nan(strategy):
+    """A loss that is not finite from batch 3 on ends the training on all, at the same batch."""
+    x = np.ones((80, 3), np.float32)
+    x[24:] = np.inf
+    model, guard, ends = made(strategy), dj.callbacks.TerminateOnNaN(), test_fit_numbers.Ends()
+    looked_at = _debug._finite if jax.process_index() else _Late
+    with (
+        mock.patch.object(_debug, "_finite", looked_at),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[ends, guard])
+    told = [str(one.message) for one in caught if "not finite" in str(one.message)]
+    return {"ends": ends.ends, "message": guard.message, "warnings": told}
+
+
+def grouped(strategy):
+    """Which batches ended while the number of steps in a dispatch was measured, at unlike speeds."""
+    model, ends = made(strategy, steps_per_execution="auto"), test_fit_numbers.Ends()
+    data = strategy.distribute_dataset(dj.data.from_arrays((X[:8], Y[:8])).batch(8).repeat(150))
+    wait = model.trainer.steps_per_execution("train")._clock
+    model.trainer.steps_per_execution("train")._clock = lambda: (1 + jax.process_index()) * wait()
+    model.fit(data, verbose=0, callbacks=[ends])
+    return {"ends": ends.ends, "size": model.trainer.steps_per_execution("train").size}
+
+
+def weights(strategy, folder):
+    """Weights that were set and saved are those that are read and loaded."""
+    model, other = made(strategy), made(strategy)
+    new = [np.full(w.shape, i, w.dtype) for i, w in enumerate(model.get_weights())]
+    model.set_weights(new)
+    model.save_weights(folder / "weights")
+    other.load_weights(folder / "weights")
+    model.save(folder / "all")
+    other.load(folder / "all")
+    return [float(np.mean(w)) for w in other.get_weights()]
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +209,13 @@ def folder(tmp_path_factory) -> Path:
 def two_by_two(folder: Path):
     """What two processes with two devices each told."""
     cluster = LocalCluster(2, 2, timeout=100)
-    return [result.value for result in cluster.run(fit_functions.fit_in_job, str(folder))]
+    return [result.value for result in cluster.run(fit_in_job, str(folder))]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one process told of the same training."""
-    return fit_functions.train(saving_functions.strategy_of(1), tmp_path_factory.mktemp("alone"))
+    return train(saving_functions.strategy_of(1), tmp_path_factory.mktemp("alone"))
 
 
 def test_every_process_has_the_numbers_of_one(two_by_two, alone):
@@ -90,9 +275,9 @@ def test_weights_are_set_saved_and_loaded_by_all(two_by_two):
 def test_longer_trainings(tmp_path: Path):
     """The worked numbers of Keras; a backup that is gone on from bit by bit; DATA and arrays; "auto"."""
     cluster = LocalCluster(2, 2, timeout=200)
-    both = [result.value for result in cluster.run(fit_functions.fit_at_length, str(tmp_path))]
+    both = [result.value for result in cluster.run(fit_at_length, str(tmp_path))]
     for told in both:
-        for numbers in fit_functions.NUMBERS:
+        for numbers in NUMBERS:
             assert told[numbers.__name__] == ["nothing", ""]
         backup = told["interrupted"]
         assert backup["error"] == ["RuntimeError", "interrupted"]

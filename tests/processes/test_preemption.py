@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from pathlib import Path
 
-import preempt_functions
+import fault_functions
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.testing import Fault, LocalCluster
+
+
+def loop(directory, pause):
+    """Trains with dropout and shuffled data; gives the digest of all that is saved."""
+    strategy = fault_functions.make_strategy(step_seconds=30.0)
+    step, model = fault_functions.make_step(strategy)
+    rows = np.arange(240, dtype=np.float32).reshape(60, 4) / 240
+    source = dj.data.from_arrays(rows).shuffle(seed=1).batch(2).repeat(2)
+    iterator = iter(strategy.distribute_dataset(source))
+    first = None
+    with (
+        dj.CheckpointManager(directory, max_to_keep=None) as manager,
+        manager.preemptible({"model": model}, iterator, grace_seconds=20.0) as block,
+    ):
+        for x in iterator:
+            first = block.step if first is None else first
+            strategy.run(step, args=(x,))
+            time.sleep(pause * (1 + jax.process_index()))
+    total = hashlib.sha256()
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        total.update(np.asarray(leaf.addressable_data(0)).tobytes())
+    return {"first": first, "last": block.step, "weights": total.hexdigest()}
+
+
+def never_polls(directory):
+    """A job without a preemptible loop."""
+    del directory
+    return fault_functions.loop(10_000)
 
 
 @pytest.mark.exhaustive
@@ -17,7 +50,7 @@ def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_pa
     """Test 6: agreed exit code, one checkpoint, and in the end the weights of a job left alone, bitwise."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
     told = cluster.run(
-        preempt_functions.loop,
+        loop,
         str(tmp_path / "told"),
         0.02,
         faults=[Fault("terminate", process=process, at_step=12)],
@@ -26,8 +59,8 @@ def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_pa
     assert [r.exit_code for r in told] == [42, 42], told[0].stderr + told[1].stderr
     (saved,) = dj.CheckpointManager(tmp_path / "told").all_steps()
     assert 12 <= saved < 60
-    again = cluster.run(preempt_functions.loop, str(tmp_path / "told"), 0.0)
-    alone = cluster.run(preempt_functions.loop, str(tmp_path / "alone"), 0.0)
+    again = cluster.run(loop, str(tmp_path / "told"), 0.0)
+    alone = cluster.run(loop, str(tmp_path / "alone"), 0.0)
     assert [r.value["first"] for r in again] == [saved + 1] * 2
     assert [r.value["last"] for r in again + alone] == [60] * 4
     assert len({r.value["weights"] for r in again + alone}) == 1
@@ -37,7 +70,7 @@ def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_pa
 def test_a_job_that_never_asks_ends_at_once(tmp_path: Path):
     """Test 8: SIGTERM ends the process that gets it, and the other ends with it; plain JAX would go on."""
     results = LocalCluster(2, 1, timeout=40, grace=None).run(
-        preempt_functions.never_polls,
+        never_polls,
         str(tmp_path),
         faults=[Fault("terminate", process=1, at_step=5)],
         check=False,

@@ -193,7 +193,15 @@ def test_noise_on_the_port_does_not_disturb_the_rendezvous():
 
     def noise() -> Any:
         time.sleep(0.2)
-        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b"x" * 200_000, b"\xff\xfe\n", b""):
+        huge = b'[Infinity, {}, "", "h", 1]\n'
+        for sent in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"[1, 2]\n",
+            huge,
+            b"x" * 200_000,
+            b"\xff\xfe\n",
+            b"",
+        ):
             whole = contextlib.suppress(OSError)  # it hangs up on such
             with whole, socket.create_connection((host, int(port))) as connection:
                 connection.sendall(sent)

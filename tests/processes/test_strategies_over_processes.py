@@ -2,25 +2,153 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-import tpu_functions
+from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
 
 pytestmark = pytest.mark.exhaustive
 
+X = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
+SOON = dj.ClusterOptions(start_seconds=90, step_seconds=60)
+
+
+def trained(strategy: dj.Strategy, split: Any = lambda x: x) -> list[float]:
+    """Two steps, the last one partial; the losses and a sum of the weights."""
+    with strategy.scope():
+        model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+
+    def step(x):
+        def loss_of(model):
+            return dj.compute_average_loss(jnp.square(split(model(x))).sum(-1))
+
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, grads)
+        return dj.get_replica_context().all_reduce("sum", loss)
+
+    losses = [
+        float(strategy.run(step, args=(x,))) for x in strategy.distribute_dataset([X, X[:13]])
+    ]
+    return [*losses, float(np.abs(np.asarray(model.kernel[...].addressable_data(0))).sum())]
+
+
+def summed(strategy: dj.Strategy, options: Any = None) -> tuple[list[float], str]:
+    """Sums over all replicas, and the program that did it as it was traced and as it was compiled."""
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+
+    def step(x):
+        tree = [x, 2 * x, jnp.full(3, x)]
+        return dj.get_replica_context().all_reduce("sum", tree, options)
+
+    sums = [float(np.ravel(s.addressable_data(0))[0]) for s in strategy.run(step, args=(values,))]
+    *_, program = strategy._runner.cache.programs.values()
+    return sums, f"{program.traced.jaxpr}\n{program.compiled.as_text()}"
+
+
+def compute() -> dict[str, Any]:
+    """Replicas of two cores over all processes; other collectives; strategies of this process alone."""
+    resolver = dj.cluster_resolver.detect()
+    topology = dj.initialize_tpu_system(resolver, cluster_options=SOON)
+    assignment = dj.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=4)
+    tpu = dj.TPUStrategy(resolver, assignment, cluster_options=SOON)
+    told: dict[str, Any] = {
+        "tpu": (dict(tpu.mesh.shape), tpu.num_replicas_in_sync, topology.mesh_shape.tolist()),
+        "trained": trained(tpu, lambda x: tpu.experimental_split_to_logical_devices(x, [1, 2])),
+    }
+    (batch,) = tpu.distribute_dataset([np.arange(7.0)])
+    told["rows"] = [np.asarray(part).tolist() for part in batch.values]
+    ids = tpu.run(lambda x: dj.get_replica_context().replica_id_in_sync_group, args=(batch,))
+    told["ids"] = [int(i) for i in ids.values]
+    told["mean"] = float(tpu.reduce("mean", batch, axis=0))
+    told["gathered"] = np.asarray(tpu.gather(batch, axis=0)).tolist()
+    told["refused"] = refused(topology)
+    options = dj.experimental.CommunicationOptions
+    workers = {
+        "auto": {},
+        "ring": {"communication_options": options(implementation="ring")},
+        "packed": {"communication_options": options(bytes_per_pack=1 << 20)},
+        "hierarchical": {"cross_device_ops": dj.HierarchicalCopyAllReduce()},
+    }
+    for name, given in workers.items():
+        strategy = dj.MultiWorkerMirroredStrategy(resolver, **given, cluster_options=SOON)
+        sums, text = summed(strategy)
+        told[name] = sums, kinds(text)
+        if name == "ring":
+            told["ring, asked for XLA's"] = kinds(
+                summed(strategy, options(implementation="nccl"))[1]
+            )
+    told["alone"] = alone()
+    return told
+
+
+def kinds(text: str) -> dict[str, int]:
+    """How often each collective stands in the text of a program."""
+    names = ("psum[", "all-reduce(", "collective-permute(", "reduce-scatter(")
+    return {name[:-1]: text.count(name) for name in names}
+
+
+def refused(topology: Any) -> list[str]:
+    """What device assignments that do not fit the processes say."""
+    assignment = dj.tpu.experimental.DeviceAssignment
+    said = []
+    for given in (
+        assignment.build(topology, [2, 2, 1, 2]),
+        assignment.build(topology, [1, 1, 1, 1], num_replicas=3),
+        assignment(topology, topology.device_coordinates[::-1].reshape(-1, 1, 4)),
+    ):
+        try:
+            dj.TPUStrategy(experimental_device_assignment=given, cluster_options=SOON)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def alone() -> dict[str, Any]:
+    """MirroredStrategy and OneDeviceStrategy in one of several processes."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distribute_jax").addHandler(handler)
+    logging.getLogger("distribute_jax").setLevel(logging.INFO)
+    cluster = {"worker": ["host0:1", "host1:1"]}
+    os.environ["TF_CONFIG"] = json.dumps(
+        {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    )
+    strategies = dj.MirroredStrategy(), dj.OneDeviceStrategy("cpu:0")
+    return {
+        "replicas": [strategy.num_replicas_in_sync for strategy in strategies],
+        "own devices": all(
+            device.process_index == jax.process_index()
+            for strategy in strategies
+            for device in strategy.mesh.devices.flat
+        ),
+        "trained": [trained(strategy) for strategy in strategies],
+        "log": [line for line in lines if "TF_CONFIG" in line],
+    }
+
 
 @pytest.fixture(scope="module")
 def told():
     """What two processes with four devices each told."""
-    return [result.value for result in LocalCluster(2, 4).run(tpu_functions.compute)]
+    return [result.value for result in LocalCluster(2, 4).run(compute)]
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    return tpu_functions.trained(dj.OneDeviceStrategy("cpu:0"))
+    return trained(dj.OneDeviceStrategy("cpu:0"))
 
 
 @pytest.mark.exhaustive

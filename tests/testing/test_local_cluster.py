@@ -117,9 +117,13 @@ def _nested():
 
 
 REFUSED = {
-    "no process": (lambda: LocalCluster(0, 1), ValueError, "processes=0"),
-    "no device": (lambda: LocalCluster(1, True), ValueError, "devices_per_process=True"),
-    "no time": (lambda: LocalCluster(1, 1, timeout=0), ValueError, "timeout=0"),
+    "no process": (lambda: LocalCluster(0, 1), ValueError, "processes must be .* got 0"),
+    "no device": (lambda: LocalCluster(1, True), ValueError, "devices_per_process must be"),
+    "no time": (
+        lambda: LocalCluster(1, 1, timeout=0),
+        ValueError,
+        "timeout must be above 0; got 0",
+    ),
     "environments": (lambda: LocalCluster(2, 1, environment=[{}]), ValueError, "1 mappings for 2"),
     "lambda": (lambda: LocalCluster(1, 1).run(lambda: 1), ValueError, "at the top level"),
     "nested": (lambda: LocalCluster(1, 1).run(_nested()), ValueError, "at the top level"),
@@ -144,10 +148,18 @@ REFUSED = {
         ValueError,
         "from 0 to 0",
     ),
-    "kind": (lambda: Fault("explode", process=0, at_step=0), ValueError, "one of kill, terminate"),
-    "never": (lambda: Fault("kill", process=0), ValueError, "say when"),
-    "twice": (lambda: Fault("kill", process=0, at_step=1, at_phase="a"), ValueError, "say when"),
-    "no length": (lambda: Fault("delay", process=0, at_step=1), ValueError, "say how long"),
+    "kind": (
+        lambda: Fault("explode", process=0, at_step=0),
+        ValueError,
+        "one of 'kill', 'terminate'",
+    ),
+    "never": (lambda: Fault("kill", process=0), ValueError, "one of at_step"),
+    "twice": (
+        lambda: Fault("kill", process=0, at_step=1, at_phase="a"),
+        ValueError,
+        "one of at_step",
+    ),
+    "no length": (lambda: Fault("delay", process=0, at_step=1), ValueError, "must have seconds"),
     "length": (lambda: Fault("kill", process=0, at_step=1, seconds=1), ValueError, "only for stop"),
 }
 

@@ -31,19 +31,27 @@ def python(code: str, **env: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.exhaustive
-def test_simulate_gives_n_cpu_devices_and_enough_threads():
-    code = (
+COUNT = "import distribute_jax as dj; {}; print(dj.MirroredStrategy().num_replicas_in_sync)"
+SIX = {"XLA_FLAGS": "--xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
+PROGRAMS = {
+    "threads": (
         "import distribute_jax as dj, os; dj.simulate(5); import jax; d = jax.devices();"
-        "print(len(d), d[0].platform, os.environ['NPROC'])"
-    )
-    assert python(code).split() == ["5", "cpu", "10"]
+        "print(len(d), d[0].platform, os.environ['NPROC'])",
+        {},
+        "5 cpu 10",
+    ),
+    "twice": (COUNT.format("dj.simulate(3); dj.simulate(3)"), {}, "3"),
+    "the variable alone": (COUNT.format("pass"), SIX, "6"),
+    "wins over the variable": (COUNT.format("dj.simulate(2)"), SIX, "2"),
+}
 
 
 @pytest.mark.exhaustive
-def test_simulate_again_with_the_same_number_is_fine():
-    code = "import distribute_jax as dj, jax; dj.simulate(3); dj.simulate(3); print(len(jax.devices()))"
-    assert python(code).split() == ["3"]
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_process_has_as_many_cpu_devices_as_asked_for(case: str):
+    """And enough threads for collectives between them."""
+    code, environment, printed = PROGRAMS[case]
+    assert python(code, **environment).strip() == printed
 
 
 def test_simulate_after_jax_started_says_what_to_do():
@@ -88,21 +96,7 @@ def test_simulated_processes_of_a_tf_config_job_meet():
     assert all("15.0 6" in out for out in outs), outs
 
 
-@pytest.mark.exhaustive
-def test_the_environment_variable_works_as_well():
-    code = "import distribute_jax as dj; print(dj.MirroredStrategy().num_replicas_in_sync)"
-    out = python(code, XLA_FLAGS="--xla_force_host_platform_device_count=6", JAX_PLATFORMS="cpu")
-    assert out.split() == ["6"]
-
-
-@pytest.mark.exhaustive
-def test_simulate_wins_over_the_environment_variable_or_agrees_with_it():
-    code = "import distribute_jax as dj; dj.simulate(2); print(dj.MirroredStrategy().num_replicas_in_sync)"
-    out = python(code, XLA_FLAGS="--xla_force_host_platform_device_count=6", JAX_PLATFORMS="cpu")
-    assert out.split() == ["2"]
-
-
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2", True, None])
 def test_a_wrong_number_is_refused(n: object):
-    with pytest.raises(ValueError, match="an int of at least 1"):
+    with pytest.raises(ValueError, match="n must be an integer >= 1"):
         dj.simulate(n)

@@ -1,23 +1,19 @@
-"""The table of checks that every strategy passes: one function each, in files by theme.
+"""The checks that every strategy passes: each public function of ``_values`` and ``_state`` is one.
 
-A check takes a ``Subject`` and yields ``Fact``s; it compares nothing itself, so that all that is
-wrong is reported. ``_core`` knows no check, and no check knows another.
+A check takes a ``Subject`` and yields ``Fact``s; it compares nothing itself, so that all that is wrong is
+reported. ``_core`` knows no check, and no check knows another.
 """
 
-from distribute_jax.testing.conformance import _collectives, _training, _values, _variables
+import inspect
+
+from distribute_jax.testing.conformance import _state, _values
 from distribute_jax.testing.conformance._core import Check, Fact, Subject, error_line
 
 CHECKS: dict[str, Check] = {
-    check.__name__: check
-    for checks in (
-        _values.CONTEXT_CHECKS,
-        _values.CHECKS,
-        _collectives.CHECKS,
-        _variables.CHECKS,
-        _training.CHECKS,
-        _variables.STATE_CHECKS,
-    )
-    for check in checks
+    name: check
+    for module in (_values, _state)
+    for name, check in vars(module).items()
+    if inspect.isfunction(check) and check.__module__ == module.__name__ and name[0] != "_"
 }
 """Each check by its name, in the order in which they run."""
 

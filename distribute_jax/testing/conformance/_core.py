@@ -20,6 +20,9 @@ ROUNDING = 1e-5
 """Relative to the largest number of an array: float32 sums in another order differ by less."""
 
 
+_ARRAYS = (np.ndarray, np.generic, jax.Array)
+
+
 @dataclass(frozen=True)
 class Fact:
     """One comparison of a check."""
@@ -33,63 +36,57 @@ class Fact:
 
     def holds(self) -> bool:
         """Returns whether what was received is what was expected."""
-        if isinstance(self.expected, (np.ndarray, np.generic, jax.Array)):
-            return _equal_arrays(self.received, np.asarray(self.expected), self.rtol)
-        if isinstance(self.expected, float):
-            return _equal_numbers(np.asarray(self.received), np.asarray(self.expected), self.rtol)
-        return type(self.received) is type(self.expected) and self.received == self.expected
+        received, expected = self.received, self.expected
+        if isinstance(expected, float):
+            return self._are_close(np.asarray(received), np.asarray(expected))
+        if not isinstance(expected, _ARRAYS):
+            return type(received) is type(expected) and bool(received == expected)
+        array = np.asarray(received)
+        is_array = isinstance(received, _ARRAYS) and array.dtype == expected.dtype
+        return is_array and self._are_close(array, np.asarray(expected))
 
-
-def _equal_arrays(received: Any, expected: np.ndarray[Any, Any], rtol: float) -> bool:
-    if not isinstance(received, (np.ndarray, np.generic, jax.Array)):
-        return False
-    array = np.asarray(received)
-    return array.dtype == expected.dtype and _equal_numbers(array, expected, rtol)
-
-
-def _equal_numbers(
-    received: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], rtol: float
-) -> bool:
-    if received.shape != expected.shape:
-        return False
-    if not jnp.issubdtype(received.dtype, jnp.floating):
-        return bool(np.array_equal(received, expected))
-    if rtol == 0:
-        return received.tobytes() == expected.astype(received.dtype).tobytes()
-    a, b = received.astype(np.float64), expected.astype(np.float64)
-    return bool(np.allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(initial=1e-30)))
+    def _are_close(self, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+        if a.shape != b.shape:
+            return False
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            return bool(np.array_equal(a, b))
+        if self.rtol == 0:
+            return a.tobytes() == b.astype(a.dtype).tobytes()
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        return np.allclose(a, b, rtol=0, atol=self.rtol * np.abs(b).max(initial=1e-30))
 
 
 def same(what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> Iterator[Fact]:
     """Compares two nests leaf by leaf; where their structures differ, these."""
-    found, wanted = (jax.tree_util.tree_flatten_with_path(nest) for nest in (received, expected))
-    if str(found[1]) != str(wanted[1]):
-        yield Fact(f"the structure of {what}", str(found[1]), str(wanted[1]))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(received)
+    wanted, wanted_structure = jax.tree_util.tree_flatten_with_path(expected)
+    if str(structure) != str(wanted_structure):
+        yield Fact(f"the structure of {what}", str(structure), str(wanted_structure))
         return
-    for (path, leaf), (_, expectation) in zip(found[0], wanted[0], strict=True):
+    for (path, leaf), (_, wanted_leaf) in zip(leaves, wanted, strict=True):
         name = f"{what}, leaf {path_text(path)}" if path else what
-        yield Fact(name, leaf, expectation, rtol)
+        yield Fact(name, leaf, wanted_leaf, rtol)
+
+
+def on_each(
+    what: str, parts: Sequence[Any], expected: Sequence[Any], rtol: float = ROUNDING
+) -> Iterator[Fact]:
+    """Compares what every replica has with what it should have."""
+    yield Fact(f"the number of replicas that have {what}", len(parts), len(expected))
+    for i, (part, wanted) in enumerate(zip(parts, expected, strict=False)):
+        yield from same(f"{what} on replica {i}", part, wanted, rtol)
 
 
 def on_all(
     what: str, parts: Sequence[Any], expected: Any, rtol: float = ROUNDING
 ) -> Iterator[Fact]:
     """Compares what every replica has with one and the same nest."""
-    for i, part in enumerate(parts):
-        yield from same(f"{what} on replica {i}", part, expected, rtol)
-
-
-def on_each(what: str, parts: Sequence[Any], expected: Sequence[Any]) -> Iterator[Fact]:
-    """Compares what every replica has with what it should have."""
-    yield Fact(f"the number of replicas that have {what}", len(parts), len(expected))
-    for i, (part, wanted) in enumerate(zip(parts, expected, strict=False)):
-        yield from same(f"{what} on replica {i}", part, wanted)
+    return on_each(what, parts, [expected] * len(parts), rtol)
 
 
 def refuses(what: str, call: Callable[[], Any], kind: type[Exception]) -> Fact:
     """Expects a call to raise an error of a kind."""
-    found = outcome(call, kind)
-    return Fact(what, found, kind.__name__)
+    return Fact(what, outcome(call, kind), kind.__name__)
 
 
 def succeeds(what: str, call: Callable[[], Any]) -> Fact:
@@ -122,7 +119,7 @@ class Subject:
 
     strategy: Strategy
     devices: tuple[jax.Device, ...]
-    """Where its replicas should lie, in order."""
+    """Where its replicas should be, in order."""
     options: RunOptions
     """What every step runs with: the lowering."""
 
@@ -141,11 +138,11 @@ class Subject:
         return self.strategy.run(step, args=args, options=self.options)
 
     def seen(self, step: Callable[..., Any], *args: Any) -> list[Any]:
-        """Runs a step; gives what each replica itself has of the result, as NumPy arrays."""
+        """Runs a step; returns what each replica itself has of the result, as NumPy arrays."""
 
         @functools.wraps(step)  # so that run finds the state that the step captures
-        def with_results_apart(*own: Any) -> Any:
-            return apart(step(*own))
+        def with_results_apart(*args: Any) -> Any:
+            return apart(step(*args))
 
         return self.parts(self.run(with_results_apart, *args))
 
@@ -154,7 +151,7 @@ class Subject:
         parts = self.strategy.experimental_local_results(value)
         return [jax.tree.map(np.asarray, part) for part in parts]
 
-    def own(self, values: Sequence[Any]) -> Any:
+    def per_replica(self, values: Sequence[Any]) -> Any:
         """Distributes one value to each replica."""
         return self.strategy.experimental_distribute_values_from_function(
             lambda context: values[context.replica_id_in_sync_group]

@@ -1,4 +1,4 @@
-"""Checks of contexts, and of what goes into ``run`` and comes out of it."""
+"""Checks of contexts, of what goes into ``run`` and comes out of it, and of the collectives inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import MixedStrategiesError
-from distribute_jax._values import PerReplica
+from distribute_jax._values import DistributedValues, PerReplica
+from distribute_jax.collectives import CommunicationOptions
 from distribute_jax.strategies import (
     OneDeviceStrategy,
     get_replica_context,
@@ -27,6 +28,7 @@ from distribute_jax.testing.conformance._core import (
     refuses,
     replica,
     same,
+    succeeds,
 )
 
 
@@ -45,31 +47,31 @@ def context_of_scope(s: Subject) -> Iterator[Fact]:
     before = _current()
     scope = s.strategy.scope()
     for _ in range(2):
-        with scope as given, s.strategy.scope():
-            yield Fact("scope() yields the strategy", given is s.strategy, True)
+        with scope as current, s.strategy.scope():
+            yield Fact("scope() yields the strategy", current is s.strategy, True)
             yield Fact("what is current in scope()", _current(), (s.strategy, True, False))
         yield Fact("what is current after scope()", _current(), before)
 
 
 def context_of_run(s: Subject) -> Iterator[Fact]:
     """In ``run`` there is a replica context, and in ``merge_call`` there is none."""
-    found: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
 
     def merged(strategy: Any) -> None:
-        found["merge_call"] = (_current(), strategy is get_strategy())
+        seen["merge_call"] = (_current(), strategy is get_strategy())
 
     def step() -> None:
-        found["run"] = _current()
-        found["count"] = replica().num_replicas_in_sync
-        found["strategy"] = replica().strategy
+        seen["run"] = _current()
+        seen["count"] = replica().num_replicas_in_sync
+        seen["strategy"] = replica().strategy
         replica().merge_call(merged)
 
     s.run(step)
-    yield Fact("what is current in run", found["run"], (s.strategy, False, True))
-    yield Fact("num_replicas_in_sync in run", found["count"], s.n)
-    yield Fact("the strategy of the replica context", found["strategy"], s.strategy)
+    yield Fact("what is current in run", seen["run"], (s.strategy, False, True))
+    yield Fact("num_replicas_in_sync in run", seen["count"], s.n)
+    yield Fact("the strategy of the replica context", seen["strategy"], s.strategy)
     yield Fact(
-        "what is current in merge_call", found["merge_call"], ((s.strategy, True, False), True)
+        "what is current in merge_call", seen["merge_call"], ((s.strategy, True, False), True)
     )
 
 
@@ -102,9 +104,6 @@ def mixed_strategies_refused(s: Subject) -> Iterator[Fact]:
                 yield refuses(f"{name} {names}", call, MixedStrategiesError)
 
 
-CONTEXT_CHECKS = (context_of_scope, context_of_run, context_refusals, mixed_strategies_refused)
-
-
 def _as_float(*values: float) -> list[np.ndarray]:
     return [np.asarray(value, np.float32) for value in values]
 
@@ -121,39 +120,41 @@ def replica_order(s: Subject) -> Iterator[Fact]:
     if isinstance(ids, PerReplica):
         devices = [str(*part.devices()) for part in ids.values]
         yield Fact("the devices of a result's parts", devices, [str(d) for d in s.devices])
-    given = s.own(_as_float(*range(s.n)))
-    difference = s.seen(lambda x: x - (number() - 1), given)
+    numbers = s.per_replica(_as_float(*range(s.n)))
+    difference = s.seen(lambda x: x - (number() - 1), numbers)
     yield from on_all("a value from a function, less the replica's id", difference, np.float32(0))
 
 
 def arguments(s: Subject) -> Iterator[Fact]:
     """Per-replica values are divided; arrays and numbers go whole to each; also as keywords."""
-    own = s.own(_as_float(*(2.0**i for i in range(s.n))))
-    whole = jnp.arange(3.0)
+    powers = s.per_replica(_powers(s))
+    mirrored = jnp.arange(3.0)
 
     def step(mine: Any, nest: Any, *, scale: Any, flag: bool) -> Any:
-        return (mine * scale + nest["whole"]) if flag else None
+        return (mine * scale + nest["mirrored"]) if flag else None
 
-    options, kwargs = s.options, {"scale": own, "flag": True}
-    result = s.strategy.run(step, args=(own, {"whole": whole}), kwargs=kwargs, options=options)
+    options, kwargs = s.options, {"scale": powers, "flag": True}
+    result = s.strategy.run(
+        step, args=(powers, {"mirrored": mirrored}), kwargs=kwargs, options=options
+    )
     expected = [np.arange(3, dtype=np.float32) + np.float32(4.0**i) for i in range(s.n)]
     yield from on_each("own value squared + [0, 1, 2]", s.parts(result), expected)
 
 
 def results(s: Subject) -> Iterator[Fact]:
     """Equal arrays come back as one array, others per replica; other objects as themselves."""
-    mirrored, own, text, nothing = s.run(
-        lambda: (replica().all_reduce("sum", 1.0), {"own": power()}, "a", None)
+    mirrored, each, text, nothing = s.run(
+        lambda: (replica().all_reduce("sum", 1.0), {"each": power()}, "a", None)
     )
     yield Fact("the equal result is one jax.Array", isinstance(mirrored, jax.Array), True)
     yield Fact("the equal result", float(mirrored), float(s.n))
     yield Fact("a text and None", (text, nothing), ("a", None))
     if s.n > 1:
-        kind = isinstance(own["own"], PerReplica)
+        kind = isinstance(each["each"], PerReplica)
         yield Fact("results that differ are a PerReplica", kind, True)
-        yield refuses("float() of a PerReplica", lambda: float(own["own"]), ValueError)
-        yield refuses("a PerReplica + 1", lambda: own["own"] + 1, TypeError)
-    yield from on_each("own results", s.parts(own), [{"own": x} for x in _powers(s)])
+        yield refuses("float() of a PerReplica", lambda: float(each["each"]), ValueError)
+        yield refuses("a PerReplica + 1", lambda: each["each"] + 1, TypeError)
+    yield from on_each("own results", s.parts(each), [{"each": x} for x in _powers(s)])
     yield from on_each("copies of the equal result", s.parts(mirrored), _as_float(*[s.n] * s.n))
 
 
@@ -175,7 +176,7 @@ def reduce(s: Subject) -> Iterator[Fact]:
     yield from same("sum of integers", s.strategy.reduce("sum", numbers), np.int32(total))
     yield from same("mean of integers", s.strategy.reduce("mean", numbers), mean)
     yield from same("sum of an equal result", s.strategy.reduce("sum", equal), np.float32(s.n**2))
-    uneven = s.own([np.full(i, 2.0**i, np.float32) for i in range(1, s.n + 1)])
+    uneven = s.per_replica([np.full(i, 2.0**i, np.float32) for i in range(1, s.n + 1)])
     elements = [2.0**i for i in range(1, s.n + 1) for _ in range(i)]
     mean = np.float32(np.mean(elements))
     yield from same("mean of uneven parts", s.strategy.reduce("mean", uneven, axis=0), mean)
@@ -190,7 +191,7 @@ def gather(s: Subject) -> Iterator[Fact]:
         joined = s.strategy.gather(mine, axis=axis)
         yield from same(f"gather along {axis}", joined, np.concatenate(parts, axis))
     uneven = [np.full(i, i, np.float32) for i in range(1, s.n + 1)]
-    joined = s.strategy.gather(s.own(uneven), axis=0)
+    joined = s.strategy.gather(s.per_replica(uneven), axis=0)
     yield from same("gather of uneven parts", joined, np.concatenate(uneven))
     scalar = s.run(number)
     yield refuses("gather of scalars", lambda: s.strategy.gather(scalar, axis=0), ValueError)
@@ -198,13 +199,163 @@ def gather(s: Subject) -> Iterator[Fact]:
 
 def dataset(s: Subject) -> Iterator[Fact]:
     """A global batch is cut into consecutive shares; a partial one is padded, and none is lost."""
-    whole, rest = np.arange(8, dtype=np.float32), np.arange(5, dtype=np.float32)
-    full, partial = s.batches([whole, rest])
-    yield from on_each("the share", s.parts(full), np.split(whole, s.n))
-    yield from same("all shares", s.strategy.gather(full, axis=0), whole)
+    rows, rest = np.arange(8, dtype=np.float32), np.arange(5, dtype=np.float32)
+    full, partial = s.batches([rows, rest])
+    yield from on_each("the share", s.parts(full), np.split(rows, s.n))
+    yield from same("all shares", s.strategy.gather(full, axis=0), rows)
     yield from same("all shares of a partial batch", s.strategy.gather(partial, axis=0), rest)
-    found = s.strategy.reduce("mean", partial, axis=0)
-    yield from same("the mean of a partial batch", found, np.float32(2))
+    mean = s.strategy.reduce("mean", partial, axis=0)
+    yield from same("the mean of a partial batch", mean, np.float32(2))
 
 
-CHECKS = (replica_order, arguments, results, reduce, gather, dataset)
+def _nest(factor: Any) -> dict[str, Any]:
+    """Arrays of several dtypes and of lengths that no number of replicas divides."""
+    return {
+        "scalar": jnp.asarray(factor, jnp.float32),
+        "vector": factor * jnp.arange(1.0, 38.0),
+        "matrix": factor * jnp.arange(15.0).reshape(3, 5),
+        "int32": jnp.asarray(factor * jnp.arange(4.0), jnp.int32),
+        "bfloat16": jnp.asarray(factor, jnp.bfloat16),
+        "float16": jnp.asarray(factor * jnp.ones(3), jnp.float16),
+        "empty": jnp.zeros((0, 3)),
+    }
+
+
+def _on_host(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def all_reduce_sum(s: Subject) -> Iterator[Fact]:
+    """Powers of two are added, so that a replica left out or counted twice changes the sum."""
+
+    def nest(factor: Any) -> dict[str, Any]:
+        # Times 15, the sum of four replicas, it is not a number of float32.
+        return {**_nest(factor), "large int32": jnp.int32(factor) * jnp.int32(2**22 + 1)}
+
+    parts = s.seen(lambda: replica().all_reduce("sum", nest(power())))
+    yield from on_all("the sum of 1, 2, 4, … over the replicas", parts, _on_host(nest(2**s.n - 1)))
+
+
+def all_reduce_mean(s: Subject) -> Iterator[Fact]:
+    """The sum is divided by the number of replicas, in every dtype; integers give floats."""
+    parts = s.seen(lambda: replica().all_reduce("mean", _nest(power())))
+    expected = _nest((2**s.n - 1) / s.n)
+    expected["int32"] = (2**s.n - 1) / s.n * jnp.arange(4.0)
+    yield from on_all("the mean of 1, 2, 4, … over the replicas", parts, _on_host(expected))
+
+
+def all_reduce_copies(s: Subject) -> Iterator[Fact]:
+    """Every replica has the same bits, also where the order of the sum matters."""
+
+    def step() -> Any:
+        vector = jnp.sin(number() * jnp.arange(1.0, 38.0)) * 10.0 ** number()
+        return replica().all_reduce("sum", {"vector": vector, "scalar": vector[3]})
+
+    parts = s.seen(step)
+    yield from on_all("the sum, compared with that of replica 0,", parts, parts[0], rtol=0)
+
+
+def all_reduce_options(s: Subject) -> Iterator[Fact]:
+    """Packing changes no sum, and ``options`` of one call are obeyed."""
+    options = CommunicationOptions(bytes_per_pack=8)
+    parts = s.seen(lambda: replica().all_reduce("sum", _nest(power()), options))
+    yield from on_all("the sum in packs of 8 bytes", parts, _on_host(_nest(2**s.n - 1)))
+
+
+def all_reduce_gradient(s: Subject) -> Iterator[Fact]:
+    """The derivative is the same reduction: of upstream gradients, and of tangents."""
+
+    def derivatives(op: str) -> tuple[jax.Array, jax.Array]:
+        def reduced(x: jax.Array) -> jax.Array:
+            return jnp.asarray(replica().all_reduce(op, x))
+
+        upstream, x = power() * jnp.arange(1.0, 6.0), jnp.ones(5)
+        gradient = jax.grad(lambda x: jnp.sum(reduced(x) * upstream))(x)
+        return gradient, jax.jvp(reduced, (x,), (upstream,))[1]
+
+    parts = s.seen(lambda: {"sum": derivatives("sum"), "mean": derivatives("mean")})
+    total = np.float32(2**s.n - 1) * np.arange(1, 6, dtype=np.float32)
+    expected = {"sum": (total, total), "mean": (total / np.float32(s.n), total / np.float32(s.n))}
+    yield from on_all("gradient and tangent", parts, expected)
+
+
+def all_reduce_transformed(s: Subject) -> Iterator[Fact]:
+    """It works under jit, vmap, scan and checkpoint in the step."""
+
+    def reduced(x: jax.Array) -> jax.Array:
+        return jnp.asarray(replica().all_reduce("sum", x))
+
+    def step() -> Any:
+        matrix = power() * jnp.arange(6.0).reshape(2, 3)
+        return {
+            "jit": jax.jit(reduced)(matrix),
+            "vmap": jax.vmap(reduced)(matrix),
+            "vmap over dim 1": jax.vmap(reduced, in_axes=1, out_axes=1)(matrix),
+            "scan": jax.lax.scan(lambda c, x: (c, reduced(x)), 0, matrix)[1],
+            "checkpoint": jax.grad(lambda x: jnp.sum(jax.checkpoint(reduced)(x) * matrix))(matrix),
+        }
+
+    total = np.float32(2**s.n - 1) * np.arange(6, dtype=np.float32).reshape(2, 3)
+    names = ("jit", "vmap", "vmap over dim 1", "scan", "checkpoint")
+    yield from on_all("the sum under", s.seen(step), dict.fromkeys(names, total))
+
+
+def all_reduce_is_proved(s: Subject) -> Iterator[Fact]:
+    """The sum is known to be equal on all replicas, so a step may change state with it."""
+    state = s.made(lambda: jax.numpy.zeros(3))
+    results: list[Any] = []
+
+    def call() -> None:
+        results.append(s.run(lambda x: x + replica().all_reduce("sum", power()), state))
+
+    yield succeeds("returning a mirrored argument plus a sum", call)
+    for array in results:
+        yield Fact("it comes back as one jax.Array", isinstance(array, jax.Array), True)
+        for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
+            copy = np.asarray(shard.data)
+            expected = np.full(3, 2**s.n - 1, np.float32)
+            yield from same(f"its copy on {shard.device}", copy, expected)
+
+
+def all_gather(s: Subject) -> Iterator[Fact]:
+    """All replicas get all arrays in replica order; the gradient is the slice of the summed one."""
+
+    def step() -> Any:
+        block = number() * jnp.ones((2, 3))
+        width, n = jnp.arange(2.0 * s_n), s_n
+
+        def loss(x: jax.Array) -> jax.Array:
+            return jnp.sum(replica().all_gather(x, axis=0)[:, 0] * width * power() * n)
+
+        nest = {"0": block, "bool": block > 2}
+        return {
+            **replica().all_gather(nest, axis=0),
+            "-1": replica().all_gather(block, axis=-1),
+            "gradient": jax.grad(loss)(block)[:, 0],
+        }
+
+    s_n = s.n
+    blocks = [np.full((2, 3), i, np.float32) for i in range(1, s.n + 1)]
+    joined = np.concatenate(blocks)
+    total = s.n * (2**s.n - 1) * np.arange(2 * s.n, dtype=np.float32).reshape(s.n, 2)
+    expected = [
+        {"0": joined, "bool": joined > 2, "-1": np.concatenate(blocks, 1), "gradient": row}
+        for row in total
+    ]
+    yield from on_each("what all_gather gives", s.seen(step), expected)
+
+
+def merge_call(s: Subject) -> Iterator[Fact]:
+    """A function gets all replicas' values at once; each replica gets back its part, or all the same."""
+
+    def merged(strategy: Any, value: Any, *, factor: float) -> Any:
+        parts = strategy.experimental_local_results(value)
+        kinds.append(isinstance(value, DistributedValues))
+        return value, factor * strategy.reduce("sum", value, axis=None), sum(parts)
+
+    kinds: list[bool] = []
+    parts = s.seen(lambda: replica().merge_call(merged, args=(power(),), kwargs={"factor": 2.0}))
+    total = np.float32(2**s.n - 1)
+    expected = [(np.float32(2.0**i), 2 * total, total) for i in range(s.n)]
+    yield from on_each("own part, twice the sum, and the sum by hand", parts, expected)
+    yield Fact("each argument is a DistributedValues", kinds, [True])

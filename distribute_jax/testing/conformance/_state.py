@@ -1,0 +1,451 @@
+"""Checks of state: ``Variable``, metrics, batch norm, random streams, and training against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from distribute_jax import metrics
+from distribute_jax._errors import NotEqualError, OutOfSyncError, PaddingLeakError
+from distribute_jax.collectives import check_in_sync
+from distribute_jax.losses import compute_average_loss
+from distribute_jax.program import RunOptions
+from distribute_jax.testing.conformance._core import (
+    Fact,
+    Subject,
+    number,
+    on_all,
+    on_each,
+    refuses,
+    replica,
+    same,
+    succeeds,
+)
+from distribute_jax.training import Optimizer
+from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
+
+_NONE, _SUM = VariableAggregation.NONE, VariableAggregation.SUM
+_MEAN, _FIRST = VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA
+_ON_READ = VariableSynchronization.ON_READ
+
+_METHODS = {"assign": (0, 1), "assign_add": (1, 1), "assign_sub": (1, -1)}
+"""How much of the old value stays, and the sign of what is written."""
+
+
+def _combined(n: int) -> dict[VariableAggregation, float]:
+    """What the replicas' 1, 2, …, n become."""
+    return {_SUM: n * (n + 1) / 2, _MEAN: (n + 1) / 2, _FIRST: 1.0}
+
+
+def _variable(
+    s: Subject, aggregation: VariableAggregation, value: Any = 10.0, **kinds: Any
+) -> Variable:
+    variable: Variable = s.made(lambda: Variable(value, aggregation=aggregation, **kinds))
+    return variable
+
+
+def _one_for_each_method(s: Subject, aggregation: VariableAggregation) -> dict[str, Variable]:
+    return {method: _variable(s, aggregation) for method in _METHODS}
+
+
+def variables_on_write(s: Subject) -> Iterator[Fact]:
+    """Replica r writes r + 1 to 10: the sum, the mean or the first counts, on every replica."""
+    variables = {
+        aggregation: _one_for_each_method(s, aggregation) for aggregation in _combined(s.n)
+    }
+
+    def step() -> Any:
+        return {
+            aggregation.name: {m: getattr(v, m)(number()) for m, v in named.items()}
+            for aggregation, named in variables.items()
+        }
+
+    parts = s.seen(step)
+    for aggregation, written in _combined(s.n).items():
+        for method, (keeps, sign) in _METHODS.items():
+            wanted, what = np.float32(10 * keeps + sign * written), f"{aggregation.name}, {method}"
+            returned = [part[aggregation.name][method] for part in parts]
+            yield from on_all(f"what {method} returns under {aggregation.name}", returned, wanted)
+            copies = [np.asarray(copy) for copy in variables[aggregation][method].values]
+            yield from on_all(f"the variable after {what},", copies, wanted)
+
+
+def variables_on_write_equal(s: Subject) -> Iterator[Fact]:
+    """Every replica writes 4: counted for each under SUM, and once otherwise, NONE included."""
+    variables = {
+        aggregation: _one_for_each_method(s, aggregation) for aggregation in VariableAggregation
+    }
+
+    def step() -> None:
+        for named in variables.values():
+            for method, variable in named.items():
+                getattr(variable, method)(4.0)
+
+    s.run(step)
+    for aggregation, named in variables.items():
+        for method, (keeps, sign) in _METHODS.items():
+            wanted = 10 * keeps + sign * 4.0 * (s.n if aggregation is _SUM else 1)
+            value = float(named[method].numpy())
+            yield Fact(f"{method}(4) of every replica under {aggregation.name}", value, wanted)
+
+
+def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
+    """Outside of ``run`` 4 is assigned, added and taken away as with a plain variable, in all copies."""
+    count = len(s.strategy.extended.parameter_devices)
+    for aggregation in VariableAggregation:
+        for method, variable in _one_for_each_method(s, aggregation).items():
+            keeps, sign = _METHODS[method]
+            s.made(partial(getattr(variable, method), 4.0))
+            copies = [np.asarray(copy) for copy in variable.values]
+            wanted = np.float32(10 * keeps + sign * 4.0)
+            what = f"{method}(4) outside under {aggregation.name}"
+            yield Fact(f"the number of copies after {what}", len(copies), count)
+            yield from on_all(what, copies, wanted)
+
+
+def variables_drift_refused(s: Subject) -> Iterator[Fact]:
+    """With aggregation NONE replicas that write different values are refused, and nothing changes."""
+    variable = _variable(s, _NONE)
+    if s.n > 1:
+        call = lambda: s.run(lambda: variable.assign(number()))  # noqa: E731
+        yield refuses("different values under NONE", call, OutOfSyncError)
+        yield Fact("the variable afterwards", float(variable.numpy()), 10.0)
+
+
+def variables_on_read(s: Subject) -> Iterator[Fact]:
+    """Each replica writes and reads its own value; outside it reads as the aggregate."""
+    variables = {a.name: _variable(s, a, synchronization=_ON_READ) for a in VariableAggregation}
+
+    def step() -> Any:
+        return {
+            name: (v.assign(number()), v.assign_add(1.0), v.read_value())
+            for name, v in variables.items()
+        }
+
+    numbers = np.arange(1, s.n + 1, dtype=np.float32)
+    expected = [dict.fromkeys(sorted(variables), (i, i + 1, i + 1)) for i in numbers]
+    yield from on_each("assign, assign_add and read", s.seen(step), expected)
+    for name, variable in variables.items():
+        components = [np.asarray(value) for value in variable.values]
+        yield from on_each(f"the component under {name}", components, list(numbers + 1))
+    for aggregation, total in _combined(s.n).items():
+        wanted = total + (s.n if aggregation is _SUM else 1)
+        value = float(variables[aggregation.name].numpy())
+        yield Fact(f"the value outside under {aggregation.name}", value, wanted)
+    if s.n > 1:
+        yield refuses("reading NONE outside", variables["NONE"].numpy, ValueError)
+
+
+def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
+    """What was given or assigned reads back; 4 is added to a mean or a first value, not to a sum."""
+    for aggregation in (_SUM, _MEAN, _FIRST):
+        name = aggregation.name
+        variable = _variable(s, aggregation, synchronization=_ON_READ)
+        yield Fact(f"the initial value under {name}", float(variable.numpy()), 10.0)
+        if aggregation is _SUM and s.n > 1:
+            yield refuses(
+                "assign_add outside under SUM", partial(variable.assign_add, 4), ValueError
+            )
+        elif aggregation is not _SUM:
+            variable.assign_add(4.0)
+            yield Fact(f"assign_add(4) outside under {name}", float(variable.numpy()), 14.0)
+            variable.assign_sub(8.0)
+            yield Fact(f"assign_sub(8) outside under {name}", float(variable.numpy()), 6.0)
+        variable.assign(4.0)
+        yield Fact(f"assign(4) outside under {name}", float(variable.numpy()), 4.0)
+        shares = sum(float(value) for value in variable.values)
+        wanted = 4.0 if aggregation is _SUM else 4.0 * s.n
+        yield Fact(f"the sum of the components under {name}", shares, wanted)
+    integer = _variable(s, _SUM, 1, synchronization=_ON_READ)
+    integer.assign(5)
+    yield from same("an integer 5 assigned under SUM", integer.numpy(), np.asarray(5, "int32"))
+    if s.n > 1:
+        none = _variable(s, _NONE, synchronization=_ON_READ)
+        yield refuses("assign outside under NONE", lambda: none.assign(4.0), ValueError)
+
+
+def variables_rows(s: Subject) -> Iterator[Fact]:
+    """``scatter_add`` combines the replicas' changes of single rows; ON_READ has none."""
+    wanted = {_SUM: float(s.n), _MEAN: 1.0, _FIRST: 1.0}
+    variables = {a: _variable(s, a, np.zeros(s.n + 1, np.float32)) for a in wanted}
+
+    def step() -> None:
+        rows = jnp.stack([number().astype(int) - 1, jnp.int32(n)])
+        for variable in variables.values():
+            variable.scatter_add(rows, jnp.ones(2))
+
+    n = s.n
+    s.run(step)
+    for aggregation, last in wanted.items():
+        firsts = {_SUM: np.ones(n), _MEAN: np.full(n, 1 / n), _FIRST: np.eye(n)[0]}[aggregation]
+        expected = np.append(firsts, last).astype(np.float32)
+        what = f"1 added to row r and to the last, under {aggregation.name}"
+        yield from same(what, variables[aggregation].numpy(), expected)
+    local = _variable(s, _SUM, np.zeros(3, np.float32), synchronization=_ON_READ)
+    call = lambda: local.scatter_add([0], [1.0])  # noqa: E731
+    yield refuses("scatter_add of an ON_READ variable", call, NotImplementedError)
+
+
+def metrics_over_replicas(s: Subject) -> Iterator[Fact]:
+    """``dj.metrics`` count every example once, over full and partial batches."""
+
+    def make() -> Any:
+        return metrics.MultiMetric(
+            accuracy=metrics.Accuracy(threshold=0.5),
+            loss=metrics.Average("loss"),
+            spread=metrics.Welford("loss"),
+        )
+
+    def step(x: jax.Array, labels: jax.Array) -> None:
+        metric.update(logits=x, labels=labels, loss=x)
+
+    metric = s.made(make)
+    x = (np.arange(14, dtype=np.float32) * 5 % 14) / 8
+    labels = np.arange(14, dtype=np.int32) % 2
+    data = [(x[a:b], labels[a:b]) for a, b in ((0, 8), (8, 13), (13, 14))]
+    for batch in s.batches(data):
+        s.run(step, *batch)
+    values = metric.compute()
+    yield Fact("Average", float(values["loss"]), float(x.mean()))
+    yield Fact("its count", int(metric.loss.count[...]), 14)
+    yield Fact("Accuracy", float(values["accuracy"]), float(((x >= 0.5) == labels).mean()))
+    yield Fact("the mean of Welford", float(values["spread"].mean), float(x.mean()))
+    deviation = float(values["spread"].standard_deviation)
+    yield Fact("the deviation of Welford", deviation, float(x.std()))
+    yield succeeds("all copies of the metrics are equal", lambda: check_in_sync(metric))
+
+
+def batch_norm(s: Subject) -> Iterator[Fact]:
+    """Running statistics are those of the global batch, or the replicas' own ones averaged."""
+    x = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
+    (batch,) = s.batches([x])
+    local_variance = float(np.mean([part.var() for part in np.split(x, s.n)]))
+    for kind, axis, variance in (("synchronised", "data", 5.25), ("local", None, local_variance)):
+        make = partial(nnx.BatchNorm, 1, momentum=0.5, axis_name=axis, rngs=nnx.Rngs(0))
+        norm = s.made(make)
+        out = s.run(norm, batch)
+        yield from same(f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32))
+        wanted = np.asarray([0.5 + 0.5 * variance], np.float32)
+        yield from same(f"the {kind} running variance", norm.var[...], wanted)
+        if kind == "synchronised":
+            wanted = (x - 4.5) / np.sqrt(np.float32(5.25 + 1e-5))
+            joined = s.strategy.gather(out, axis=0)
+            yield from same("the normalised batch", joined, wanted, rtol=1e-4)
+        yield succeeds(f"the {kind} statistics are equal", partial(check_in_sync, norm))
+
+
+def random_streams(s: Subject) -> Iterator[Fact]:
+    """Replicas draw different numbers, replica 0 those of one device, and the stream stays one."""
+    dropout = s.made(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(3)))
+    alone = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+    drawn = []
+    for call in ("first", "second"):
+        parts = s.seen(lambda: dropout(jnp.ones(64)))
+        yield from same(f"replica 0's {call} draw", parts[0], np.asarray(alone(jnp.ones(64))))
+        drawn += [part.tobytes() for part in parts]
+    yield Fact("how many of the replicas' draws differ", len(set(drawn)), 2 * s.n)
+    yield Fact("how often the stream was used", int(dropout.rngs.count[...]), 2)
+    yield succeeds("all copies of the stream are equal", lambda: check_in_sync(dropout))
+
+
+def random_parameters(s: Subject) -> Iterator[Fact]:
+    """The stream of parameters gives all replicas the same numbers, and keys in arguments too."""
+    rngs = s.made(lambda: nnx.Rngs(params=7))
+    wanted = np.asarray(jax.random.normal(nnx.Rngs(params=7).params(), (5,)))
+    parts = s.seen(lambda: jax.random.normal(rngs.params(), (5,)))
+    yield from on_all("the draw of the stream 'params'", parts, wanted)
+    key = jax.random.key(5)
+    parts = s.seen(lambda key: jax.random.normal(key, (5,)) + 0 * number(), key)
+    wanted = np.asarray(jax.random.normal(key, (5,)))
+    yield from on_all("the draw of a key that was passed", parts, wanted)
+
+
+_TOLERANCE = 1e-4
+"""What float32 rounding may have grown to after a few steps."""
+_RATE, _MOMENTUM, _NORM = 0.2, 0.9, 1.0
+
+
+def _transformation() -> Any:
+    """Clipping, which must see the gradient of the global batch, and momentum, which is state."""
+    return optax.chain(optax.clip_by_global_norm(_NORM), optax.sgd(_RATE, momentum=_MOMENTUM))
+
+
+def _data(sizes: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Makes global batches of inputs and targets."""
+    rng = np.random.default_rng(0)
+    draw = [(rng.normal(size=(n, 3)), rng.normal(size=n)) for n in sizes]
+    return [(x.astype(np.float32), y.astype(np.float32)) for x, y in draw]
+
+
+def _example_losses(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the loss of each example."""
+    return jnp.square(model(x)[:, 0] - y)
+
+
+def _arrays(node: Any) -> list[np.ndarray]:
+    leaves = map(np.asarray, jax.tree.leaves(nnx.state(node)))
+    return [leaf for leaf in leaves if leaf.ndim]
+
+
+def _by_hand(model: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Trains a copy of a model on whole batches, with the gradients worked out on paper."""
+    b, w = (leaf.astype(np.float64) for leaf in _arrays(model))
+    momenta, losses = [np.zeros_like(b), np.zeros_like(w)], []
+    for x, y in _data(sizes):
+        error = x @ w + b - y[:, None]
+        losses.append((error**2).mean())
+        gradients = [2 * error.mean(0), 2 * x.T @ error / len(x)]
+        norm = np.sqrt(sum((g**2).sum() for g in gradients))
+        scale = min(1.0, _NORM / norm)
+        momenta = [_MOMENTUM * m + scale * g for m, g in zip(momenta, gradients, strict=True)]
+        b, w = b - _RATE * momenta[0], w - _RATE * momenta[1]
+    trained = {"losses": np.asarray(losses), "parameters": [b, w], "momenta": momenta}
+    return jax.tree.map(np.float32, trained)  # type: ignore[no-any-return]
+
+
+def _equals_by_hand(
+    losses: Any, model: Any, optimizer: Any, wanted: dict[str, Any]
+) -> Iterator[Fact]:
+    losses = np.asarray(losses, np.float32)
+    trained = {"losses": losses, "parameters": _arrays(model), "momenta": _arrays(optimizer)}
+    return same("the training", trained, wanted, rtol=_TOLERANCE)
+
+
+def _flax_optimizer(model: Any) -> Any:
+    return nnx.Optimizer(model, _transformation(), wrt=nnx.Param)
+
+
+def _model_and_optimizer(
+    s: Subject, make_optimizer: Callable[[Any], Any] = _flax_optimizer
+) -> tuple[Any, Any]:
+    model = s.made(lambda: nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    return model, s.made(lambda: make_optimizer(model))
+
+
+def _gradients(model: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
+    def loss(model: Any) -> jax.Array:
+        return compute_average_loss(_example_losses(model, x, y))
+
+    loss_and_gradients: tuple[Any, Any] = nnx.value_and_grad(loss)(model)
+    return loss_and_gradients
+
+
+def _step(model: Any, optimizer: Any) -> Callable[..., Any]:
+    """Makes the step with the sum of the gradients written out, or left to ``dj.Optimizer``."""
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        loss, gradients = _gradients(model, x, y)
+        if not isinstance(optimizer, Optimizer):
+            gradients = replica().all_reduce("sum", gradients)
+        optimizer.update(model, gradients)
+        return replica().all_reduce("sum", loss)
+
+    return step
+
+
+def _equal_training(s: Subject, make_optimizer: Callable[[Any], Any]) -> Iterator[Fact]:
+    sizes = (8, 8, 5, 1)
+    model, optimizer = _model_and_optimizer(s, make_optimizer)
+    wanted, step = _by_hand(model, sizes), _step(model, optimizer)
+    losses = [float(s.run(step, *batch)) for batch in s.batches(_data(sizes))]
+    yield from _equals_by_hand(losses, model, optimizer, wanted)
+    yield succeeds("all copies of the state are equal", lambda: check_in_sync((model, optimizer)))
+
+
+def training(s: Subject) -> Iterator[Fact]:
+    """``nnx.Optimizer`` on summed gradients: four steps, two of them on partial batches."""
+    yield from _equal_training(s, _flax_optimizer)
+
+
+def training_with_dj_optimizer(s: Subject) -> Iterator[Fact]:
+    """``dj.Optimizer`` sums the gradients itself, before they are clipped."""
+    yield from _equal_training(s, lambda model: Optimizer(model, _transformation()))
+
+
+def run_steps(s: Subject) -> Iterator[Fact]:
+    """Batches scanned in one program, and a partial remainder, are the single steps."""
+    sizes = (8, 8, 8, 5)
+    model, optimizer = _model_and_optimizer(s)
+    wanted = _by_hand(model, sizes)
+    step, iterator = _step(model, optimizer), iter(s.strategy.distribute_dataset(_data(sizes)))
+    take = partial(s.strategy.run_steps, step, iterator, 3, s.options)
+    losses = [np.asarray(take()), np.asarray(take())]
+    yield Fact("how many steps ran in each call", [len(part) for part in losses], [3, 1])
+    yield from _equals_by_hand(np.concatenate(losses), model, optimizer, wanted)
+    yield refuses("run_steps at the end", take, StopIteration)
+
+
+def donation(s: Subject) -> Iterator[Fact]:
+    """State is updated in place; with ``donate_state=False``, and under pmap, the old arrays stay."""
+    model, optimizer = _model_and_optimizer(s)
+    step, (batch,) = _step(model, optimizer), s.batches(_data((8,)))
+    for donate in (False, True):
+        options = RunOptions(lowering=s.options.lowering, donate_state=donate)
+        old = model.kernel.get_raw_value()
+        s.strategy.run(step, args=batch, options=options)
+        gone = bool(old.is_deleted())
+        wanted = donate and s.options.lowering != "pmap"
+        yield Fact(f"the old array is gone with donate_state={donate}", gone, wanted)
+
+
+def partial_batches(s: Subject) -> Iterator[Fact]:
+    """5 of 8 examples: sums, means, masks and results leave out the padding, and leaks are found."""
+
+    def step(x: jax.Array) -> Any:
+        total = replica().all_reduce("sum", jax.numpy.sum(x * replica().batch_mask))
+        mean = replica().all_reduce("sum", compute_average_loss(x**2))
+        return total, mean, replica().all_reduce("sum", replica().batch_mask.sum()), 2 * x
+
+    rows, rest = np.arange(8, dtype=np.float32) + 1, np.arange(5, dtype=np.float32) + 1
+    full, partial = s.batches([rows, rest])
+    for batch, x in ((full, rows), (partial, rest)):
+        total, mean, count, doubled = s.run(step, batch)
+        name = f"{len(x)} examples"
+        yield Fact(f"their number, of {name}", int(count), len(x))
+        yield Fact(f"the sum of {name}", float(total), float(x.sum()))
+        yield Fact(f"the mean square of {name}", float(mean), float((x**2).mean()))
+        yield from same(f"twice {name}", s.strategy.gather(doubled, axis=0), 2 * x)
+    call = lambda: s.run(lambda x: replica().all_reduce("sum", x.sum()), partial)  # noqa: E731
+    yield refuses("a sum without the mask", call, PaddingLeakError)
+
+
+def unreduced_gradients_refused(s: Subject) -> Iterator[Fact]:
+    """Gradients that were not summed, and those that were summed twice, are refused."""
+    (batch,) = s.batches(_data((8,)))
+    model, optimizer = _model_and_optimizer(s)
+
+    def forgets(x: jax.Array, y: jax.Array) -> None:
+        optimizer.update(model, _gradients(model, x, y)[1])
+
+    summing = s.made(lambda: Optimizer(model, _transformation()))
+
+    def twice(x: jax.Array, y: jax.Array) -> None:
+        summing.update(model, replica().all_reduce("sum", _gradients(model, x, y)[1]))
+
+    if s.n > 1:
+        yield refuses(
+            "gradients that were not summed", lambda: s.run(forgets, *batch), OutOfSyncError
+        )
+        yield refuses("gradients summed twice", lambda: s.run(twice, *batch), OutOfSyncError)
+
+
+def verify_option(s: Subject) -> Iterator[Fact]:
+    """``RunOptions(verify=…)`` passes a right step and finds gradients of a mean that were summed."""
+    (batch,) = s.batches([_data((8,))[0][0]])
+    options = RunOptions(lowering=s.options.lowering, verify="always")
+
+    def run(step: Callable[..., Any]) -> Any:
+        return s.strategy.run(step, args=(batch,), options=options)
+
+    right = lambda x: replica().all_reduce("mean", x.mean(0))  # noqa: E731
+    wrong = lambda x: replica().all_reduce("sum", x.mean(0))  # noqa: E731
+    yield succeeds("the mean of means", lambda: run(right))
+    if s.n > 1:
+        yield refuses("the sum of means", lambda: run(wrong), NotEqualError)
