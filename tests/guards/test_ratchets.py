@@ -99,10 +99,10 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 39_983,
-    lines_of_tests: 38_748,
-    files: 201,
-    pieces: 1,
+    lines: 39_534,
+    lines_of_tests: 38_577,
+    files: 198,
+    pieces: 0,
     private_words: 0,
     private_imports: 31,
 }
