@@ -23,7 +23,7 @@ class ClusterSpec:
 
     Raises:
         ArgumentTypeError: ``cluster`` has another type; a ``TypeError``.
-        ArgumentError: an index is negative; a ``ValueError``.
+        ArgumentError: an index is negative; at a call: there is no such job or task. A ``ValueError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -52,27 +52,15 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns the number of tasks of a job, without counting gaps.
-
-        Raises:
-            ArgumentError: there is no such job; a ``ValueError``.
-        """
+        """Returns the number of tasks of a job, without counting gaps."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the sorted indices of the tasks of a job.
-
-        Raises:
-            ArgumentError: there is no such job; a ``ValueError``.
-        """
+        """Returns the sorted indices of the tasks of a job."""
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Returns the address of one task.
-
-        Raises:
-            ArgumentError: there is no such job or task; a ``ValueError``.
-        """
+        """Returns the address of a task."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ArgumentError(
@@ -82,11 +70,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns a list with the address of task i at position i, and None where there is no task.
-
-        Raises:
-            ArgumentError: there is no such job; a ``ValueError``.
-        """
+        """Returns a list with the address of task i at position i, and None where there is no task."""
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 

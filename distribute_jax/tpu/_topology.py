@@ -35,7 +35,8 @@ class Topology:
         num_tpus_per_task: the number of devices of each process.
 
     Raises:
-        ValueError: there are no devices, or the processes have different numbers of them.
+        ValueError: there are no devices, or the processes have different numbers of them; at a call: there
+            is no device at the coordinates.
 
     Example:
         >>> import distribute_jax as dj, jax
@@ -66,27 +67,15 @@ class Topology:
         self.missing_devices: Ints = np.argwhere(self._numbers < 0).astype(np.int32)
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Returns the number of the process that has the device at these coordinates.
-
-        Raises:
-            ValueError: there is no device.
-        """
+        """Returns the number of the process that has the device at these coordinates."""
         return self._number_at(device_coordinates) // self.num_tpus_per_task
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Returns the number of the device at these coordinates among those of its process.
-
-        Raises:
-            ValueError: there is no device.
-        """
+        """Returns the number of the device at these coordinates among those of its process."""
         return self._number_at(device_coordinates) % self.num_tpus_per_task
 
     def device_at_coordinates(self, device_coordinates: Sequence[int]) -> jax.Device:
-        """Returns the device at these coordinates.
-
-        Raises:
-            ValueError: there is no device.
-        """
+        """Returns the device at these coordinates."""
         return self._devices[self._number_at(device_coordinates)]
 
     def _number_at(self, coordinates: Sequence[int]) -> int:
