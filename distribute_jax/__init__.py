@@ -109,19 +109,9 @@ from distribute_jax.variables import Variable, VariableAggregation, VariableSync
 
 # What builds on `run` and the strategies: a program that uses none of it does not wait for it either.
 if TYPE_CHECKING:
-    from distribute_jax import (
-        callbacks,
-        cluster_resolver,
-        losses,
-        metrics,
-        summary,
-        testing,
-    )
+    from distribute_jax import callbacks, cluster_resolver, losses, metrics, summary, testing
     from distribute_jax.checkpoint import CheckpointManager
-    from distribute_jax.losses import (
-        compute_average_loss,
-        scale_regularization_loss,
-    )
+    from distribute_jax.losses import compute_average_loss, scale_regularization_loss
     from distribute_jax.testing import simulate
     from distribute_jax.training import (
         AddedLoss,

@@ -7,13 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.peers._jax_loop import (
-    JaxTrainer,
-    carried,
-    flat_step,
-    shardings_of,
-    sum_of_shares,
-)
+from benchmarks.peers._jax_loop import JaxTrainer, carried, flat_step, shardings_of, sum_of_shares
 from benchmarks.peers._protocol import Array, Start, serve
 
 

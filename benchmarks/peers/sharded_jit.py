@@ -6,13 +6,7 @@ import flax
 import jax
 import optax
 
-from benchmarks.peers._jax_loop import (
-    JaxTrainer,
-    carried,
-    flat_step,
-    placed_batches,
-    shardings_of,
-)
+from benchmarks.peers._jax_loop import JaxTrainer, carried, flat_step, placed_batches, shardings_of
 from benchmarks.peers._protocol import Start, serve
 
 

@@ -20,12 +20,7 @@ from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import without_jit
 from distribute_jax.program._failures import failed, named
 from distribute_jax.program._lowerings import COMPILERS
-from distribute_jax.program._multi_step import (
-    can_scan,
-    run_scanned,
-    stacked_results,
-    take_batches,
-)
+from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._program import Program

@@ -20,12 +20,7 @@ from distribute_jax.training import _steps
 from distribute_jax.training._batches import Batches, Keys, hint
 from distribute_jax.training._compile import Setup
 from distribute_jax.training._fit import Fit, check_ends, class_weights, without_keys
-from distribute_jax.training._inputs import (
-    arrays_of,
-    check_placed,
-    dataset_of,
-    several_inputs_hint,
-)
+from distribute_jax.training._inputs import arrays_of, check_placed, dataset_of, several_inputs_hint
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.training._objective import as_nnx
 from distribute_jax.training._progress import progress

@@ -2,12 +2,7 @@
 
 import pytest
 
-from distribute_jax.data._split import (
-    Division,
-    schedule,
-    scheduled_rows,
-    shares,
-)
+from distribute_jax.data._split import Division, schedule, scheduled_rows, shares
 
 
 @pytest.mark.parametrize(
