@@ -35,8 +35,8 @@ class Topology:
         num_tpus_per_task: the number of devices of each process.
 
     Raises:
-        ValueError: there are no devices, or the processes have different numbers of them; at a call: there
-            is no device at the coordinates.
+        ValueError: there are no devices, or the processes have different numbers of them; at a call: no
+            device has these coordinates.
 
     Example:
         >>> import distribute_jax as dj, jax
