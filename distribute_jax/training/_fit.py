@@ -13,7 +13,7 @@ from distribute_jax._messages import check_int
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
 from distribute_jax.training._batches import Batches, Keys
-from distribute_jax.training._inputs import Arrays, arrays_of, dataset_of
+from distribute_jax.training._inputs import arrays_of, dataset_of
 from distribute_jax.training._progress import progress
 from distribute_jax.training._trainer import warn_of_early_end
 from distribute_jax.training.callbacks._callback import CallbackList, History
@@ -81,7 +81,7 @@ class Fit:
                 validation_data = self.validation_keys.arguments(validation_data)
             if isinstance(validation_data, tuple):
                 self.validation_keys = Keys()
-            size = validation_batch_size or (batch_size if isinstance(data, Arrays) else None)
+            size = validation_batch_size or batch_size
             self.validation = _validation(strategy, validation_data, size, self.validation_keys)
             check_ends("fit(validation_data)", self.validation, self.validation_steps)
 

@@ -58,33 +58,27 @@ def _scale_by_nadam() -> optax.GradientTransformation:
     return optax.GradientTransformation(start, update)
 
 
-def adam(learning_rate: Any) -> optax.GradientTransformation:
-    return optax.chain(_scale_by_adam(), optax.scale_by_learning_rate(learning_rate))
-
-
-def adamw(learning_rate: Any, weight_decay: float) -> optax.GradientTransformation:
-    """Returns Keras's AdamW: all weights decay, by the learning rate times this share."""
+def adam(
+    learning_rate: Any, weight_decay: float = 0.0, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """Returns Keras's Adam, AdamW, where all weights decay by the rate times a share, or Nadam."""
     return optax.chain(
-        _scale_by_adam(),
-        optax.add_decayed_weights(weight_decay),
+        _scale_by_nadam() if nesterov else _scale_by_adam(),
+        optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
         optax.scale_by_learning_rate(learning_rate),
     )
-
-
-def nadam(learning_rate: Any) -> optax.GradientTransformation:
-    return optax.chain(_scale_by_nadam(), optax.scale_by_learning_rate(learning_rate))
 
 
 KERAS: Mapping[str, tuple[Callable[..., Any], float, Mapping[str, Any]]] = {
     "sgd": (optax.sgd, 0.01, {}),
     "rmsprop": (optax.rmsprop, 0.001, {"decay": 0.9, "eps": 1e-7, "eps_in_sqrt": True}),
     "adam": (adam, 0.001, {}),
-    "adamw": (adamw, 0.001, {"weight_decay": 0.004}),
+    "adamw": (adam, 0.001, {"weight_decay": 0.004}),
     "adadelta": (optax.adadelta, 0.001, {"rho": 0.95, "eps": 1e-7}),
     "adagrad": (optax.adagrad, 0.001, {"initial_accumulator_value": 0.1, "eps": 1e-7}),
     "adamax": (optax.adamax, 0.001, {"eps": 1e-7}),
     "adafactor": (optax.adafactor, 0.001, {"min_dim_size_to_factor": 1}),
-    "nadam": (nadam, 0.001, {}),
+    "nadam": (adam, 0.001, {"nesterov": True}),
     "lion": (optax.lion, 0.001, {"b1": 0.9, "b2": 0.99, "weight_decay": 0.0}),
     "lamb": (optax.lamb, 0.001, {"eps": 1e-7}),
 }

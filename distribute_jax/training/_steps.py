@@ -25,10 +25,7 @@ def forward(
     module: nnx.Module, setup: Setup, x: PyTree, *, training: bool
 ) -> tuple[PyTree, jax.Array | None]:
     """Returns the outputs, and this replica's part of what the module's layers add to the loss."""
-    keywords = {
-        **mode_keywords(setup.call, training=training),
-        **linen_keywords(module, training=training),
-    }
+    keywords = call_keywords(module, setup.call, training=training)
     with setup.policy.computing(module):
         outputs, added = with_added_losses(module, setup.policy.cast_input(x), keywords)
     return setup.policy.cast_output(outputs), added
@@ -171,20 +168,21 @@ def mode(module: nnx.Module, *, training: bool) -> Iterator[None]:
             setattr(node, name, old)
 
 
-def mode_keywords(call: Callable[..., Any], *, training: bool) -> dict[str, bool]:
-    """Returns the keywords by which a module's ``__call__`` gets the mode."""
+def call_keywords(
+    module: nnx.Module, call: Callable[..., Any], *, training: bool
+) -> dict[str, Any]:
+    """Returns the keywords by which a module gets the mode, and a Linen module what it may change."""
     known = inspect.signature(call).parameters
-    return {name: value == training for name, value in _KEYWORDS.items() if name in known}
-
-
-def linen_keywords(module: nnx.Module, *, training: bool) -> dict[str, Any]:
-    """Returns the keyword that names the collections a Linen module may change, such as batch_stats."""
-    if not isinstance(module, nnx.bridge.ToNNX) or not training:
-        return {}
-    kinds = {
-        type(variable)
-        for _, variable in nnx.iter_graph(module)
-        if isinstance(variable, nnx.Variable)
-        and not isinstance(variable, (nnx.Param, nnx.RngState))
+    keywords: dict[str, Any] = {
+        name: value == training for name, value in _KEYWORDS.items() if name in known
     }
-    return {"mutable": sorted(nnx.variablelib.variable_name_from_type(kind) for kind in kinds)}
+    if isinstance(module, nnx.bridge.ToNNX) and training:
+        kinds = {
+            type(variable)
+            for _, variable in nnx.iter_graph(module)
+            if isinstance(variable, nnx.Variable)
+            and not isinstance(variable, (nnx.Param, nnx.RngState))
+        }
+        collections = map(nnx.variablelib.variable_name_from_type, kinds)
+        keywords["mutable"] = sorted(collections)  # such as batch_stats
+    return keywords
