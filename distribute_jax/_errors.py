@@ -1,42 +1,42 @@
 """Every exception of the library.
 
-Each is also the builtin that a TensorFlow user would catch::
+Each also derives from the builtin that a TensorFlow user would catch::
 
     DistributeError(Exception)
     ├── ContextError(RuntimeError)          called in the wrong place: run inside run, under the user's jit
     │   ├── IterationError(…, ValueError)   a dataset was iterated inside run
-    │   └── MixedStrategiesError            two strategies at once
+    │   └── MixedStrategiesError            objects of two strategies were mixed
     ├── DeadlockError(RuntimeError)         a collective that not every replica would reach
-    ├── DeadlineExceededError(TimeoutError) a process did not come in time
+    ├── DeadlineExceededError(TimeoutError) a process did not respond in time
     ├── DonatedError(RuntimeError)          an array that was donated to a later step was read
     ├── StepFailedError(RuntimeError)       the compiled step failed after its state was donated
-    ├── BackendStartedError(RuntimeError)   the devices were fixed before the call that wanted to choose them
+    ├── BackendStartedError(RuntimeError)   JAX had started before the call that chooses devices
     ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value
     │   ├── TFConfigError(…, json.JSONDecodeError)  TF_CONFIG is not JSON
-    │   └── TaskConflictError(…, KeyError)  two clusters give one task an address each
-    ├── ArgumentTypeError(TypeError)        an argument is of another type than it may be
-    ├── ClusterError(RuntimeError)          the surroundings do not say what the cluster is
-    │   ├── NoClusterError                  nothing around the process describes one
-    │   ├── ProcessesDifferError            what has to be the same on all processes is not
-    │   └── ServiceError                    a service that knows the cluster did not answer, or refused
-    ├── ProcessFailedError(RuntimeError)    a process that was started ended as it should not
-    ├── MissingPackageError(ImportError)    an optional package is needed and not installed
+    │   └── TaskConflictError(…, KeyError)  two clusters have different addresses for a task
+    ├── ArgumentTypeError(TypeError)        an argument has a wrong type
+    ├── ClusterError(RuntimeError)          the environment does not describe the cluster correctly
+    │   ├── NoClusterError                  no cluster was detected
+    │   ├── ProcessesDifferError            processes differ where they must be equal
+    │   └── ServiceError                    a service did not answer, or refused a request
+    ├── ProcessFailedError(RuntimeError)    a process of a LocalCluster failed
+    ├── MissingPackageError(ImportError)    an optional package is not installed
     ├── CheckpointError(ValueError)          a checkpoint cannot be saved, or does not fit the tree
-    │   ├── CheckpointDamagedError           what is on the disk is not what was saved
+    │   ├── CheckpointDamagedError           the files are not what was saved
     │   └── CheckpointFileError(…, OSError) the disk is full, read-only or not there
     ├── OutOfSyncError(ValueError)          state would differ between replicas
     ├── PaddingLeakError(ValueError)        the padding of a partial batch changed a result
     ├── NotEqualError(ValueError)           the distributed step is not the step on one device
-    ├── StaleCaptureError(ValueError)       an array was captured in a way that would go stale
+    ├── StaleCaptureError(ValueError)       a captured array would become a constant
     ├── PerReplicaError(ValueError)         a per-replica value was used as if it were one array
-    │   └── PerReplicaAttributeError(…, AttributeError)  it was asked for what only one array has
+    │   └── PerReplicaAttributeError(…, AttributeError)  an attribute that only arrays have
     ├── PerReplicaTypeError(TypeError)      arithmetic on a per-replica value outside run
     ├── TracedValueError(TypeError)         Python needed the value of a traced number
     ├── LoweringError(NotImplementedError)  the chosen lowering cannot run an operation of the step
-    └── UnsupportedError(NotImplementedError)  the strategy does not offer what an option asks for
+    └── UnsupportedError(NotImplementedError)  the strategy does not support an option
 
-A message has five parts: what failed, where in the tree, what was received, the rule, and the next
-thing to type.
+The message for a step or its data says what failed, where in the tree, what was received, the rule, and
+what to type next; the message for a bad argument is one line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import json
 
 
 class DistributeError(Exception):
-    """The base of every error that this library raises on purpose."""
+    """The base class of the errors of this library."""
 
 
 class ContextError(DistributeError, RuntimeError):
@@ -57,15 +57,15 @@ class IterationError(ContextError, ValueError):
 
 
 class MixedStrategiesError(ContextError):
-    """Two different strategies met: one is current, the other was used."""
+    """An object of one strategy was used while another strategy was current."""
 
 
 class DeadlockError(DistributeError, RuntimeError):
-    """A collective stands where not every replica is sure to reach it, so the step would hang."""
+    """A collective may not be reached by every replica, so the step could hang."""
 
 
 class DonatedError(DistributeError, RuntimeError):
-    """An array was read after it had been given to a later step, which reused its memory."""
+    """An array was read after it had been donated to a step, which reused its memory."""
 
 
 class StepFailedError(DistributeError, RuntimeError):
@@ -73,7 +73,7 @@ class StepFailedError(DistributeError, RuntimeError):
 
 
 class BackendStartedError(DistributeError, RuntimeError):
-    """The devices of this process were already fixed when a call wanted to choose them."""
+    """JAX had already started when a call wanted to choose the devices."""
 
 
 class ArgumentError(DistributeError, ValueError):
@@ -85,49 +85,49 @@ class CheckpointError(DistributeError, ValueError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """What is on the disk is not what was saved."""
+    """The files of a checkpoint are not what was saved."""
 
 
 class CheckpointFileError(CheckpointError, OSError):
-    """The file system refused what was to be written, or to be read."""
+    """The file system failed to write or to read a checkpoint."""
 
 
 class TFConfigError(ArgumentError, json.JSONDecodeError):
-    """The environment variable TF_CONFIG is not JSON; where it goes wrong stands in the message."""
+    """The environment variable TF_CONFIG is not JSON; the message has the position."""
 
 
 class TaskConflictError(ArgumentError, KeyError):
-    """Two clusters that are to be joined each give one task an address."""
+    """Two clusters that are joined have different addresses for the same task."""
 
     __str__ = Exception.__str__  # a KeyError would show the text in quotes
 
 
 class ArgumentTypeError(DistributeError, TypeError):
-    """An argument is of another type than it may be."""
+    """An argument has a wrong type."""
 
 
 class ClusterError(DistributeError, RuntimeError):
-    """The surroundings of the process do not say, or say wrongly, what the cluster is."""
+    """The environment of the process does not describe the cluster, or not correctly."""
 
 
 class NoClusterError(ClusterError):
-    """Nothing around the process describes a cluster; the message lists what was looked for."""
+    """No cluster was detected; the message lists what was looked for."""
 
 
 class ProcessesDifferError(ClusterError):
-    """The processes of a job disagree about what has to be the same on all of them."""
+    """The processes of a job differ in something that must be equal on all of them."""
 
 
 class DeadlineExceededError(DistributeError, TimeoutError):
-    """A process did not come, or a collective did not end, in time; the message names who is missing."""
+    """A process did not connect, or a collective did not end, in time; the message names the process."""
 
 
 class ServiceError(ClusterError):
-    """A service that knows the cluster did not answer in time, or refused.
+    """A service that knows the cluster did not answer in time, or refused a request.
 
     Args:
-        message: what to tell the user.
-        status: the HTTP status of a refusal; None where there was no answer.
+        message: the text of the error.
+        status: the HTTP status of a refusal; None if there was no answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -136,27 +136,27 @@ class ServiceError(ClusterError):
 
 
 class ProcessFailedError(DistributeError, RuntimeError):
-    """A process of a ``LocalCluster`` failed, or did not end in time; its output stands in the message."""
+    """A process of a ``LocalCluster`` failed, or did not end in time; the message has its output."""
 
 
 class MissingPackageError(DistributeError, ImportError):
-    """An optional package is needed and not installed."""
+    """An optional package that is needed is not installed."""
 
 
 class OutOfSyncError(DistributeError, ValueError):
-    """State or a model-shaped result would end up different on each replica."""
+    """State, or a result with the structure of state, would differ between replicas."""
 
 
 class PaddingLeakError(DistributeError, ValueError):
-    """What a partial batch was padded with changed the state or a result."""
+    """The padding of a partial batch changed the state or a result."""
 
 
 class NotEqualError(DistributeError, ValueError):
-    """The step on many replicas does not give what it gives on one device."""
+    """The step on several replicas is not equal to the step on one device."""
 
 
 class StaleCaptureError(DistributeError, ValueError):
-    """The step captured an array in a way that later calls would not see change."""
+    """The step captured an array in a way in which later calls would not see changes."""
 
 
 class PerReplicaError(DistributeError, ValueError):
@@ -164,11 +164,11 @@ class PerReplicaError(DistributeError, ValueError):
 
 
 class PerReplicaAttributeError(PerReplicaError, AttributeError):
-    """A per-replica value was asked for what only one array has, such as ``shape`` or ``numpy``."""
+    """An attribute of single arrays, such as ``shape`` or ``numpy``, was read from a per-replica value."""
 
 
 class PerReplicaTypeError(DistributeError, TypeError):
-    """Arithmetic was tried on a per-replica value outside ``run``."""
+    """A per-replica value was used in arithmetic outside ``run``."""
 
 
 class TracedValueError(DistributeError, TypeError):
@@ -176,8 +176,8 @@ class TracedValueError(DistributeError, TypeError):
 
 
 class LoweringError(DistributeError, NotImplementedError):
-    """The chosen lowering cannot run an operation of the step, or only with other numbers."""
+    """The chosen lowering cannot run an operation of the step, or would change its results."""
 
 
 class UnsupportedError(DistributeError, NotImplementedError):
-    """The strategy, or the method, does not offer what an option asks for."""
+    """The strategy, or the method, does not support an option."""
