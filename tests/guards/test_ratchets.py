@@ -1,4 +1,4 @@
-"""What may only fall: the size of the library, files that are pieces of one sibling, private words.
+"""What may only fall: lines of library and tests, files that belong into a sibling, private words.
 
 A limit is lowered with the commit that makes it possible. It goes up only with the reason in the commit.
 """
@@ -21,7 +21,7 @@ WORDS = re.compile(
     |(?<!there\ )\bis\ none\b|\bof\ its\ own\b|\bTells\b|^\s*(?:\"\"\"|\#\ )(?:Gives|Says)\b""",
     re.VERBOSE | re.MULTILINE,
 )
-"""Words of this library's own making, for which the field has others (CONTRIBUTING, "Words")."""
+"""Words for which the field has others, as CONTRIBUTING says."""
 
 SMALL = 120
 """A file with fewer lines that one sibling alone imports belongs into that sibling."""
@@ -60,7 +60,7 @@ def _are_siblings(module: Module, other: Module) -> bool:
 
 
 def private_words(package: Path) -> list[str]:
-    """Returns the places in code, tests, benchmarks and docs where a private word stands."""
+    """Returns the places in code, tests, benchmarks and docs that contain a private word."""
     root = package.parent
     texts = [
         path
