@@ -21,6 +21,7 @@ import numpy as np
 
 from distribute_jax._mesh import local_copy_of_replicated, outside_mesh
 from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._jaxprs import equations
 
 Array = np.ndarray[Any, Any]
 
@@ -56,11 +57,6 @@ def exactly_equal(left: Array, right: Array) -> bool:
     return np.array_equal(left, right, equal_nan=bool(np.issubdtype(left.dtype, np.inexact)))
 
 
-def equal_to_rounding(left: Array, right: Array, old: Array | float = 0.0) -> bool:
-    """Whether what a step added to ``old`` is equal to rounding; integers must be equal."""
-    return compared(left, right, old, relative=OTHER_ORDER) is not Verdict.UNEQUAL
-
-
 def compared(
     left: Array,
     right: Array,
@@ -76,15 +72,9 @@ def compared(
     The change is compared, not the value, since a small step changes a weight only in its last
     digits, where a wrong factor would drown. NaNs and infinities must stand in the same places.
 
-    Args:
-        left: one outcome.
-        right: the other.
-        old: what was there before.
-        eps: the relative spacing of the numbers as the step holds them, where it is wider than that
-            of ``right``.
-        relative: how much of its change an entry may differ by; None for some spacings.
-        noise: how much any entry may differ by besides.
-        every: whether nearly every change must be large enough to tell, or most of the array's.
+    An entry may differ by ``relative`` of its change, None for some spacings, and by ``noise`` besides.
+    ``eps`` is the relative spacing of the numbers as the step holds them, if wider than that of ``right``.
+    ``every`` change, or nearly, must be large enough to tell; else most of the array's.
     """
     if not np.issubdtype(right.dtype, np.inexact):
         return Verdict.EQUAL if np.array_equal(left, right) else Verdict.UNEQUAL
@@ -184,7 +174,7 @@ def difference(
         noise: how much any entry may differ by besides.
     """
     if rows is True or (rows is not False and parts.shape[1:] != one.shape):
-        joined = _real_rows(parts, counts)
+        joined = real_rows(parts, counts)
         if joined is not None and joined.shape == one.shape:
             if compared(joined, one, eps=eps, relative=relative, noise=noise) is Verdict.UNEQUAL:
                 return f"its rows differ by up to {largest(finite(joined) - finite(one)):.3g}"
@@ -194,32 +184,28 @@ def difference(
     if np.array_equal(parts, np.broadcast_to(one, parts.shape)):
         return None
     wide = np.complex128 if np.iscomplexobj(parts) else np.float64
-    with np.errstate(
-        invalid="ignore"
-    ):  # of infinities of both signs the sum is NaN, on one device too
+    # Of infinities of both signs the sum is NaN, on one device too.
+    with np.errstate(invalid="ignore"):
         total = parts.astype(wide).sum(0)
     # Sums are as exact as their terms.
     exact = 16 * eps * np.abs(finite(parts)).sum(0) + relative * np.abs(finite(one)) + noise
     if not np.issubdtype(one.dtype, np.inexact):
         exact = np.zeros(())
-    sums = (total, total / len(parts))
-    for value in sums:
-        if same_specials(value, one) and np.all(np.abs(finite(value) - finite(one)) <= exact):
+    off = {}
+    for name, value in (("sum", total), ("mean", total / len(parts))):
+        apart = np.abs(finite(value) - finite(one))
+        if same_specials(value, one) and np.all(apart <= exact):
             return None
-    return _INCOMPARABLE.format(sum=_off(sums[0], one), mean=_off(sums[1], one))
+        off[name] = f"{largest(apart):.3g}" if same_specials(value, one) else "nan"
+    return _INCOMPARABLE.format(**off)
 
 
-def _real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
+def real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
+    """Returns the rows of all replicas, (N, rows, ...), one after the other, without padding."""
     if parts.ndim < 2:
         return None
-    if counts is None:
-        return parts.reshape(-1, *parts.shape[2:])
-    return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-def _off(value: Array, one: Array) -> str:
-    apart = largest(finite(value) - finite(one))
-    return f"{apart:.3g}" if same_specials(value, one) else "nan"
+    ends = counts or [None] * len(parts)
+    return np.concatenate([part[:end] for part, end in zip(parts, ends, strict=True)])
 
 
 AS_LARGE = 8
@@ -245,11 +231,7 @@ def nudged_outcome(
 ) -> list[Any]:
     """Runs a program on inputs that are changed by a relative ``change``.
 
-    Args:
-        run: the program.
-        flat: its inputs.
-        change: how much they are changed.
-        old: for the first outputs, the input that each is the new value of, where it is of one.
+    ``old`` holds, for the first outputs, the input that each is the new value of, where it is of one.
     """
     with outside_mesh():
         inputs = [_nudged(x, change) for x in flat]
@@ -264,19 +246,6 @@ def nudged_outcome(
             for out, by in zip(outs, moved, strict=False)
         ]
     return [*back, *outs[len(back) :]]
-
-
-def is_rounding(left: Array, right: Array, nudged: Iterable[Array]) -> bool:
-    """Whether two outcomes are no further apart than the last digits of the inputs make them.
-
-    Args:
-        left: one outcome.
-        right: the other.
-        nudged: the first as ``nudged_outcomes`` gives it.
-    """
-    if not np.issubdtype(left.dtype, np.inexact) or not same_specials(left, right):
-        return False
-    return largest(finite(left) - finite(right)) <= noise_of(left, nudged)
 
 
 def noise_of(array: Array, nudged: Iterable[Array]) -> float:
@@ -325,7 +294,5 @@ def _is_inexact(x: Any) -> bool:
 
 def coarsest(jaxpr: jex_core.Jaxpr) -> float:
     """Returns the relative spacing of the least precise numbers that a program computes with."""
-    own = [
-        spacing_of(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")
-    ]
-    return max([0.0, *own, *map(coarsest, jex_core.subjaxprs(jaxpr))])
+    outs = (v.aval for eqn in equations(jaxpr) for v in eqn.outvars)
+    return max((spacing_of(aval) for aval in outs if hasattr(aval, "dtype")), default=0.0)

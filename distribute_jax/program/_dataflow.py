@@ -1,4 +1,4 @@
-"""How a value of a traced step depends on its inputs: unchanged, incremented, or always zero."""
+"""How a value of a traced step depends on the old value of a variable: unchanged, added to, or otherwise."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax.program._replication_rules import ClosedJaxpr, consts_and_carries
+from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carries, opened
 
 
 class Relation(enum.Enum):
     """What a value has to do with the old value of a variable."""
 
     NONE = "does not depend on it"
+    SAME = "it itself, or the replica's key of it"
     PLUS = "it plus something that does not depend on it"
     OTHER = "depends on it in another way"
 
 
-_NONE, _PLUS, _OTHER = Relation.NONE, Relation.PLUS, Relation.OTHER
+_NONE, _SAME, _PLUS, _OTHER = Relation
 
-_SAME = frozenset({
-    "copy", "copy_p", "mirrored", "optimization_barrier", "part_of_mean", "stop_gradient",
+FOLD = "fold_replica_id"
+"""The name of the jitted function that makes each replica's key of a stored one."""
+
+_KEEPING = frozenset({
+    "copy", "copy_p", "mirrored", "name", "optimization_barrier", "part_of_mean", "stop_gradient",
 })  # fmt: skip
-"""Operations that keep each number and its place, so that of a sum they give the sum."""
+"""Operations that return their operands."""
 
 _NEW_DIMS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 """Operations that keep a number's place if they only add or drop dims of size 1."""
@@ -52,55 +56,86 @@ class _Dtypes(NamedTuple):
 
 
 def relation(jaxpr: jex_core.Jaxpr, output: int, old: int, beside: Sequence[int] = ()) -> Relation:
-    """Finds what an output of a program has to do with the input that holds its old value.
+    """Returns what an output of a program has to do with the input ``old`` that holds its old value.
 
-    Args:
-        jaxpr: the program.
-        output: which output.
-        old: the input with the old value.
-        beside: the inputs with the other parts of the same variable, which are not to come in.
+    ``beside`` are the inputs with the other parts of the same variable, which are not to come in.
     """
-    start = [_NONE] * len(jaxpr.invars)
-    for i in beside:
-        start[i] = _OTHER
-    start[old] = _PLUS
-    old_aval: Any = jaxpr.invars[old].aval
-    new_aval: Any = jaxpr.outvars[output].aval
-    found = _run(jaxpr, start, _Dtypes(old_aval.dtype, new_aval.dtype))[output]
-    reshaped = new_aval.shape != old_aval.shape
-    return _OTHER if found is _PLUS and reshaped else found
+    result = _relation(jaxpr, output, old, beside)
+    return _PLUS if result is _SAME else result
 
 
-def _run(jaxpr: Any, inputs: Sequence[Relation], dtypes: _Dtypes) -> list[Relation]:
-    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    env: dict[Any, Relation] = dict(zip(inner.invars, inputs, strict=True))
+def is_unchanged(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
+    """Whether an output is an input, or the replica's key of it, on every path; False where unsure."""
+    return _relation(jaxpr, output, old) is _SAME
+
+
+def _relation(jaxpr: Any, output: int, old: int, beside: Sequence[int] = ()) -> Relation:
+    start = [_OTHER if i in beside else _NONE for i in range(len(jaxpr.invars))]
+    start[old] = _SAME
+    before, after = jaxpr.invars[old].aval, jaxpr.outvars[output].aval
+    result = _run(jaxpr, start, _Dtypes(before.dtype, after.dtype))[output]
+    return _OTHER if result is _PLUS and before.shape != after.shape else result
+
+
+def _run(body: Any, inputs: Sequence[Relation], dtypes: _Dtypes) -> list[Relation]:
+    jaxpr = opened(body)
+    env: dict[Any, Relation] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Relation:
         return _NONE if isinstance(atom, jex_core.Literal) else env.get(atom, _NONE)
 
-    for eqn in inner.eqns:
-        found = _equation(eqn, [read(atom) for atom in eqn.invars], dtypes)
-        env.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in inner.outvars]
+    for eqn in jaxpr.eqns:
+        outs = _equation(eqn, [read(atom) for atom in eqn.invars], dtypes)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _equation(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]:
-    outs = len(eqn.outvars)
     if all(r is _NONE for r in operands):
-        return [_NONE] * outs
+        return [_NONE] * len(eqn.outvars)
+    outs = _passed_on(eqn, operands, dtypes)
+    if outs is None:
+        outs = [_PLUS if _is_plus(eqn, operands, dtypes) else _OTHER]
+    return outs if len(outs) == len(eqn.outvars) else [_OTHER] * len(eqn.outvars)
+
+
+def _passed_on(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
+    """Returns what comes out of an equation that passes values on; None for one that computes."""
     name = eqn.primitive.name
+    if name in _KEEPING:
+        return operands
+    if eqn.params.get("name") == FOLD:
+        return [_SAME if _SAME in operands else _OTHER]
     if name == "scan":
-        found = _scan(eqn, operands, dtypes)
-    elif name == "cond":
-        found = _cond(eqn, operands, dtypes)
-    elif (body := called_body(eqn)) is not None:
-        found = _run(body, operands, dtypes)
-    else:
-        kept = name in _NEW_DIMS and _keeps_places(eqn)
-        if name == "convert_element_type":
-            kept = dtypes.keep(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
-        found = [_PLUS if _is_plus(name, operands, kept) else _OTHER] * outs
-    return found if len(found) == outs else [_OTHER] * outs
+        return _scan(eqn, operands, dtypes)
+    if name == "cond" and operands[0] is _NONE:
+        branches = [_run(branch, operands[1:], dtypes) for branch in eqn.params["branches"]]
+        return [_joined(*each) for each in zip(*branches, strict=True)]
+    body = called_body(eqn) if name in CALLS else None
+    return None if body is None else _run(body, operands, dtypes)
+
+
+def _joined(*relations: Relation) -> Relation:
+    """Returns what a value is that is one of several."""
+    kinds = set(relations)
+    if len(kinds) == 1:
+        return relations[0]
+    return _PLUS if kinds == {_SAME, _PLUS} else _OTHER
+
+
+def _is_plus(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> bool:
+    name = eqn.primitive.name
+    plus = [r in (_SAME, _PLUS) for r in operands]
+    none = [r is _NONE for r in operands]
+    if name == "convert_element_type":
+        return plus[0] and dtypes.keep(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
+    if name in _NEW_DIMS:
+        return plus == [True] and _keeps_places(eqn)
+    if name in ("add", "add_any"):
+        return any(plus) and any(none)
+    if name in ("sub", "scatter-add", "scatter_add"):
+        return plus[0] and all(none[1:])
+    return name == "select_n" and none[0] and all(plus[1:])
 
 
 def _keeps_places(eqn: Any) -> bool:
@@ -111,153 +146,23 @@ def _keeps_places(eqn: Any) -> bool:
     return old == new
 
 
-def _is_plus(name: str, operands: list[Relation], kept: bool) -> bool:
-    if name in _SAME or kept:
-        return operands == [_PLUS]
-    if name in ("add", "add_any"):
-        return sorted(operands, key=lambda r: r is _PLUS) == [_NONE, _PLUS]
-    if name in ("sub", "scatter-add", "scatter_add"):
-        return operands[0] is _PLUS and all(r is _NONE for r in operands[1:])
-    if name == "select_n":
-        return operands[0] is _NONE and all(r is _PLUS for r in operands[1:])
-    return False
-
-
-def called_body(eqn: Any) -> Any:
-    """Returns the body of an equation that just calls one: jit, remat, custom derivatives."""
-    if eqn.primitive.name in ("while", "shard_map", "pallas_call"):
+def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
+    """A carry is what all rounds leave it; what each round makes of its own slice is stacked again."""
+    body = eqn.params["jaxpr"]
+    start, num_carry = consts_and_carries(eqn)
+    if start < 0:
         return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = eqn.params.get(key)
-        if isinstance(body, (ClosedJaxpr, jex_core.Jaxpr)):
-            inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-            return body if len(inner.invars) == len(eqn.invars) else None
-    return None
+    consts, scanned = operands[:start], operands[start + num_carry :]
+    carries: list[Relation] = []
+    grown = operands[start : start + num_carry]
+    while grown != carries:
+        carries = grown
+        outs = _run(body, [*consts, *carries, *map(_other, scanned)], dtypes)
+        grown = [_joined(*each) for each in zip(carries, outs, strict=False)]
+    stacked = _run(body, [*map(_other, consts + carries), *scanned], dtypes)[num_carry:]
+    return carries + stacked
 
 
-def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]:
-    body = eqn.params["jaxpr"]
-    consts, carries = consts_and_carries(eqn)
-    if consts < 0:
-        return [_OTHER] * len(eqn.outvars)
-    first = operands[consts : consts + carries]
-    outs = _run(body, operands, dtypes)
-    steady = outs[:carries] == first and all(r is not _PLUS for r in operands[:consts])
-    if not steady or any(r is not _NONE for r in operands[consts + carries :]):
-        return [_OTHER] * len(outs)
-    stacked = [_NONE if r is _NONE else _OTHER for r in outs[carries:]]
-    return outs[:carries] + stacked
-
-
-def _cond(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]:
-    found = [_run(branch, operands[1:], dtypes) for branch in eqn.params["branches"]]
-    common = [rs[0] if len(set(rs)) == 1 else _OTHER for rs in zip(*found, strict=True)]
-    return common if operands[0] is _NONE else [_OTHER] * len(common)
-
-
-FOLD = "fold_replica_id"
-"""The name of the jitted function that makes each replica's key of a stored one."""
-
-_PASSING = frozenset(
-    {"copy", "copy_p", "name", "stop_gradient", "mirrored", "optimization_barrier"}
-)
-_BODIES = ("jaxpr", "call_jaxpr", "call", "callee")
-
-
-def is_unchanged(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
-    """Whether an output is an input, or the replica's key of it, on every path; False where unsure."""
-    same = [i == old for i in range(len(jaxpr.invars))]
-    return _unchanged_outputs(jaxpr, same)[output]
-
-
-def _unchanged_outputs(body: Any, inputs: Sequence[bool]) -> list[bool]:
-    jaxpr = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-    same = {var for var, is_same in zip(jaxpr.invars, inputs, strict=True) if is_same}
-    for eqn in jaxpr.eqns:
-        operands = [not isinstance(v, jex_core.Literal) and v in same for v in eqn.invars]
-        if any(operands):
-            outs = zip(eqn.outvars, _unchanged_by(eqn, operands), strict=True)
-            same |= {var for var, is_same in outs if is_same}
-    return [not isinstance(v, jex_core.Literal) and v in same for v in jaxpr.outvars]
-
-
-def _unchanged_by(eqn: Any, operands: list[bool]) -> list[bool]:
-    if eqn.primitive.name in _PASSING and len(eqn.outvars) == len(operands):
-        return operands
-    if eqn.params.get("name") == FOLD:
-        return [True]
-    if eqn.primitive.name == "scan":
-        return _unchanged_by_scan(eqn, operands)
-    bodies = [eqn.params[key] for key in _BODIES if hasattr(eqn.params.get(key), "eqns")]
-    if len(bodies) == 1 and len(_inputs(bodies[0])) == len(operands):
-        return _unchanged_outputs(bodies[0], operands)
-    return [False] * len(eqn.outvars)
-
-
-def _inputs(body: Any) -> Sequence[Any]:
-    inputs: Sequence[Any] = (body.jaxpr if isinstance(body, ClosedJaxpr) else body).invars
-    return inputs
-
-
-def _unchanged_by_scan(eqn: Any, operands: list[bool]) -> list[bool]:
-    """A carry that each round hands on; scanned values that each round puts back in their place."""
-    body = eqn.params["jaxpr"]
-    first_carry, num_carry = consts_and_carries(eqn)
-    places = range(len(operands))
-
-    def passes(k: int) -> bool:
-        # A constant of the loop that comes out for each round is stacked: another value.
-        sources = [first_carry + k] if k < num_carry else places[first_carry + num_carry :]
-        return any(
-            operands[i] and _unchanged_outputs(body, [j == i for j in places])[k] for i in sources
-        )
-
-    return [passes(k) for k in range(len(eqn.outvars))]
-
-
-_KEEPS_ZEROS = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p",
-    "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
-    "stop_gradient", "sub", "transpose", "unreduced",
-})  # fmt: skip
-"""Operations that make zeros of zeros."""
-
-
-def are_zeros(jaxpr: Any, target: Any) -> bool:
-    """Whether all operands of an equation, in or below ``jaxpr``, are zeros wherever it runs."""
-    met: list[bool] = []
-    _zero_outputs(jaxpr, [False] * len(jaxpr.jaxpr.invars), target, met)
-    return bool(met) and all(met)
-
-
-def _zero_outputs(body: Any, inputs: Sequence[bool], target: Any, met: list[bool]) -> list[bool]:
-    inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-    zeros = {var for var, is_zero in zip(inner.invars, inputs, strict=True) if is_zero}
-
-    def is_zero(atom: Any) -> bool:
-        if isinstance(atom, jex_core.Literal):
-            return not np.any(atom.val)
-        return atom in zeros
-
-    for eqn in inner.eqns:
-        operands = [is_zero(atom) for atom in eqn.invars]
-        if eqn is target:
-            met.append(all(operands))
-        outs = _zeros_after(eqn, operands, target, met)
-        zeros.update(v for v, zero in zip(eqn.outvars, outs, strict=True) if zero)
-    return [is_zero(atom) for atom in inner.outvars]
-
-
-def _zeros_after(eqn: Any, operands: list[bool], target: Any, met: list[bool]) -> list[bool]:
-    name = eqn.primitive.name
-    none = [False] * len(eqn.outvars)
-    if (call := called_body(eqn)) is not None:
-        outs = _zero_outputs(call, operands, target, met)
-        return outs if len(outs) == len(none) else none
-    for body in jex_core.jaxprs_in_params(eqn.params):
-        _zero_outputs(body, [False] * len(body.invars), target, met)
-    if name == "mul":
-        return [any(operands)]
-    if name == "div":
-        return [operands[0]]
-    return [name in _KEEPS_ZEROS and bool(operands) and all(operands)] * len(none)
+def _other(relation: Relation) -> Relation:
+    """Returns what a value is in another place than that of the old value."""
+    return _NONE if relation is _NONE else _OTHER

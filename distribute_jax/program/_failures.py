@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterator
@@ -33,20 +34,12 @@ stops at the first operation that gives one."""
 
 
 def failed(step: str, program: Program, error: Exception, *, lost: bool) -> Exception:
-    """Returns the error of a step that failed.
-
-    Args:
-        step: the name of the step.
-        program: its program, which knows what state it writes.
-        error: what JAX raised.
-        lost: whether the state was given to the step before it failed.
-    """
+    """Returns the error of a step that failed; ``lost`` if its state was donated before it did."""
     what = str(program.failure(error)) if lost else _INTACT.format(reason=error_text(error))
-    kind = not_finite(error)
     text = str(error)
     if "Timed out" in text or "DEADLINE_EXCEEDED" in text:
         return DeadlineExceededError(f"{step}: {what}{describe_processes()}")
-    if kind:
+    if kind := not_finite(error):
         state = what.split("\nThe reason:")[0] if lost else "The state is as before the call."
         return FloatingPointError(_NOT_FINITE.format(step=step, kind=kind, state=state))
     return StepFailedError(f"{step}: {what}{describe_processes()}")
@@ -67,7 +60,7 @@ def not_finite(error: Exception) -> str | None:
     config: Any = jax.config
     if not (config.jax_debug_nans or config.jax_debug_infs) or len(error.args) != 2:
         return None
-    return next((kind for kind in ("nan", "inf") if error.args[1] == kind), None)
+    return error.args[1] if error.args[1] in ("nan", "inf") else None
 
 
 @contextmanager
@@ -110,10 +103,9 @@ def padding_not_counted(step: str, why: str) -> None:
 
 
 class Notices:
-    """Remembers which notices were given."""
+    """Gives each notice once."""
 
     def __init__(self) -> None:
-        """Starts with none given."""
         self._given: set[tuple[str, Any]] = set()
 
     def give(self, binding: Binding, program: Program) -> None:
@@ -126,22 +118,17 @@ class Notices:
 
 def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
     rules = iter(program.plan.combine)
+    nodes = dict(zip(binding.node_names, binding.nodes, strict=True))
     for index, size in zip(program.written, program.traced.written_sizes, strict=True):
-        rule = [next(rules) for _ in range(size)]
+        rule = list(itertools.islice(rules, size))
         variable, name = binding.variables[index], binding.names[index]
         owner = name.rpartition(".")[0]
-        node = _node(binding, owner)
+        node = nodes[owner]() if owner in nodes else None
         # A variable may be captured by itself.
-        whole, of = (owner, node) if node is not None else (name, variable)
-        named = (whole, type(of).__name__)
+        path, about = (owner, node) if node is not None else (name, variable)
+        named = (path, type(about).__name__)
         if Combine.MEAN in rule:
-            yield Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, of)
+            yield Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, about)
         if isinstance(variable, nnx.RngCount) and draws_its_own(variable, node):
-            yield Notice(_RANDOM, named, of)
+            yield Notice(_RANDOM, named, about)
     yield from program.plan.notices
-
-
-def _node(binding: Binding, owner: str) -> Any:
-    """Finds a node by its path."""
-    nodes = zip(binding.node_names, binding.nodes, strict=True)
-    return next((ref() for name, ref in nodes if name == owner), None)

@@ -16,8 +16,8 @@ from distribute_jax._jax_private import is_high
 from distribute_jax._mesh import mirrored_sharding, num_replicas, split_sharding
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
+from distribute_jax.program._jaxprs import ClosedJaxpr
 from distribute_jax.program._plan import Plan
-from distribute_jax.program._replication_rules import ClosedJaxpr
 from distribute_jax.program._trace import Call, Traced, abstract
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, PartitionSpec
 from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._jax_private import with_packed_numbers
 from distribute_jax._mesh import DATA, cores_per_replica, num_replicas, outside_mesh
+from distribute_jax.program._jaxprs import ClosedJaxpr, line, name
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._options import Lowering
-from distribute_jax.program._replication_rules import ClosedJaxpr, line, name
 
 _WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
 

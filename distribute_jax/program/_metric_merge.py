@@ -108,5 +108,4 @@ def _first_outputs(traced: Traced) -> Iterator[tuple[int, int]]:
 
 
 def _rule_for(node: object) -> MergeRule | None:
-    found = (MERGE_BY_TYPE[cls] for cls in type(node).__mro__ if cls in MERGE_BY_TYPE)
-    return next(found, None)
+    return next((MERGE_BY_TYPE[c] for c in type(node).__mro__ if c in MERGE_BY_TYPE), None)

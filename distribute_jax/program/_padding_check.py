@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -24,17 +22,23 @@ from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
 from distribute_jax._messages import error_text, listed
 from distribute_jax._padding import other_paddings
 from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
+    OTHER_ORDER,
+    Verdict,
+    compared,
     copied,
-    equal_to_rounding,
     exactly_equal,
-    is_rounding,
+    finite,
     largest,
+    noise_of,
     nudged_outcomes,
     on_host,
+    real_rows,
 )
 from distribute_jax.program._failures import padding_not_counted
+from distribute_jax.program._jaxprs import equations
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import seen_padding
 from distribute_jax.program._program import Program, build
@@ -57,25 +61,19 @@ full batch only; dj.Optimizer sums the gradients by itself. \
 Or feed no partial batches: InputOptions(partial="drop")."""
 
 _LEAK = f"""\
-The padding of a partial batch changes what the step computes:
+The padding of a partial batch {{does}} what the step computes:
 {{lines}}
-The batch has {{real}} real examples of {{rows}} rows; the rest is padding, which must not be seen. The \
-step was run on copies of the state with {{how}}; the state is as before the call.
+The batch has {{real}} real examples of {{rows}} rows; the rest is padding, which must not be seen. {{how}} \
+the state is as before the call.
 {REMEDIES}"""
 
-_PROVED = f"""\
-The padding of a partial batch reaches what the step computes:
-{{lines}}
-The batch has {{real}} real examples of {{rows}} rows; the rest is padding, which must not be seen. This was \
-read off the step as it was traced, before it ran: the state is as before the call.
-{REMEDIES}"""
-
+_PROVED = "This was read off the step as it was traced, before it ran:"
+_COMPARED = "The step was run on copies of the state with {};"
 
 CURE = (
     'Feed no partial batches to a step that trains: InputOptions(partial="drop"); or normalise by the '
     "running statistics: model.eval(), or BatchNorm(..., use_running_average=True)."
 )
-
 
 _NORMS = f"""
 The step also updates the statistics of a batch norm, which sees the padding unless it is called with mask=:
@@ -88,8 +86,6 @@ _RUNNING = (
     "partial batch, which compiles the step once more, and at the 2nd, 4th, 8th and so on. "
     'InputOptions(partial="drop") feeds no partial batches.'
 )
-
-Finding = tuple[str, str]
 
 _log = logging.getLogger("distribute_jax")
 
@@ -133,8 +129,15 @@ def run_checked_for_leaks(
     entry.check_readable(flat)
     outs = entry.execute(copied(flat))
     check.leaked = True
-    _check_other_padding(call, entry, flat, outs)
-    _check_more_padding(call, entry, values, flat, outs)
+    batch = [v for v in call.arguments.data if _is_padded(v)]
+    for changed in other_paddings(batch):
+        again = entry.with_data(flat, _with_batch(call, changed))
+        others = entry.execute(copied(again))
+        _refuse_differing(call, entry, flat, outs, others, "two different paddings")
+    others = _with_more_padding(call, entry, values)
+    if others is not None:
+        how = "more padding, which gave another result"
+        _refuse_differing(call, entry, flat, outs, others, how, nudged=True)
     check.leaked = False
     return outs
 
@@ -149,7 +152,7 @@ def _why_unproved(call: Call, entry: BoundProgram, larger: Traced | str) -> str:
             f"{'takes in all rows of a share' if why.certain else 'is not proved to leave it out'}"
             for name, why in sorted(seen, key=lambda item: not item[1].certain)
         ]
-        raise _error(call, entry, _PROVED, lines)
+        raise _error(call, entry, "reaches", lines, _PROVED)
     return ", ".join(
         f"{name} depends on {why.where}" if name else why.where for name, why in seen[:1]
     )
@@ -158,55 +161,65 @@ def _why_unproved(call: Call, entry: BoundProgram, larger: Traced | str) -> str:
 def _check_mirrored_rows(call: Call, entry: BoundProgram) -> None:
     """Refuses an array of all replicas' rows, as from all_gather: nobody could cut its padding."""
     program = entry.program
-    names = program.results.names
-    results = zip(names, program.plan.mirrored, program.per_example or (), strict=True)
-    found = [
-        (
-            name,
-            f"{name} holds rows of all replicas; return them per replica, and use strategy.gather",
-        )
+    results = zip(
+        program.results.names, program.plan.mirrored, program.per_example or (), strict=True
+    )
+    lines = [
+        f"{name} holds rows of all replicas; return them per replica, and use strategy.gather"
         for name, mirrored, rows in results
         if mirrored and isinstance(rows, Unknown) and rows.cause is Cause.RESIZED
     ]
-    _refuse(call, entry, found, "another batch size, where the result has another shape")
+    if lines:
+        how = _COMPARED.format("another batch size, where the result has another shape")
+        raise _error(call, entry, "changes", lines, how)
 
 
-def _check_other_padding(call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any]) -> None:
-    """Runs the program with other padding rows: no number may change by more than rounding."""
-    batch = [v for v in call.arguments.data if _is_padded(v)]
-    for changed in other_paddings(batch):
-        other = iter(changed)
-        data = [next(other) if _is_padded(v) else v for v in call.arguments.data]
-        again = entry.with_data(flat, call.arguments.with_data(data))
-        found = _differing(call, entry, flat, outs, entry.execute(copied(again)))
-        _refuse(call, entry, found, "two different paddings")
-
-
-def _differing(
-    call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any], others: list[Any]
-) -> list[Finding]:
-    """Names what differs by more than rounding, and more than from run to run."""
-    before = dict(enumerate(map(on_host, flat[: entry.state_size])))
-    found = _apart(
-        call, entry, outs, others, lambda k, a, b: equal_to_rounding(b, a, before.get(k, 0.0))
-    )
-    if not found:
-        return found
-    again = entry.execute(copied(flat))
-    noisy = dict(_apart(call, entry, outs, again, lambda _, a, b: exactly_equal(a, b)))
-    return [finding for finding in found if finding[0] not in noisy]
-
-
-def _check_more_padding(
-    call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any], outs: list[Any]
+def _refuse_differing(
+    call: Call,
+    entry: BoundProgram,
+    flat: list[Any],
+    outs: list[Any],
+    others: list[Any],
+    how: str,
+    *,
+    nudged: bool = False,
 ) -> None:
+    """Raises where real numbers differ by more than rounding, and more than from run to run."""
+
+    def numbers(arrays: Sequence[Any]) -> list[Any]:
+        return [_real(call, entry, k, array) for k, array in enumerate(arrays)]
+
+    one, other = numbers(outs), numbers(others)
+    old = [*map(on_host, flat[: entry.state_size]), *[0.0] * (len(one) - entry.state_size)]
+
+    def differ(k: int, noise: float = 0.0) -> bool:
+        return (
+            compared(other[k], one[k], old[k], relative=OTHER_ORDER, noise=noise) is Verdict.UNEQUAL
+        )
+
+    known = [k for k, x in enumerate(one) if x is not None and x.shape == other[k].shape]
+    differing = list(filter(differ, known))
+    if differing:
+        again = numbers(entry.execute(copied(flat)))
+        differing = [k for k in differing if exactly_equal(one[k], again[k])]
+    if differing and nudged:
+        near = list(map(numbers, nudged_outcomes(entry, flat)))
+        differing = [k for k in differing if differ(k, noise_of(one[k], [n[k] for n in near]))]
+    if differing:
+        names = entry.output_names()
+        sizes = {k: largest(finite(one[k]) - finite(other[k])) for k in differing}
+        lines = [f"{names[k]} differs by up to {size:.3g}" for k, size in sizes.items()]
+        raise _error(call, entry, "changes", lines, _COMPARED.format(how))
+
+
+def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -> list[Any] | None:
     """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
-    data = [_doubled_batch(v) if _is_padded(v) else v for v in call.arguments.data]
-    longer = replace(call, arguments=call.arguments.with_data(data))
+    data = [_doubled_batch(v) for v in call.arguments.data if _is_padded(v)]
+    longer = replace(call, arguments=_with_batch(call, data))
     check: PaddingCheck = entry.program.padding
     first = check.batches == 1
-    options = RunOptions(check_sync=False, donate_state=False)
     if check.longer is None and first:
+        options = RunOptions(check_sync=False, donate_state=False)
         try:
             check.longer = build(longer, options, Replicas(call.mesh))
         except Exception as error:  # the user's code may not work at another size
@@ -214,35 +227,20 @@ def _check_more_padding(
             padding_not_counted(entry.step, f"it could not be traced with more rows ({why})")
     program = check.longer
     if program is None:
-        return
-    if _drawn(program.traced.jaxpr.jaxpr) != _drawn(entry.program.traced.jaxpr.jaxpr):
+        return None
+    if _drawn(program) != _drawn(entry.program):
         if first:
             padding_not_counted(entry.step, "with more rows it draws other random numbers")
-        return
+        return None
     twin = BoundProgram(program, call.binding, entry.step)
-    others = twin.execute(twin.flat_inputs(values, longer.arguments))
-    found = _differing(call, entry, flat, outs, others)
-    found = _without_rounding(call, entry, flat, (outs, others), found)
-    _refuse(call, entry, found, "more padding, which gave another result")
+    return twin.execute(twin.flat_inputs(values, longer.arguments))
 
 
-def _without_rounding(
-    call: Call,
-    entry: BoundProgram,
-    flat: list[Any],
-    two: tuple[Sequence[Any], Sequence[Any]],
-    found: list[Finding],
-) -> list[Finding]:
-    """Leaves out what is nothing but rounding errors."""
-    if not found:
-        return found
-    nudged = nudged_outcomes(entry, flat)
-    rounding = set()
-    for index, name in enumerate(entry.output_names()):
-        left, right, *near = (_real(call, entry, index, outs[index]) for outs in (*two, *nudged))
-        if left is not None and left.shape == right.shape and is_rounding(left, right, near):
-            rounding.add(name)
-    return [finding for finding in found if finding[0] not in rounding]
+def _with_batch(call: Call, batch: Sequence[PerReplica]) -> Arguments:
+    """Returns the arguments of a call with others in the place of those that are padded."""
+    others = iter(batch)
+    data = [next(others) if _is_padded(v) else v for v in call.arguments.data]
+    return call.arguments.with_data(data)
 
 
 _DRAWING = {
@@ -250,14 +248,13 @@ _DRAWING = {
 }  # fmt: skip
 
 
-def _drawn(jaxpr: jex_core.Jaxpr) -> list[Any]:
+def _drawn(program: Program) -> list[Any]:
     """Returns the shapes of the random numbers of a program: where they stay, the numbers do."""
-    own = [
+    return [
         (eqn.primitive.name, *(str(v.aval) for v in eqn.outvars))
-        for eqn in jaxpr.eqns
+        for eqn in equations(program.traced.jaxpr.jaxpr)
         if eqn.primitive.name in _DRAWING
     ]
-    return own + [one for inner in jex_core.subjaxprs(jaxpr) for one in _drawn(inner)]
 
 
 def _is_padded(value: Any) -> bool:
@@ -279,22 +276,6 @@ def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(double, out_shardings=split_sharding(mesh))
 
 
-def _apart(
-    call: Call,
-    entry: BoundProgram,
-    one: Sequence[Any],
-    other: Sequence[Any],
-    equal: Callable[[int, Any, Any], bool],
-) -> list[Finding]:
-    """Names the outputs of which the real numbers are not equal."""
-    found = []
-    for index, name in enumerate(entry.output_names()):
-        left, right = (_real(call, entry, index, outs[index]) for outs in (one, other))
-        if left is not None and left.shape == right.shape and not equal(index, left, right):
-            found.append((name, f"{name} differs by up to {largest(left - right):.3g}"))
-    return found
-
-
 def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:
     """Returns the real part of an output on the host; None where it is not known."""
     host = on_host(array)
@@ -307,26 +288,19 @@ def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:
     counts = call.arguments.counts or ()
     if rows is False:
         return host
-    if entry.program.plan.mirrored[result]:
-        return host[: sum(counts)]
-    return np.concatenate([part[:count] for part, count in zip(host, counts, strict=True)])
-
-
-def _refuse(call: Call, entry: BoundProgram, found: Sequence[Finding], how: str) -> None:
-    if found:
-        raise _error(call, entry, _LEAK, [line for _, line in found], how)
+    mirrored = entry.program.plan.mirrored[result]
+    return host[: sum(counts)] if mirrored else real_rows(host, counts)
 
 
 def _error(
-    call: Call, entry: BoundProgram, text: str, lines: list[str], how: str = ""
+    call: Call, entry: BoundProgram, does: str, lines: list[str], how: str
 ) -> PaddingLeakError:
     counts = call.arguments.counts or ()
     rows = batch_share(call.arguments, shares(call)) * len(counts)
     norms = written_batch_norms(entry)
     more = _NORMS.format(lines=listed(norms)) if norms else ""
-    return PaddingLeakError(
-        text.format(lines=listed(lines), real=sum(counts), rows=rows, how=how) + more
-    )
+    text = _LEAK.format(does=does, lines=listed(lines), real=sum(counts), rows=rows, how=how)
+    return PaddingLeakError(text + more)
 
 
 _UNEVEN = """\
@@ -354,18 +328,10 @@ def check_batch_norms(entry: BoundProgram, counts: Sequence[int]) -> None:
 def written_batch_norms(entry: BoundProgram) -> list[str]:
     """Names the batch norms whose statistics a step writes, and these statistics."""
     written = {id(variable) for variable in entry.outputs if isinstance(variable, nnx.BatchStat)}
-    if not written:
-        return []
     names = dict(zip(map(id, entry.binding.variables), entry.binding.names, strict=True))
-    found = []
+    lines = []
     for path, ref in zip(entry.binding.node_names, entry.binding.nodes, strict=True):
-        node = ref()
-        parts = [v for v in vars(node).values() if id(v) in written] if _is_norm(node) else []
-        if parts:
-            statistics = ", ".join(names[id(part)] for part in parts)
-            found.append(f"{path} (BatchNorm): {statistics}")
-    return found
-
-
-def _is_norm(node: object) -> bool:
-    return isinstance(node, nnx.BatchNorm)
+        if isinstance(node := ref(), nnx.BatchNorm):
+            parts = [names[id(v)] for v in vars(node).values() if id(v) in written]
+            lines += [f"{path} (BatchNorm): {', '.join(parts)}"] if parts else []
+    return lines

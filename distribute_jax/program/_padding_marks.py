@@ -7,12 +7,16 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from distribute_jax.program._replication_rules import ClosedJaxpr, line, name
+from distribute_jax.program._jaxprs import ClosedJaxpr, line, name
+
+
+class GaveUpError(Exception):
+    """Nothing can be said about what the padding does here; the text says where, where that is known."""
 
 
 class Pad(enum.Enum):
@@ -47,6 +51,10 @@ class Rows:
     def is_uniform(self) -> bool:
         """Whether the entries do not differ along the dim."""
         return self.outer == 0
+
+    def has_number(self, number: float) -> bool:
+        """Whether this number stands in all entries of padding."""
+        return _is_number(self.pad, number)
 
 
 @dataclass(frozen=True)
@@ -83,9 +91,7 @@ class Mark:
     @property
     def is_wild(self) -> bool:
         """Whether some padding may hold a NaN or an infinity where real rows do not."""
-        if self.const is not None:
-            return False
-        return any(r.pad is ANY or not (_is_pad(r.pad) or _is_finite(r.pad)) for r in self.rows)
+        return self.const is None and not all(_is_finite(r.pad) for r in self.rows)
 
     @property
     def is_clean(self) -> bool:
@@ -93,12 +99,13 @@ class Mark:
         return not (self.rows or self.leak)
 
 
-def _is_pad(pad: Any) -> bool:
-    return isinstance(pad, Pad)
+def _is_finite(pad: Any) -> bool:
+    """Whether all numbers in the padding are finite where those of real rows are."""
+    return pad is not ANY if isinstance(pad, Pad) else bool(np.isfinite(pad))
 
 
-def _is_finite(number: Any) -> bool:
-    return bool(np.isfinite(number))
+def _is_number(pad: Any, number: float) -> bool:
+    return not isinstance(pad, Pad) and bool(pad == number)
 
 
 CLEAN = Mark()
@@ -109,35 +116,6 @@ def leaking(where: str, *, certain: bool = False) -> Mark:
     return Mark(leak=Leak(where, certain))
 
 
-def joined(one: Mark, other: Mark, where: str) -> Mark:
-    """Returns what is known of a value that is one of two."""
-    if one == other:
-        return one
-    amount = one.amount or other.amount
-    leak = one.leak or other.leak
-    if leak is not None:
-        return Mark(leak=replace(leak, certain=False), amount=amount)
-    if [r.dim for r in one.rows] != [r.dim for r in other.rows]:
-        return leaking(where)
-    rows = []
-    for a, b in zip(one.rows, other.rows, strict=True):
-        layout = common_layout([a, b])
-        if layout is None:
-            return leaking(where)
-        pad = joined_pad([operand_pad(one, a), operand_pad(other, b)])
-        rows.append(Rows(a.dim, *layout, pad, a.data or b.data))
-    const = one.const if one.const is not None and one.const == other.const else None
-    return Mark(tuple(rows), const, amount=amount)
-
-
-def common_layout(rows: Sequence[Rows]) -> tuple[int, int] | None:
-    """Returns the layout of dims that are lined up with each other; None where they are not."""
-    step_shardings = {(r.outer, r.inner) for r in rows if not r.is_uniform}
-    if len(step_shardings) > 1:
-        return None
-    return step_shardings.pop() if step_shardings else (0, 0)
-
-
 class Padded(NamedTuple):
     """What an operand holds in the padding of a dim."""
 
@@ -145,13 +123,17 @@ class Padded(NamedTuple):
     is_pure: bool
     """Whether it is what the same function gives for a real row."""
 
+    def has_number(self, number: float) -> bool:
+        """Whether it is this number."""
+        return _is_number(self.pad, number)
+
 
 def operand_pad(mark: Mark, rows: Rows | None) -> Padded:
     """Returns what an operand holds in the padding of a dim; ``rows`` is None where it lacks the dim."""
     if mark.const is not None:
         return Padded(mark.const, True)
     pad = PURE if rows is None else rows.pad
-    if not _is_pad(pad):
+    if not isinstance(pad, Pad):
         return Padded(pad, False)
     # The same function for each row, though what stands in the padding of another dim may spoil it.
     return Padded(ANY if mark.is_wild else pad, pad is PURE)
@@ -160,20 +142,58 @@ def operand_pad(mark: Mark, rows: Rows | None) -> Padded:
 def joined_pad(operands: Sequence[Padded]) -> Any:
     """Returns what stands in the padding of a dim if each entry is that of one of the operands."""
     pads = [operand.pad for operand in operands]
-    if not _is_pad(pads[0]) and all(not _is_pad(p) and p == pads[0] for p in pads):
+    if all(_is_number(p, pads[0]) for p in pads):
         return pads[0]
     if all(operand.is_pure for operand in operands):
         return PURE
-    return FINITE if all(map(_may_be_computed_with, pads)) else ANY
+    return FINITE if all(map(_is_finite, pads)) else ANY
 
 
-def is_number(pad: Any, number: float) -> bool:
-    """Returns whether what stands in the padding is this number."""
-    return not _is_pad(pad) and bool(pad == number)
+Operand = tuple[Mark, Rows | None]
+"""A mark, and what is known of one of its dims."""
 
 
-def _may_be_computed_with(pad: Any) -> bool:
-    return pad is not ANY if _is_pad(pad) else _is_finite(pad)
+def lined_up(
+    dim: int,
+    operands: Sequence[Operand],
+    pad: Callable[[list[Padded]], Any] = joined_pad,
+    *,
+    everywhere: bool = True,
+) -> Rows:
+    """Returns the rows along a dim whose entries are computed from those in the same place of operands.
+
+    Args:
+        dim: the dim of the result.
+        operands: what is known of them, and of the dim of each that becomes this one.
+        pad: computes what stands in the padding from what stands in that of the operands.
+        everywhere: whether each operand must have the dim.
+
+    Raises:
+        GaveUpError: rows come together with other rows.
+    """
+    known = [rows for _, rows in operands if rows is not None]
+    layouts = {(r.outer, r.inner) for r in known if not r.is_uniform}
+    if len(layouts) > 1 or (everywhere and len(known) < len(operands)):
+        raise GaveUpError("rows are not in line")
+    outer, inner = layouts.pop() if layouts else (0, 0)
+    pads = [operand_pad(*operand) for operand in operands]
+    return Rows(dim, outer, inner, pad(pads), any(r.data for r in known))
+
+
+def joined(one: Mark, other: Mark, where: str) -> Mark:
+    """Returns what is known of a value that is one of two."""
+    if one == other:
+        return one
+    amount = one.amount or other.amount
+    leak = one.leak or other.leak
+    if leak is not None:
+        return Mark(leak=replace(leak, certain=False), amount=amount)
+    dims = sorted({r.dim for r in one.rows + other.rows})
+    try:
+        rows = [lined_up(dim, [(one, one.at(dim)), (other, other.at(dim))]) for dim in dims]
+    except GaveUpError:
+        return leaking(where)
+    return Mark(tuple(rows), one.const if one.const == other.const else None, amount=amount)
 
 
 def known_number(value: Any) -> Any:
@@ -185,25 +205,28 @@ def known_number(value: Any) -> Any:
         number = array.item() if array.dtype.kind in "biuf" else float(array)
     except (TypeError, ValueError):
         return None
-    return (
-        math.nan if number != number else number
-    )  # one object, so that marks that hold it are equal
+    # One object, so that marks that hold it are equal.
+    return math.nan if number != number else number
 
 
-_UNARY: dict[str, Callable[[Any], Any]] = {
+_LOGICAL = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+    "not": np.logical_not,
+}
+
+_COMPUTE: dict[str, Callable[..., Any]] = {
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "floor": np.floor, "ceil": np.ceil,
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log1p": np.log1p, "expm1": np.expm1,
     "sqrt": np.sqrt, "square": np.square, "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "is_finite": np.isfinite,
     "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x, "copy_p": lambda x: x,
     "stop_gradient": lambda x: x, "reduce_precision": lambda x: x, "real": lambda x: x,
-}  # fmt: skip
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
     "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal,
+    "gt": np.greater, "ge": np.greater_equal, **_LOGICAL,
 }  # fmt: skip
-_LOGICAL = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor"})
 """They give no NaN, whatever goes in."""
@@ -235,25 +258,21 @@ def _computed(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> A
     if name == "convert_element_type":
         kind = np.dtype(params["new_dtype"]).kind
         return bool(numbers[0]) if kind == "b" else (int if kind in "iu" else float)(numbers[0])
-    if name in ("not", *_LOGICAL):
-        if not all(isinstance(n, bool) for n in numbers):
-            return None
-        return not numbers[0] if name == "not" else bool(_LOGICAL[name](*numbers))
     if name == "integer_pow":
         return np.float64(numbers[0]) ** params["y"]
+    if name == "div" and all(isinstance(n, int) for n in numbers):
+        return int(numbers[0] / numbers[1])
     if name == "div":
-        if all(isinstance(n, int) for n in numbers):
-            return int(numbers[0] / numbers[1])
-        return np.divide(np.float64(numbers[0]), np.float64(numbers[1]))
-    if name in _UNARY:
-        return _UNARY[name](numbers[0])
-    return _BINARY[name](*numbers) if name in _BINARY and len(numbers) == 2 else None
+        return np.divide(*map(np.float64, numbers))
+    if name in _LOGICAL and not all(isinstance(n, bool) for n in numbers):
+        return None  # of bits
+    return _COMPUTE[name](*numbers)
 
 
 def folded(name: str, params: Mapping[str, Any], operands: Sequence[Padded]) -> Any:
     """Returns what an operation on each entry leaves in the padding of a dim."""
     pads = [operand.pad for operand in operands]
-    if not any(map(_is_pad, pads)):
+    if not any(isinstance(pad, Pad) for pad in pads):
         number = evaluated(name, params, pads)
         if number is not None:
             return number
@@ -264,12 +283,14 @@ def folded(name: str, params: Mapping[str, Any], operands: Sequence[Padded]) -> 
         return PURE
     if name in _NEUTRAL and len(pads) == 2:
         neutral, first = _NEUTRAL[name]
-        if is_number(pads[1], neutral) or (first and is_number(pads[0], neutral)):
-            return pads[0] if is_number(pads[1], neutral) else pads[1]
+        if operands[1].has_number(neutral):
+            return pads[0]
+        if first and operands[0].has_number(neutral):
+            return pads[1]
     if name in BOOLEAN:
         return FINITE
     total = name in _TOTAL or (name == "integer_pow" and params["y"] >= 0)
-    return FINITE if total and all(map(_may_be_computed_with, pads)) else ANY
+    return FINITE if total and all(map(_is_finite, pads)) else ANY
 
 
 def _absorbed(name: str, operands: Sequence[Padded]) -> Any:
@@ -278,30 +299,26 @@ def _absorbed(name: str, operands: Sequence[Padded]) -> Any:
     if name in ("and", "or"):
         decides = name == "or"
         return decides if any(p is decides for p in pads) else None
-    finite = [_may_be_computed_with(p) for p in pads]
-    if name == "mul" and any(is_number(p, 0) for p in pads) and all(finite):
+    finite = list(map(_is_finite, pads))
+    if name == "mul" and any(o.has_number(0) for o in operands) and all(finite):
         return 0
-    if name == "div" and is_number(pads[0], 0) and operands[1].pad is PURE:
+    if name == "div" and operands[0].has_number(0) and operands[1].pad is PURE:
         return 0
     if name in ("add", "add_any", "sub"):
         for k, pad in enumerate(pads):
-            if not _is_pad(pad) and np.isinf(pad) and all(finite[:k] + finite[k + 1 :]):
+            if not isinstance(pad, Pad) and np.isinf(pad) and all(finite[:k] + finite[k + 1 :]):
                 return -pad if name == "sub" and k == 1 else pad
     return None
 
 
 _UNSEEN = {
-    "reduce_sum": 0,
-    "reduce_prod": 1,
-    "reduce_and": True,
-    "reduce_or": False,
-    "reduce_xor": 0,
-}
+    "reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": False, "reduce_xor": 0,
+}  # fmt: skip
 
 
 def is_neutral(name: str, pad: Any, dtype: Any) -> bool:
     """Returns whether a reduction does not see entries that are this number."""
-    if _is_pad(pad):
+    if isinstance(pad, Pad):
         return False
     if name in ("reduce_max", "reduce_min"):
         least, most = _range(dtype)
@@ -321,43 +338,18 @@ def _range(dtype: Any) -> tuple[Any, Any]:
 Shape = tuple[int, ...]
 
 
-class Walk(Protocol):
-    """What a rule may ask of the pass that applies it."""
-
-    shares: tuple[int, int]
-
-
 class Pair:
     """An equation of the step, and the same one where the shares have another length."""
 
-    def __init__(self, eqn: Any, other: Any) -> None:
-        """Takes both equations."""
-        self.eqn, self.other = eqn, other
+    def __init__(self, eqn: Any, other: Any, shares: tuple[int, int]) -> None:
+        """Takes both equations, and the rows of a share in the programs of each."""
+        self.eqn, self.other, self.shares = eqn, other, shares
         self.name: str = eqn.primitive.name if eqn is not None else ""
 
     @functools.cached_property
     def where(self) -> str:
         """The operation and the user's line."""
         return f"{name(self.eqn)} at {line(self.eqn)}" if self.eqn is not None else "a result"
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether both are the same operation on as many operands."""
-        return (
-            self.eqn.primitive is self.other.primitive
-            and len(self.eqn.invars) == len(self.other.invars)
-            and len(self.eqn.outvars) == len(self.other.outvars)
-        )
-
-    @property
-    def has_refs(self) -> bool:
-        """Whether it reads or writes a ref."""
-        return any(_is_ref(var) for var in (*self.eqn.invars, *self.eqn.outvars))
-
-    @property
-    def varies(self) -> bool:
-        """Whether an output has another shape where the shares have another length."""
-        return any(a != b for a, b in map(self.out, range(len(self.eqn.outvars))))
 
     def operand(self, index: int) -> tuple[Shape, Shape]:
         """Returns both shapes of an operand."""
@@ -391,10 +383,6 @@ def _shape(atom: Any) -> Shape:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def _is_ref(var: Any) -> bool:
-    return type(var.aval).__name__ == "AbstractRef" or bool(getattr(var.aval, "has_qdd", False))
-
-
 def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
@@ -408,4 +396,4 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-Rule = Callable[[Walk, Pair, list[Mark]], "list[Mark] | None"]
+Rule = Callable[[Pair, list[Mark]], "Mark | list[Mark]"]

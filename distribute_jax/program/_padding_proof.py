@@ -18,14 +18,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 
 from distribute_jax._mesh import num_replicas
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carries, is_ref, opened
 from distribute_jax.program._padding_marks import (
     ANY,
     CLEAN,
+    GaveUpError as GaveUpError,
     Leak,
     Mark,
     Pair,
@@ -35,13 +37,8 @@ from distribute_jax.program._padding_marks import (
     leaking,
 )
 from distribute_jax.program._padding_rules import CARRIES, RULES
-from distribute_jax.program._replication_rules import ClosedJaxpr, consts_and_carries
 from distribute_jax.program._result_rows import Unknown, share_sizes
 from distribute_jax.program._trace import Call, Traced
-
-
-class GaveUpError(Exception):
-    """The pass met something about which nothing can be said; the text says where."""
 
 
 class RefsError(GaveUpError):
@@ -85,22 +82,24 @@ class PaddingWalk:
         return self._done[key][2]
 
     def _run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
-        one, two = _opened(body), _opened(other)
+        one, two = opened(body), opened(other)
         env: dict[Any, Mark] = dict(zip(one.invars, marks, strict=True))
-        for var, a, b in zip(one.constvars, _consts(body), _consts(other), strict=True):
+        consts = (getattr(closed, "consts", ()) for closed in (body, other))
+        for var, a, b in zip(one.constvars, *consts, strict=True):
             env[var] = self._constant(a, b)
         partner = dict(zip(one.constvars + one.invars, two.constvars + two.invars, strict=True))
 
         def read(pair: Pair, atom: Any, twin: Any) -> Mark:
             if isinstance(atom, Literal) and isinstance(twin, Literal):
-                return self._literal(pair, atom, twin)
+                return _literal(pair, atom.val, twin.val)
             if isinstance(atom, Literal) or partner.get(atom) is not twin:
                 raise GaveUpError(f"{pair.where} is computed from other values")
             return env[atom]
 
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
-            pair = Pair(eqn, twin)
-            if not pair.is_alike:
+            pair = Pair(eqn, twin, self.shares)
+            lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
+            if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise GaveUpError(f"{pair.where} becomes another operation")
             operands = [read(pair, a, b) for a, b in zip(eqn.invars, twin.invars, strict=True)]
             outs = self.apply(pair, operands)
@@ -108,70 +107,24 @@ class PaddingWalk:
             partner.update(zip(eqn.outvars, twin.outvars, strict=True))
         if len(one.eqns) != len(two.eqns):
             raise GaveUpError("the step becomes another program")
-        end = Pair(None, None)
+        end = Pair(None, None, self.shares)
         return [read(end, a, b) for a, b in zip(one.outvars, two.outvars, strict=True)]
 
     def apply(self, pair: Pair, marks: list[Mark]) -> list[Mark]:
         """Returns the marks of the outputs of an equation."""
-        if pair.has_refs:
+        if any(map(is_ref, [*pair.eqn.invars, *pair.eqn.outvars])):
             raise RefsError(f"{pair.where} reads or writes a ref")
         rule = STRUCTURE.get(pair.name)
+        count = len(pair.eqn.outvars)
         try:
-            outs = rule(self, pair, marks) if rule else self._computed(pair, marks)
+            marks = rule(self, pair, marks) if rule else _computed(pair, marks)
         except RefsError:
             raise
-        except GaveUpError:
-            outs = None
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
-            outs = None  # a form that another JAX version uses
-        if outs is None or len(outs) != len(pair.eqn.outvars):
-            outs = [leaking(pair.where)] * len(pair.eqn.outvars)
-        return [self._checked(pair, k, out) for k, out in enumerate(outs)]
-
-    def _computed(self, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
-        """Applies the rule of a primitive that has no body, and notes where numbers of rows come in."""
-        count = len(pair.eqn.outvars)
-        chosen = pair.name == "select_n" and marks[0].const is not None
-        used = [marks[0], marks[1 + int(marks[0].const)]] if chosen else marks
-        amount = next((mark.amount for mark in used if mark.amount), "")
-        leaks = [mark.leak for mark in used if mark.leak]
-        rule = RULES.get(pair.name)
-        if leaks:
-            stays = rule is not None and _carries(pair, marks)
-            leak = Leak(leaks[0].where, leaks[0].certain and len(leaks) == 1 and stays)
-            return [Mark(leak=leak, amount=amount)] * count
-        if all(mark.is_clean for mark in marks) and not pair.varies and pair.name != "select_n":
-            changed = pair.changed_params()
-            amount = amount or (pair.where if changed else "")
-            if rule is None or changed or any(mark.const is None for mark in marks):
-                return [Mark(amount=amount)] * count
-        if rule is None:
-            return None
-        if pair.changed_params(allowed=_OF_SHAPES):
-            amount = amount or pair.where
-        outs = rule(self, pair, marks)
-        return outs and [_with_amount(out, amount) for out in outs]
-
-    def _checked(self, pair: Pair, index: int, out: Mark) -> Mark:
-        """Turns a mark into a leak unless it speaks of exactly the dims whose length differs."""
-        if out.leak is not None:
-            return out
-        sizes, others = pair.out(index)
-        if len(sizes) != len(others):
-            return leaking(pair.where)
-        dims = [d for d, (a, b) in enumerate(zip(sizes, others, strict=True)) if a != b]
-        fits = [r.dim for r in out.rows] == dims and all(
-            r.is_uniform or _fits(r, sizes, others, self.shares) for r in out.rows
-        )
-        return out if fits else leaking(pair.where)
-
-    def _literal(self, pair: Pair, one: Any, other: Any) -> Mark:
-        number, again = known_number(one.val), known_number(other.val)
-        if number is not None and number == again:
-            return Mark(const=number)
-        if _equal(one.val, other.val):
-            return CLEAN
-        return Mark(amount=pair.where)
+        except (GaveUpError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            marks = []  # a form that no rule knows, as of another JAX version
+        if len(marks) != count:
+            marks = [leaking(pair.where)] * count
+        return [_checked(pair, k, mark) for k, mark in enumerate(marks)]
 
     def _constant(self, one: Any, other: Any) -> Mark:
         """Returns the mark of an array that the program holds."""
@@ -182,15 +135,61 @@ class PaddingWalk:
         except (TypeError, ValueError):
             return leaking("a constant")
         if a.shape == b.shape:
-            same = np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
-            return CLEAN if same else Mark(amount="a constant")
+            return CLEAN if _equal(a, b) else Mark(amount="a constant")
         dims = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]] if a.ndim == b.ndim else []
         if len(dims) != 1 or not np.array_equal(np.take(b, range(a.shape[dims[0]]), dims[0]), a):
             return leaking("a constant")
         rows = Rows(dims[0], 1, a.shape[dims[0]] // self.shares[0], ANY, data=False)
-        return (
-            Mark((rows,)) if _fits(rows, a.shape, b.shape, self.shares) else leaking("a constant")
-        )
+        fits = _fits(rows, a.shape, b.shape, self.shares)
+        return Mark((rows,)) if fits else leaking("a constant")
+
+
+def _computed(pair: Pair, marks: list[Mark]) -> list[Mark]:
+    """Applies the rule of a primitive that has no body, and notes where numbers of rows come in."""
+    count = len(pair.eqn.outvars)
+    chosen = pair.name == "select_n" and marks[0].const is not None
+    used = [marks[0], marks[1 + int(marks[0].const)]] if chosen else marks
+    amount = next((mark.amount for mark in used if mark.amount), "")
+    leaks = [mark.leak for mark in used if mark.leak]
+    rule = RULES.get(pair.name)
+    if leaks:
+        stays = rule is not None and _carries(pair, marks)
+        leak = Leak(leaks[0].where, leaks[0].certain and len(leaks) == 1 and stays)
+        return [Mark(leak=leak, amount=amount)] * count
+    varies = any(map(pair.varying, range(count)))
+    if all(mark.is_clean for mark in marks) and not varies and pair.name != "select_n":
+        changed = pair.changed_params()
+        amount = amount or (pair.where if changed else "")
+        if rule is None or changed or any(mark.const is None for mark in marks):
+            return [Mark(amount=amount)] * count
+    if rule is None:
+        return []
+    if pair.changed_params(allowed=_OF_SHAPES):
+        amount = amount or pair.where
+    outs = rule(pair, marks)
+    outs = [outs] * count if isinstance(outs, Mark) else outs
+    return [_with_amount(out, amount) for out in outs]
+
+
+def _checked(pair: Pair, index: int, out: Mark) -> Mark:
+    """Turns a mark into a leak unless it speaks of exactly the dims whose length differs."""
+    if out.leak is not None:
+        return out
+    sizes, others = pair.out(index)
+    if len(sizes) != len(others):
+        return leaking(pair.where)
+    dims = [d for d, (a, b) in enumerate(zip(sizes, others, strict=True)) if a != b]
+    fits = [r.dim for r in out.rows] == dims and all(
+        r.is_uniform or _fits(r, sizes, others, pair.shares) for r in out.rows
+    )
+    return out if fits else leaking(pair.where)
+
+
+def _literal(pair: Pair, one: Any, other: Any) -> Mark:
+    number = known_number(one)
+    if number is not None and number == known_number(other):
+        return Mark(const=number)
+    return CLEAN if _equal(one, other) else Mark(amount=pair.where)
 
 
 _OF_SHAPES = frozenset({
@@ -227,47 +226,32 @@ def _fits(rows: Rows, sizes: Any, others: Any, shares: tuple[int, int]) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     try:
-        return bool(np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True))
+        a, b = np.asarray(one), np.asarray(other)
     except (TypeError, ValueError):
         return one is other
-
-
-def _opened(body: Any) -> Any:
-    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
-
-
-def _consts(body: Any) -> Sequence[Any]:
-    return body.consts if isinstance(body, ClosedJaxpr) else ()
+    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
 
 # Calls, branches and loops
 
-Structure = Callable[[PaddingWalk, Pair, list[Mark]], "list[Mark] | None"]
+Structure = Callable[[PaddingWalk, Pair, list[Mark]], list[Mark]]
 
 
-def call(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def call(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     """The body runs once, on the operands."""
-    keys = [
-        key
-        for key in ("jaxpr", "call_jaxpr", "call", "callee")
-        if isinstance(pair.eqn.params.get(key), Jaxpr | ClosedJaxpr)
-    ]
-    if len(keys) != 1:
-        return None
-    return walk.run(pair.eqn.params[keys[0]], pair.other.params[keys[0]], marks)
+    return walk.run(called_body(pair.eqn), called_body(pair.other), marks)
 
 
-def identities(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def identities(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     """Values pass through, and do not mix."""
-    return list(marks)
+    return marks
 
 
-def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     """Which branch ran shows in every output."""
     index, *operands = marks
     if not index.is_clean:
-        leak = replace(index.leak, certain=False) if index.leak else Leak(pair.where, False)
-        return [Mark(leak=leak)] * len(pair.eqn.outvars)
+        return [_decided(pair, index)] * len(pair.eqn.outvars)
     branches = zip(pair.eqn.params["branches"], pair.other.params["branches"], strict=True)
     first, *others = (walk.run(one, two, operands) for one, two in branches)
     for outs in others:
@@ -275,14 +259,17 @@ def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
     return [_with_amount(out, index.amount) for out in first]
 
 
-def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def _decided(pair: Pair, decides: Mark) -> Mark:
+    """Returns the mark of what runs, or not, as a value says in which padding may be seen."""
+    return leaking(decides.leak.where if decides.leak else pair.where)
+
+
+def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     """The body runs until the marks of the carries stop changing; rows are not what it runs over."""
     body, other = pair.eqn.params["jaxpr"], pair.other.params["jaxpr"]
-    if pair.eqn.params["length"] != pair.other.params["length"]:
-        return None
     start, num_carry = consts_and_carries(pair.eqn)
-    if start < 0:
-        return None
+    if start < 0 or pair.eqn.params["length"] != pair.other.params["length"]:
+        return []
     scanned = [_shifted(mark, -1) for mark in marks[start + num_carry :]]
     carries = marks[start : start + num_carry]
     while True:
@@ -300,7 +287,7 @@ def _shifted(mark: Mark, by: int) -> Mark:
     return replace(mark, rows=rows, index=None, column=None)
 
 
-def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     """The carries are known if rows do not decide how often the body runs."""
     one, two = pair.eqn.params, pair.other.params
     tests, bodies = one["cond_nconsts"], one["body_nconsts"]
@@ -309,8 +296,7 @@ def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] |
     while True:
         [more] = walk.run(one["cond_jaxpr"], two["cond_jaxpr"], [*marks[:tests], *carries])
         if not more.is_clean:
-            leak = replace(more.leak, certain=False) if more.leak else Leak(pair.where, False)
-            return [Mark(leak=leak)] * len(carries)
+            return [_decided(pair, more)] * len(carries)
         outs = walk.run(one["body_jaxpr"], two["body_jaxpr"], [*marks[tests:start], *carries])
         grown = [joined(a, b, pair.where) for a, b in zip(carries, outs, strict=True)]
         if grown == carries:
@@ -318,15 +304,13 @@ def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark] |
         carries = grown
 
 
-_CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
-_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "cross_device_sum")
 _IDENTITIES = (
     *("optimization_barrier", "mirrored", "unreduced", "device_put", "name", "reshard"),
     *("part_of_mean", "sharding_constraint"),
 )
 
 STRUCTURE: dict[str, Structure] = {
-    **dict.fromkeys(_CALLS + _CUSTOM_CALLS, call),
+    **dict.fromkeys(CALLS, call),
     **dict.fromkeys(_IDENTITIES, identities),
     "cond": cond,
     "scan": scan,
@@ -340,11 +324,6 @@ Seen = tuple[str, Leak]
 
 def seen_padding(call: Call, entry: BoundProgram, larger: Traced | str) -> list[Seen]:
     """Finds the outputs in which padding may be seen.
-
-    Args:
-        call: a call with a partial batch.
-        entry: its program.
-        larger: the step traced with larger shares, or why it could not be.
 
     Returns:
         The name of each, and where the padding comes in; an empty name where it is the whole step. None

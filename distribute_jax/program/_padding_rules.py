@@ -1,61 +1,43 @@
 """What each operation on arrays does to rows and to what stands in their padding.
 
-A rule gets the marks of the operands, none of which leaks, and returns the marks of the outputs. It
-returns None, or fails, for a form of the operation that it does not know, which then may leak.
+A rule gets the marks of the operands, none of which leaks, and returns the mark of the output, or one for
+each of several. It fails for a form of the operation that it does not know, which then may leak.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from distribute_jax.program import _padding_shape_rules as shapes
 from distribute_jax.program._padding_marks import (
     ANY,
     CLEAN,
     FINITE,
     PURE,
+    GaveUpError,
     Mark,
+    Operand,
     Pad,
     Padded,
     Pair,
     Rows,
     Rule,
-    Walk,
-    common_layout,
     folded,
     is_neutral,
-    is_number,
     joined_pad,
     leaking,
+    lined_up,
     operand_pad,
-)
-from distribute_jax.program._padding_shape_rules import (
-    _without,
-    broadcast,
-    concatenate,
-    dynamic_slice,
-    dynamic_update_slice,
-    elementwise,
-    iota,
-    pad,
-    random_bits,
-    real_rows,
-    reshape,
-    select,
-    slice_,
-    split,
-    squeeze,
-    stack,
-    transpose,
-    unstack,
 )
 
 # Reductions
 
 
-def reduce(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def reduce(pair: Pair, marks: list[Mark]) -> Mark:
     """Rows may be reduced if the reduction does not see what stands in their padding."""
     mark, axes = marks[0], {int(a) for a in pair.eqn.params["axes"]}
     amount = ""
@@ -64,84 +46,45 @@ def reduce(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
             continue
         if r.data and isinstance(r.pad, Pad):
             certain = r.pad is PURE and pair.name in ("reduce_sum", "reduce_prod")
-            return [leaking(pair.where, certain=certain)]
+            return leaking(pair.where, certain=certain)
         amount = pair.where
     kept = tuple(r for r in mark.rows if r.dim not in axes)
     # What stands in padding that the reduction does not see spoils nothing.
     seen = mark if amount else Mark(kept, mark.const)
-    rows = tuple(replace(r, pad=_reduced_pad(pair.name, seen, r)) for r in kept)
-    out = _without(Mark(rows), axes, len(pair.operand(0)[0]))
-    return [replace(out, amount=amount)]
+    pads = [_reduced_pad(pair.name, operand_pad(seen, r)) for r in kept]
+    rows = tuple(replace(r, pad=pad) for r, pad in zip(kept, pads, strict=True))
+    return replace(shapes.without_dims(pair, Mark(rows), axes), amount=amount)
 
 
-def _reduced_pad(operation: str, mark: Mark, rows: Rows) -> Any:
-    stands, is_pure = operand_pad(mark, rows)
+def _reduced_pad(operation: str, padded: Padded) -> Any:
     if operation in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
-        return PURE if is_pure else stands
-    if is_number(stands, 0) and operation in ("reduce_sum", "reduce_prod"):
-        return 0
-    return _changed(stands, is_pure)
+        return PURE if padded.is_pure else padded.pad
+    return _computed_pad([padded], keeps_zero=operation in ("reduce_sum", "reduce_prod"))
 
 
-def _changed(stands: Any, is_pure: bool) -> Any:
+def _computed_pad(pads: Sequence[Padded], *, keeps_zero: bool = False) -> Any:
     """Returns what stands in the padding after a function that keeps finite numbers finite."""
-    if is_pure:
+    pad = joined_pad(pads)
+    if keeps_zero and all(padded.has_number(0) for padded in pads):
+        return 0
+    if all(padded.is_pure for padded in pads):
         return PURE
-    if isinstance(stands, Pad):
-        return stands
-    return FINITE if math.isfinite(stands) else ANY
+    if isinstance(pad, Pad):
+        return pad
+    return FINITE if math.isfinite(pad) else ANY
 
 
-def along(*keys: str, linear: bool = False) -> Rule:
-    """Makes the rule of an operation along dims that are no rows, which keeps all dims."""
+def along(key: str, *, linear: bool = False) -> Rule:
+    """Makes the rule of an operation along dims that hold no rows, which keeps all dims."""
 
-    def rule(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
-        axes: set[int] = set()
-        for key in keys:
-            given = pair.eqn.params[key]
-            axes |= set(given) if isinstance(given, tuple) else {given}
-        rows = []
-        for dim in pair.varying():
-            parts = [mark.at(dim) for mark in marks]
-            known = [part for part in parts if part is not None]
-            layout = common_layout(known)
-            if dim in axes or layout is None or len(known) != len(parts):
-                return [leaking(pair.where)]
-            stands = joined_pad([operand_pad(m, p) for m, p in zip(marks, known, strict=True)])
-            pure = all(operand_pad(m, p).is_pure for m, p in zip(marks, known, strict=True))
-            kept = linear and is_number(stands, 0)
-            rows.append(
-                Rows(
-                    dim, *layout, 0 if kept else _changed(stands, pure), any(p.data for p in known)
-                )
-            )
-        return [Mark(tuple(rows))] * len(pair.eqn.outvars)
+    def rule(pair: Pair, marks: list[Mark]) -> Mark:
+        axes = pair.eqn.params[key]
+        if set(axes if isinstance(axes, tuple) else [axes]) & set(pair.varying()):
+            raise GaveUpError("along rows")
+        pad = functools.partial(_computed_pad, keeps_zero=linear)
+        return Mark(shapes.in_place(pair, marks, pad))
 
     return rule
-
-
-def windows(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
-    """Pooling: windows of one row each."""
-    params = pair.eqn.params
-    rows = []
-    for dim in pair.varying():
-        parts = [mark.at(dim) for mark in marks]
-        known = [part for part in parts if part is not None]
-        layout = common_layout(known)
-        plain = all(
-            params[key][dim] == one for key, one in _PLAIN_WINDOW.items() if params.get(key)
-        )
-        if not plain or layout is None or len(known) != len(parts):
-            return [leaking(pair.where)]
-        pads = [operand_pad(m, p) for m, p in zip(marks, known, strict=True)]
-        zero = (
-            is_number(pads[0].pad, 0)
-            and pair.name in _SUMS_OF_WINDOWS
-            and not any(mark.is_wild for mark in marks)
-        )
-        stands = 0 if zero else _changed(joined_pad(pads), all(p.is_pure for p in pads))
-        rows.append(Rows(dim, *layout, stands, any(p.data for p in known)))
-    return [Mark(tuple(rows))]
 
 
 _PLAIN_WINDOW = {
@@ -151,56 +94,63 @@ _PLAIN_WINDOW = {
 _SUMS_OF_WINDOWS = ("reduce_window_sum", "select_and_scatter_add", "select_and_gather_add")
 
 
-def batched(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def windows(pair: Pair, marks: list[Mark]) -> Mark:
+    """Pooling: windows of one row each."""
+    sizes = [(pair.eqn.params.get(key), plain) for key, plain in _PLAIN_WINDOW.items()]
+    if any(size and size[dim] != plain for dim in pair.varying() for size, plain in sizes):
+        raise GaveUpError("windows of several rows")
+    tame = pair.name in _SUMS_OF_WINDOWS and not any(mark.is_wild for mark in marks)
+
+    def pad(pads: list[Padded]) -> Any:
+        return 0 if tame and pads[0].has_number(0) else _computed_pad(pads)
+
+    return Mark(shapes.in_place(pair, marks, pad))
+
+
+def batched(pair: Pair, marks: list[Mark]) -> list[Mark]:
     """Linear algebra: a matrix for each row."""
-    outs = []
-    for k in range(len(pair.eqn.outvars)):
-        rows = []
-        for dim in pair.varying(k):
-            parts = [mark.at(dim) for mark in marks]
-            known = [part for part in parts if part is not None]
-            layout = common_layout(known)
-            if layout is None or dim >= len(pair.operand(0)[0]) - 2 or len(known) != len(parts):
-                return [leaking(pair.where)]
-            pure = all(operand_pad(m, p).is_pure for m, p in zip(marks, known, strict=True))
-            rows.append(Rows(dim, *layout, PURE if pure else ANY, any(p.data for p in known)))
-        outs.append(Mark(tuple(rows)))
-    return outs
+    outs = range(len(pair.eqn.outvars))
+    matrix = len(pair.operand(0)[0]) - 2
+    if any(dim >= matrix for k in outs for dim in pair.varying(k)):
+        raise GaveUpError("rows in a matrix")
+
+    def pad(pads: list[Padded]) -> Any:
+        return PURE if all(padded.is_pure for padded in pads) else ANY
+
+    return [Mark(shapes.in_place(pair, marks, pad, output=k)) for k in outs]
 
 
 # Products
 
 
-def dot_general(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def dot_general(pair: Pair, marks: list[Mark]) -> Mark:
     """Sums of products: over rows only where one factor is zero in the padding."""
-    (contract, batch) = pair.eqn.params["dimension_numbers"]
-    pairs = list(zip(*contract, strict=True))
-    lined_up = [(a, b, k) for k, (a, b) in enumerate(zip(*batch, strict=True))]
-    frees = []
-    place = len(lined_up)
-    for side in (0, 1):
-        used = {*contract[side], *batch[side]}
-        for dim in range(len(pair.operand(side)[0])):
-            if dim not in used:
-                frees.append((side, dim, place))
-                place += 1
-    return products(pair, marks, pairs, lined_up, frees)
+    contract, batch = pair.eqn.params["dimension_numbers"]
+    rows = [(a, b, k) for k, (a, b) in enumerate(zip(*batch, strict=True))]
+    free = [
+        (side, dim)
+        for side in (0, 1)
+        for dim in range(len(pair.operand(side)[0]))
+        if dim not in {*contract[side], *batch[side]}
+    ]
+    placed = [(side, dim, len(rows) + k) for k, (side, dim) in enumerate(free)]
+    return products(pair, marks, list(zip(*contract, strict=True)), rows, placed)
 
 
 def products(
     pair: Pair,
     marks: list[Mark],
     contracted: Sequence[tuple[int, int]],
-    lined_up: Sequence[tuple[int, int, int]],
+    batch: Sequence[tuple[int, int, int]],
     free: Sequence[tuple[int, int, int]],
-) -> list[Mark]:
+) -> Mark:
     """Returns the mark of sums of products of two arrays.
 
     Args:
         pair: The equation.
         marks: Those of both factors.
         contracted: A dim of each factor, which are summed over together.
-        lined_up: A dim of each factor and the dim of the result that they become.
+        batch: A dim of each factor and the dim of the result that they become.
         free: A factor (0 or 1), its dim, and the dim of the result that it becomes.
     """
     one, two = marks
@@ -209,185 +159,164 @@ def products(
     for a, b in contracted:
         summed = _summed_products(pair, (one, one.at(a)), (two, two.at(b)))
         if summed.leak:
-            return [summed]
+            return summed
         amount = amount or summed.amount
-    for a, b, new in lined_up:
-        left, right = one.at(a), two.at(b)
-        if left is None and right is None:
-            continue
-        layout = common_layout([left, right]) if left and right else None
-        if left is None or right is None or layout is None:
-            return [leaking(pair.where)]
-        stands = _product_pad([operand_pad(one, left), operand_pad(two, right)])
-        rows.append(Rows(new, *layout, stands, left.data or right.data))
+    for a, b, new in batch:
+        if one.at(a) or two.at(b):
+            rows.append(lined_up(new, [(one, one.at(a)), (two, two.at(b))], _product_pad))
     for side, dim, new in free:
-        old = marks[side].at(dim)
-        if old is not None:
-            stands = _product_pad(
-                [operand_pad(marks[side], old), operand_pad(marks[1 - side], None)]
-            )
-            rows.append(replace(old, dim=new, pad=stands))
-    return [Mark(tuple(sorted(rows, key=lambda r: r.dim)), amount=amount)]
+        if old := marks[side].at(dim):
+            operands: list[Operand] = [(marks[side], old), (marks[1 - side], None)]
+            rows.append(lined_up(new, operands, _product_pad, everywhere=False))
+    return Mark(tuple(sorted(rows, key=lambda r: r.dim)), amount=amount)
 
 
-def _summed_products(
-    pair: Pair, one: tuple[Mark, Rows | None], two: tuple[Mark, Rows | None]
-) -> Mark:
+def _summed_products(pair: Pair, left: Operand, right: Operand) -> Mark:
     """Returns what is seen of a dim of each factor in the sum over both: nothing, if it is clean."""
-    left, right = one[1], two[1]
-    if left is None and right is None:
+    if left[1] is None and right[1] is None:
         return CLEAN
-    if left is None or right is None or common_layout([left, right]) is None:
-        return leaking(pair.where)
-    pads = [operand_pad(*one), operand_pad(*two)]
-    if is_number(folded("mul", {}, pads), 0):
+    rows = lined_up(0, [left, right], functools.partial(folded, "mul", {}))
+    if rows.has_number(0):
         return CLEAN
+    pads = [operand_pad(*left), operand_pad(*right)]
     certain = all(p.is_pure for p in pads)
-    if (left.data or right.data) and (certain or any(isinstance(p.pad, Pad) for p in pads)):
+    if rows.data and (certain or any(isinstance(p.pad, Pad) for p in pads)):
         return leaking(pair.where, certain=certain)
     return Mark(amount=pair.where)
 
 
 def _product_pad(pads: Sequence[Padded]) -> Any:
-    stands = folded("mul", {}, pads)
-    return stands if isinstance(stands, Pad) or stands == 0 else _changed(stands, False)
+    pad = folded("mul", {}, pads)
+    return pad if isinstance(pad, Pad) or pad == 0 else _computed_pad([Padded(pad, False)])
 
 
-def convolution(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def convolution(pair: Pair, marks: list[Mark]) -> Mark:
     """A product over the features, for each example."""
-    params = pair.eqn.params
+    params, [image, kernel] = pair.eqn.params, marks
     numbers = params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    grouped = params["feature_group_count"] != 1
-    if grouped and (marks[0].at(lhs[1]) or marks[1].at(rhs[1])):
-        return None
-    if params["batch_group_count"] != 1 and (marks[0].at(lhs[0]) or marks[1].at(rhs[0])):
-        return None
-    spatial = [(0, d) for d in lhs[2:]] + [(1, d) for d in rhs[2:]]
-    if any(marks[side].at(d) for side, d in spatial):
-        return None
-    free = [(0, lhs[0], out[0]), (1, rhs[0], out[1])]
-    return products(pair, marks, [(lhs[1], rhs[1])], [], free)
+    mixed = [image.at(d) for d in lhs[2:]] + [kernel.at(d) for d in rhs[2:]]
+    if params["feature_group_count"] != 1:
+        mixed += [image.at(lhs[1]), kernel.at(rhs[1])]
+    if params["batch_group_count"] != 1:
+        mixed += [image.at(lhs[0]), kernel.at(rhs[0])]
+    if any(mixed):
+        raise GaveUpError("a window over rows")
+    return products(pair, marks, [(lhs[1], rhs[1])], [], [(0, lhs[0], out[0]), (1, rhs[0], out[1])])
 
 
 # Looking up and scattering
 
 
-def gather(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def gather(pair: Pair, marks: list[Mark]) -> Mark:
     """Looked up in a table, or for each row in that row."""
     numbers, (operand, indices) = pair.eqn.params["dimension_numbers"], marks
-    sizes, shapes = pair.params("slice_sizes"), pair.operand(0)
-    ndim = len(shapes[0])
-    lined = dict(
-        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    )
+    sizes, lengths = pair.params("slice_sizes"), pair.operand(0)
+    dims = range(len(lengths[0]))
+    lined = _lined_dims(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims,
+        numbers.start_index_map, numbers.collapsed_slice_dims, marks,
+    )  # fmt: skip
     collapsed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    whole = dict(
-        zip([d for d in range(ndim) if d not in collapsed], numbers.offset_dims, strict=True)
-    )
-    out_ndim = len(pair.out()[0])
-    batch = [d for d in range(out_ndim) if d not in numbers.offset_dims]
-    if indices.column is not None and indices.column[0] < len(numbers.start_index_map):
-        own = numbers.start_index_map[indices.column[0]]
-        if own in collapsed and operand.at(own) is not None:
-            lined[own] = indices.column[1]
-    rows: dict[int, list[tuple[Mark, Rows]]] = {}
-    for dim, r in enumerate(operand.at(d) for d in range(ndim)):
-        if r is None:
+    windows = dict(zip([d for d in dims if d not in collapsed], numbers.offset_dims, strict=True))
+    batch = [d for d in range(len(pair.out()[0])) if d not in numbers.offset_dims]
+    found: dict[int, list[Operand]] = {}
+    for dim in dims:
+        rows = operand.at(dim)
+        if rows is None:
             if sizes[0][dim] != sizes[1][dim]:
-                return [leaking(pair.where)]
-        elif dim in lined:
-            rows.setdefault(batch[lined[dim]], []).append((operand, r))
-        elif dim in whole and all(
-            s[dim] == shape[dim] for s, shape in zip(sizes, shapes, strict=True)
-        ):
-            if dim in numbers.start_index_map:
-                return [leaking(pair.where)]
-            rows.setdefault(whole[dim], []).append((operand, r))
+                raise GaveUpError("a window of another size")
+            continue
+        complete = all(s[dim] == length[dim] for s, length in zip(sizes, lengths, strict=True))
+        if dim in lined:
+            found.setdefault(batch[lined[dim]], []).append((operand, rows))
+        elif dim in windows and complete and dim not in numbers.start_index_map:
+            found.setdefault(windows[dim], []).append((operand, rows))
         else:
-            return [leaking(pair.where)]
-    for r in indices.rows:
-        rows.setdefault(batch[r.dim], []).append((indices, r))
-    return [_looked_up(pair, rows, operand, indices)]
+            raise GaveUpError("some rows")
+    for rows in indices.rows:
+        found.setdefault(batch[rows.dim], []).append((indices, rows))
 
-
-def _looked_up(
-    pair: Pair, rows: dict[int, list[tuple[Mark, Rows]]], operand: Mark, indices: Mark
-) -> Mark:
-    found = []
-    for dim, parts in sorted(rows.items()):
-        layout = common_layout([r for _, r in parts])
-        if layout is None:
-            return leaking(pair.where)
-        pads = [operand_pad(mark, r) for mark, r in parts]
-        stands: Any = PURE if all(p.is_pure for p in pads) else ANY
-        if parts[0][0] is operand and is_number(pads[0].pad, 0) and not indices.is_wild:
-            stands = 0
+    def pad(from_operand: bool, pads: list[Padded]) -> Any:
         if operand.is_wild:
-            stands = ANY
-        found.append(Rows(dim, *layout, stands, any(r.data for _, r in parts)))
-    return Mark(tuple(found))
+            return ANY
+        if from_operand and pads[0].has_number(0) and not indices.is_wild:
+            return 0
+        return PURE if all(p.is_pure for p in pads) else ANY
+
+    return Mark(
+        tuple(
+            lined_up(dim, operands, functools.partial(pad, operands[0][0] is operand))
+            for dim, operands in sorted(found.items())
+        )
+    )
 
 
-def scatter(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def _lined_dims(
+    batching: Sequence[int],
+    batching_indices: Sequence[int],
+    looked_up: Sequence[int],
+    single: Sequence[int],
+    marks: Sequence[Mark],
+) -> dict[int, int]:
+    """Returns the dims of an operand that are in line with the indices, each with that dim of theirs."""
+    operand, indices = marks[:2]
+    lined = dict(zip(batching, batching_indices, strict=True))
+    if indices.column is not None and indices.column[0] < len(looked_up):
+        dim = looked_up[indices.column[0]]
+        if dim in single and operand.at(dim) is not None:
+            lined[dim] = indices.column[1]
+    return lined
+
+
+def scatter(pair: Pair, marks: list[Mark]) -> Mark:
     """Rows are written to their own row, or zeros of padding are added to a table."""
     numbers, (operand, indices, updates) = pair.eqn.params["dimension_numbers"], marks
-    shapes = pair.operand(0)
-    ndim = len(shapes[0])
-    windows_of_updates = list(numbers.update_window_dims)
-    batch = [d for d in range(len(pair.operand(2)[0])) if d not in windows_of_updates]
-    lined = dict(
-        zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    )
-    if indices.column is not None and indices.column[0] < len(numbers.scatter_dims_to_operand_dims):
-        own = numbers.scatter_dims_to_operand_dims[indices.column[0]]
-        if own in numbers.inserted_window_dims and operand.at(own) is not None:
-            lined[own] = indices.column[1]
+    adds = pair.name == "scatter-add"
+    windows = list(numbers.update_window_dims)
+    batch = [d for d in range(len(pair.operand(2)[0])) if d not in windows]
+    lined = _lined_dims(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims,
+        numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, marks,
+    )  # fmt: skip
     inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    places = dict(
-        zip([d for d in range(ndim) if d not in inserted], windows_of_updates, strict=True)
-    )
-    rows, met = [], set()
+    dims = [d for d in range(len(pair.operand(0)[0])) if d not in inserted]
+    places = dict(zip(dims, windows, strict=True))
+    places |= {dim: batch[at] for dim, at in lined.items()}
+
+    def pad(pads: list[Padded]) -> Any:
+        if adds and all(p.has_number(0) for p in pads):
+            return 0
+        pure = all(p.is_pure for p in pads) and not indices.is_wild
+        return PURE if pure else joined_pad(pads)
+
+    rows = []
     for r in operand.rows:
-        at = batch[lined[r.dim]] if r.dim in lined else places.get(r.dim)
-        new = None if at is None else updates.at(at)
-        whole = r.dim in lined or r.dim not in numbers.scatter_dims_to_operand_dims
-        layout = common_layout([r, new]) if new else None
-        if at is None or new is None or layout is None or not whole:
-            return [leaking(pair.where)]
-        met.add(at)
-        pads = [operand_pad(operand, r), operand_pad(updates, new)]
-        if pair.name == "scatter-add" and all(is_number(p.pad, 0) for p in pads):
-            stands: Any = 0
-        else:
-            pure = all(p.is_pure for p in pads) and not indices.is_wild
-            stands = joined_pad(pads) if not pure else PURE
-        rows.append(Rows(r.dim, *layout, stands, r.data or new.data))
+        if r.dim in numbers.scatter_dims_to_operand_dims and r.dim not in lined:
+            raise GaveUpError("some rows")
+        rows.append(lined_up(r.dim, [(operand, r), (updates, updates.at(places[r.dim]))], pad))
+    met = {places[r.dim] for r in operand.rows}
     for r in updates.rows:
-        if r.dim not in met and not (pair.name == "scatter-add" and is_number(r.pad, 0)):
+        if r.dim not in met and not (adds and r.has_number(0)):
             counted = any(i.data and i.pad is PURE for i in indices.rows) and r.pad is not ANY
-            return [leaking(pair.where, certain=pair.name == "scatter-add" and counted)]
-    return [Mark(tuple(rows))]
+            return leaking(pair.where, certain=adds and counted)
+    return Mark(tuple(rows))
 
 
 # Collectives
 
 
-def psum(walk: Walk, pair: Pair, marks: list[Mark]) -> list[Mark] | None:
+def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
     """The rows of all replicas are mixed, each with those in the same place."""
-    axes = pair.eqn.params["axes"]
-    if any(isinstance(axis, int) for axis in axes):
-        return None
+    if any(isinstance(axis, int) for axis in pair.eqn.params["axes"]):
+        raise GaveUpError("a sum over a dim as well")
     outs = []
     for mark in marks:
-        if not mark.rows:
-            outs.append(Mark())
-        elif all(is_number(r.pad, 0) for r in mark.rows):
+        if all(r.has_number(0) for r in mark.rows):
             outs.append(Mark(tuple(replace(r, pad=FINITE, data=True) for r in mark.rows)))
         else:
-            outs.append(
-                leaking(pair.where, certain=any(r.pad is PURE and r.data for r in mark.rows))
-            )
+            certain = any(r.pad is PURE and r.data for r in mark.rows)
+            outs.append(leaking(pair.where, certain=certain))
     return outs
 
 
@@ -405,27 +334,26 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, elementwise),
-    "select_n": select,
-    "broadcast_in_dim": broadcast,
-    "reshape": reshape,
-    "transpose": transpose,
-    "squeeze": squeeze,
-    "concatenate": concatenate,
-    "stack": stack,
-    "unstack": unstack,
-    "slice": slice_,
-    "split": split,
-    "pad": pad,
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "iota": iota,
-    "random_bits": random_bits,
-    "random_split": random_bits,
-    "real_rows": real_rows,
+    **dict.fromkeys(_ELEMENTWISE, shapes.elementwise),
+    "select_n": shapes.select,
+    "broadcast_in_dim": shapes.broadcast,
+    "reshape": shapes.reshape,
+    "transpose": shapes.transpose,
+    "squeeze": shapes.squeeze,
+    "concatenate": shapes.concatenate,
+    "stack": shapes.stack,
+    "unstack": shapes.unstack,
+    "slice": shapes.slice_,
+    "split": shapes.split,
+    "pad": shapes.pad,
+    "dynamic_slice": shapes.dynamic_slice,
+    "dynamic_update_slice": shapes.dynamic_update_slice,
+    "iota": shapes.iota,
+    **dict.fromkeys(("random_bits", "random_split"), shapes.random_bits),
+    "real_rows": shapes.real_rows,
     **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce_max", "reduce_min"), reduce),
     **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"), reduce),
-    **dict.fromkeys(("cumsum",), along("axis", linear=True)),
+    "cumsum": along("axis", linear=True),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), along("axis")),
     "rev": along("dimensions", linear=True),
     "sort": along("dimension"),

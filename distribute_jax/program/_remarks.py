@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import num_replicas
+from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica
+from distribute_jax.collectives._markers import part_of_mean_p
 from distribute_jax.program._aggregation import Combine
-from distribute_jax.program._likely_mistakes import (
-    STREAM,
-    Part,
-    Parts,
-    ScaledPart,
-    equal_draws,
-    equal_reductions,
-    parts_of_means,
-)
+from distribute_jax.program._jaxprs import equations, line, user_line
 from distribute_jax.program._metric_merge import MERGE_BY_TYPE
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._replication_rules import Mark
+from distribute_jax.program._replication import Walk
+from distribute_jax.program._replication_rules import (
+    MIRRORED,
+    RULES,
+    Control,
+    Mark,
+    Outcome,
+    union,
+)
 from distribute_jax.program._trace import Call, Traced, state_outputs
 
 _FOLD = (
@@ -101,57 +104,41 @@ def remarks(
     Raises:
         ArgumentError: a metric would average parts of a mean.
     """
-    replicas = num_replicas(call.mesh)
-    parts = parts_of_means(traced.jaxpr, axis_size=replicas)
-    notices = [*_draws(call, traced, in_marks), *_repeated(call, traced, in_marks, combine)]
+    parts = parts_of_means(traced.jaxpr, num_replicas(call.mesh))
+    notices = list(_equal_notices(call, traced, in_marks, combine))
     results = len(traced.jaxpr.jaxpr.outvars) - len(combine)
     if parts is None:
         return Remarks(tuple(notices), (False,) * results)
     notices += [Notice(_PART_IN_CALLBACK, where, where[0]) for where in parts.callbacks]
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
-    whole = [any(not isinstance(p, ScaledPart) for p in found) for found in parts.outputs]
-    return Remarks(tuple(notices), tuple(whole[len(combine) :]))
+    are_parts = [any(not isinstance(p, ScaledPart) for p in mark) for mark in parts.outputs]
+    return Remarks(tuple(notices), tuple(are_parts[len(combine) :]))
 
 
-def _draws(call: Call, traced: Traced, in_marks: Sequence[Mark]) -> Iterator[Notice]:
-    batches = [x for x in call.arguments.data if isinstance(x, PerReplica)]
-    rows = [x.part_shape[0] for x in batches if x.layout is Layout.JOINED]
-    marks = _with_streams(call, traced, in_marks)
-    found = equal_draws(
-        traced.jaxpr, marks, rows=max(rows, default=0), axis_size=num_replicas(call.mesh)
-    )
-    yield from (Notice(_SEEDED, (line,), line) for line in found.seeds)
-    yield from (Notice(_EQUAL_ROWS, (line,), line) for line in found.rows)
-
-
-def _with_streams(call: Call, traced: Traced, in_marks: Sequence[Mark]) -> list[Mark]:
-    marks = list(in_marks)
-    for variable, start, end in zip(
-        call.binding.variables, traced.input_starts, traced.input_starts[1:], strict=False
-    ):
-        if isinstance(variable, nnx.RngState):
-            marks[start:end] = [STREAM] * (end - start)
-    return marks
-
-
-def _repeated(
+def _equal_notices(
     call: Call, traced: Traced, in_marks: Sequence[Mark], combine: Sequence[Combine]
 ) -> Iterator[Notice]:
-    """Looks for a forgotten ``distribute_dataset``."""
-    replicas = num_replicas(call.mesh)
-    if any(isinstance(x, PerReplica) for x in call.arguments.data):
+    """Looks for equal draws, and for a forgotten ``distribute_dataset``."""
+    distributed = [x for x in call.arguments.data if isinstance(x, PerReplica)]
+    batches = [] if distributed else list(_batches(call, traced))
+    rows = [x.part_shape[0] for x in distributed if x.layout is Layout.JOINED]
+    names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
+    if not batches and not names & {"random_seed", *_DRAWING}:
         return
-    names = list(_batches(call, traced))
-    if not names:
-        return
-    lines = equal_reductions(
-        traced.jaxpr, _with_streams(call, traced, in_marks), axis_size=replicas
-    )
-    added = Combine.EQUAL_INCREMENTS in combine
-    if lines or (added and lines is not None):
+    marks, starts = list(in_marks), traced.input_starts
+    for k, variable in enumerate(call.binding.variables):
+        if isinstance(variable, nnx.RngState):
+            marks[starts[k] : starts[k + 1]] = [_STREAM] * (starts[k + 1] - starts[k])
+    walk = _EqualWalk(num_replicas(call.mesh), max(rows, default=0))
+    walk.run(traced.jaxpr, marks, Control())
+    yield from (Notice(_SEEDED, (at,), at) for at in sorted(walk.seeds))
+    yield from (Notice(_EQUAL_ROWS, (at,), at) for at in sorted(walk.draws))
+    lines = walk.equal_reductions()
+    if batches and (lines or (lines is not None and Combine.EQUAL_INCREMENTS in combine)):
         where = f" at {lines[0]}" if lines else ", or add to a metric,"
-        yield Notice(_REPEATED, (str(replicas), " and ".join(names[:4]), where), where)
+        replicas, of = str(num_replicas(call.mesh)), " and ".join(batches[:4])
+        yield Notice(_REPEATED, (replicas, of, where), where)
 
 
 def _batches(call: Call, traced: Traced) -> Iterator[str]:
@@ -199,3 +186,190 @@ def _parts_in_state(
             )
         if not all(found.values()):
             yield Notice(_PART_IN_STATE, (owner or "The step", lines[0], str(replicas)), lines[0])
+
+
+# The walks: what comes of parts of means, of equal batches, and of equal keys
+
+_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+_SPREADS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
+_KEEPS = _SPREADS | {
+    "add", "add_any", "concatenate", "copy", "copy_p", "expand_dims", "neg", "optimization_barrier",
+    "reduce_sum", "select_n", "stop_gradient", "sub", "transpose",
+}  # fmt: skip
+"""Operations after which a part is still a part."""
+
+
+class Part(str):
+    """The mark of a part of a mean: the line that made it."""
+
+    __slots__ = ()
+
+
+class ScaledPart(Part):
+    """The mark of what was computed from a part, and may have been made whole by that."""
+
+    __slots__ = ()
+
+
+class _Constant(str):
+    """The mark of an array whose elements are all this number."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What became of the parts of means."""
+
+    outputs: list[frozenset[Part]]
+    """For each output of the program, the parts in it."""
+    callbacks: list[tuple[str, str]]
+    """The lines of callbacks that get a part, with the line that made the part."""
+
+
+class _RemarkWalk(Walk):
+    """The pass of the proof with other marks, after it was proved that no collective may hang."""
+
+    def meet(self, eqn: Any, control: Control) -> None:
+        """Lets every collective be."""
+
+
+def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
+    """Follows what ``compute_average_loss`` returns; None in a program that does not call it."""
+    if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
+        return None
+    walk = _PartWalk(DATA, replicas)
+    outs, _ = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars), Control())
+    return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
+
+
+class _PartWalk(_RemarkWalk):
+    """The pass of the proof, which sums take the marks from, with marks for parts."""
+
+    def __init__(self, axis: str, axis_size: int) -> None:
+        super().__init__(axis, axis_size)
+        self.callbacks: set[tuple[str, str]] = set()
+
+    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+        """Marks parts, and drops the mark where an operation has made them something else."""
+        name = eqn.primitive.name
+        if eqn.primitive is part_of_mean_p:
+            return Outcome([frozenset({Part(line(eqn))})])
+        if name == "cross_device_sum" or self._is_collective(eqn):
+            return Outcome([MIRRORED] * len(eqn.outvars))
+        if not any(marks) and name not in RULES and name not in _SPREADS:
+            return Outcome([MIRRORED] * len(eqn.outvars))
+        found = _parts(union(marks))
+        if name in _CALLBACKS:
+            self.callbacks |= {(line(eqn), str(p)) for p in found if not isinstance(p, ScaledPart)}
+        if name in _SPREADS and len(eqn.invars) == 1 and not found:
+            return Outcome([_spread(eqn.invars[0], marks[0])])
+        outcome = super().apply(eqn, marks, control)
+        if name in RULES:
+            return outcome
+        kept = self._kept(name, eqn, marks) if found else MIRRORED
+        real = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
+        return Outcome([kept if is_real else MIRRORED for is_real in real], outcome.writes)
+
+    def _is_collective(self, eqn: Any) -> bool:
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        return self.axis in (named if isinstance(named, tuple) else (named,))
+
+    def _kept(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
+        found = _parts(union(marks))
+        if name in _KEEPS:
+            return found
+        if name in ("mul", "div"):
+            factors = [_number(atom, mark) for atom, mark in zip(eqn.invars, marks, strict=True)]
+            factor = factors[1] if factors[1] is not None or name == "div" else factors[0]
+            if factor is not None and _parts(marks[0]) != _parts(marks[1]):
+                scale = abs(1 / factor if name == "div" and factor else factor)
+                # Times the replicas or the batch it is whole; times 0.1 it is a part of a sum of losses.
+                return found if scale < 2 else MIRRORED
+        return frozenset(ScaledPart(part) for part in found)
+
+
+def _parts(mark: Mark) -> frozenset[Part]:
+    return frozenset(word for word in mark if isinstance(word, Part))
+
+
+def _spread(atom: Any, mark: Mark) -> Mark:
+    number = _number(atom, mark)
+    return MIRRORED if number is None else frozenset({_Constant(number)})
+
+
+def _number(atom: Any, mark: Mark) -> float | None:
+    """Returns the number that all elements are, where that is known."""
+    if isinstance(atom, jex_core.Literal) and np.isrealobj(atom.val):
+        return float(atom.val) if np.ndim(atom.val) == 0 else None
+    if len(mark) == 1 and isinstance(word := next(iter(mark)), _Constant):
+        return float(word)
+    return None
+
+
+_DRAWING = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
+
+_STREAM: Mark = frozenset({"a random stream"})
+"""The mark of random streams, and of all that is computed from them: they draw what they draw."""
+
+
+class _Seed(str):
+    """The mark of what was made from a seed and nothing that differs: the line of the seed."""
+
+    __slots__ = ()
+
+
+class _EqualWalk(_RemarkWalk):
+    """Notes what the replicas draw, and combine, although it is equal on all of them."""
+
+    def __init__(self, replicas: int, rows: int) -> None:
+        """Takes the rows of a replica's share of the batch; 0 where there is none."""
+        super().__init__(DATA, replicas)
+        self.rows = rows
+        self.seeds: set[str] = set()
+        """The lines that seed a key with which every replica then draws the same numbers."""
+        self.draws: set[str] = set()
+        """Those that draw a number for each row with a key from outside, equal on all replicas."""
+        self._around: list[Any] = []
+        self._operands = MIRRORED
+        self._reductions: dict[int, tuple[Any, Mark]] = {}
+
+    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+        """Keeps the mark of streams on all that they go into, as on keys with the replica id."""
+        marks = [_STREAM if mark >= _STREAM else mark for mark in marks]
+        self._operands = mark = union(marks)
+        self._around.append(eqn)
+        try:
+            if eqn.primitive.name == "random_seed" and not mark:
+                return Outcome([frozenset({_Seed(self._line())})])
+            if eqn.primitive.name in _DRAWING:
+                if mark and all(isinstance(word, _Seed) for word in mark):
+                    self.seeds |= mark
+                # rng_bit_generator returns the numbers after the key.
+                if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
+                    self.draws.add(self._line())
+            outcome = super().apply(eqn, marks, control)
+        finally:
+            self._around.pop()
+        outs = [_STREAM if mark >= _STREAM else mark for mark in outcome.outs]
+        return Outcome(outs, outcome.writes)
+
+    def _line(self) -> str:
+        """Returns the user's line: that of the call where JAX has traced the function."""
+        known = (user_line(eqn) for eqn in reversed(self._around))
+        return next(filter(None, known), "an unknown line")
+
+    def meet(self, eqn: Any, control: Control) -> None:
+        """Notes the collective, with all that it ever gets: loops are walked again."""
+        _, before = self._reductions.get(id(eqn), (eqn, MIRRORED))
+        self._reductions[id(eqn)] = eqn, union([before, self._operands])
+
+    def equal_reductions(self) -> list[str] | None:
+        """Returns the lines of collectives, or None where one gets something else on each replica.
+
+        What is random on each replica, as by dropout, counts as equal: the examples are.
+        """
+        marks = [mark for _, mark in self._reductions.values()]
+        if any(word not in _STREAM and not isinstance(word, _Seed) for m in marks for word in m):
+            return None
+        return sorted({line(eqn) for eqn, _ in self._reductions.values()})

@@ -14,21 +14,24 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError, OutOfSyncError
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
-from distribute_jax.program._dataflow import are_zeros
+from distribute_jax.program._jaxprs import ClosedJaxpr, is_ref, line, name, opened
 from distribute_jax.program._replication_rules import (
     MIRRORED,
     RULES,
-    ClosedJaxpr,
     Control,
     Mark as Mark,
     Outcome,
-    line,
-    name,
+    call,
+    cond,
+    scan,
     union,
+    while_loop,
 )
 
 DEADLOCK = """\
@@ -98,21 +101,27 @@ class Walk:
     def _run(
         self, body: Any, marks: Sequence[Mark], control: Control
     ) -> tuple[list[Mark], list[Mark]]:
-        inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-        if inner.constvars and not isinstance(body, ClosedJaxpr):
+        jaxpr = opened(body)
+        if jaxpr.constvars and not isinstance(body, ClosedJaxpr):
             raise ValueError("an open jaxpr has constants that are nobody's")
-        env = dict(zip(inner.invars, marks, strict=True))
-        for var in inner.constvars:
+        env = dict(zip(jaxpr.invars, marks, strict=True))
+        for var, value in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=True):
             # Two bodies may hold the same captured ref, and a write in one shows in the other.
-            env[var] = frozenset({"a captured ref"}) if _is_ref(var) else MIRRORED
-        for eqn in inner.eqns:
-            operands = [MIRRORED if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            outcome = self.apply(eqn, operands, control)
+            env[var] = frozenset({"a captured ref"}) if is_ref(var) else self.constant(value)
+
+        def read(atom: Any) -> Mark:
+            return self.constant(atom.val) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            outcome = self.apply(eqn, list(map(read, eqn.invars)), control)
             env.update(zip(eqn.outvars, outcome.outs, strict=True))
             for i, mark in outcome.writes.items():
                 env[eqn.invars[i]] = mark
-        outs = [MIRRORED if isinstance(v, Literal) else env[v] for v in inner.outvars]
-        return outs, [env[v] for v in inner.invars]
+        return list(map(read, jaxpr.outvars)), [env[v] for v in jaxpr.invars]
+
+    def constant(self, value: Any) -> Mark:
+        """Returns the mark of a number or array that the program holds."""
+        return MIRRORED
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
         """Returns the marks after one equation."""
@@ -143,13 +152,13 @@ class Walk:
                 self.meet(collective, control)
         kind = name(eqn) if eqn.primitive.name in _SOURCES else f"{name(eqn)} (opaque)"
         mark = union([*marks, control.mark]) | {f"{kind} at {line(eqn)}"}
-        refs = {i: mark for i, var in enumerate(eqn.invars) if _is_ref(var)}
+        refs = {i: mark for i, var in enumerate(eqn.invars) if is_ref(var)}
         return Outcome([mark] * len(eqn.outvars), refs)
 
     def check_unreduced(self, jaxpr: Any) -> None:
         """Raises where values about to be summed are mirrored already, unless all are zeros."""
         for eqn, mark in self._unreduced.values():
-            if not mark and not are_zeros(jaxpr, eqn):
+            if not mark and not _ZeroWalk(self, eqn).meets_zeros_only(jaxpr):
                 raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
 
     def meet(self, eqn: Any, control: Control) -> None:
@@ -163,6 +172,44 @@ class Walk:
                 sources=", ".join(sorted(control.mark)),
             )
             raise DeadlockError(message)
+
+
+_KEEPS_ZEROS = frozenset({
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p",
+    "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
+    "stop_gradient", "sub", "transpose", "unreduced",
+})  # fmt: skip
+"""Operations that make zeros of zeros."""
+
+_NOT_ZERO: Mark = frozenset({"another number than zero"})
+
+
+class _ZeroWalk(Walk):
+    """The pass with marks of what may be other than zero, up to the operands of one equation."""
+
+    def __init__(self, walk: Walk, target: Any) -> None:
+        super().__init__(walk.axis, walk.axis_size)
+        self._target = target
+        self._met: list[Mark] = []
+
+    def meets_zeros_only(self, jaxpr: Any) -> bool:
+        """Returns whether all operands of the equation are zeros wherever it runs."""
+        self.run(jaxpr, [_NOT_ZERO] * len(jaxpr.jaxpr.invars), Control())
+        return bool(self._met) and not any(self._met)
+
+    def constant(self, value: Any) -> Mark:
+        return _NOT_ZERO if isinstance(value, jax.Array) or np.any(value) else MIRRORED
+
+    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+        kind = eqn.primitive.name
+        if eqn is self._target:
+            self._met.append(union(marks))
+        if RULES.get(kind) in (call, cond, scan, while_loop):
+            return super().apply(eqn, marks, control)
+        mark = union(marks) if kind in _KEEPS_ZEROS else _NOT_ZERO
+        if kind in ("mul", "div"):
+            mark = marks[0] if kind == "div" else marks[0] and marks[1]
+        return Outcome([mark] * len(eqn.outvars))
 
 
 _SOURCES = frozenset(
@@ -205,20 +252,15 @@ def _is_plain(eqn: Any) -> bool:
 _BODY = (Jaxpr, ClosedJaxpr)
 
 
-def _is_ref(var: Any) -> bool:
-    return type(var.aval).__name__ == "AbstractRef" or bool(getattr(var.aval, "has_qdd", False))
-
-
 def collectives(eqn: Any, axis: str) -> Iterator[Any]:
     """Yields the collectives over ``axis`` in and below an equation that has no rule."""
-    bodies = list(_bodies(list(eqn.params.values())))
     named = [eqn.params.get("axes"), eqn.params.get("axis_name")]
     if eqn.primitive.name != "axis_index" and any(
         axis == names or (isinstance(names, tuple | frozenset) and axis in names) for names in named
     ):
         yield eqn
-    for body in bodies:
-        for inner in body.eqns:
+    for body in _bodies(list(eqn.params.values())):
+        for inner in opened(body).eqns:
             yield from collectives(inner, axis)
 
 

@@ -7,25 +7,25 @@ renames parameters between versions. The equation is then opaque, which is never
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jax.extend import core, source_info_util
 from jax.extend.core import Jaxpr
+
+from distribute_jax.program._jaxprs import (
+    CALLS,
+    ClosedJaxpr,
+    called_body,
+    consts_and_carries,
+    line,
+    name,
+)
 
 Mark = frozenset[str]
 """Why a value may differ between replicas, in words. Empty: it is proved mirrored."""
 
 MIRRORED: Mark = frozenset()
-
-ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
-"""A jaxpr with its constants. JAX 0.12 has one class for both, under both names."""
-
-_PACKAGE = str(Path(__file__).parents[1])
-_FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)? \(.*\)")
 
 
 def union(marks: Iterable[Mark]) -> Mark:
@@ -51,49 +51,6 @@ class Control:
         if not mark:
             return self
         return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
-
-
-def consts_and_carries(scan: Any) -> tuple[int, int]:
-    """Returns how many operands of a scan are constants of its loop, and how many are carries.
-
-    JAX 0.10 gives the numbers, 0.12 trees of a private type. The shapes tell in both: only what is
-    scanned, or stacked, has one dim more outside the body.
-    """
-    body = scan.params["jaxpr"]
-    inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
-    scanned, stacked = (
-        sum(len(x.aval.shape) != len(y.aval.shape) for x, y in zip(outer, of_body, strict=True))
-        for outer, of_body in ((scan.invars, inner.invars), (scan.outvars, inner.outvars))
-    )
-    carries = len(scan.outvars) - stacked
-    return len(scan.invars) - scanned - carries, carries
-
-
-def name(eqn: Any) -> str:
-    """Returns the name of the equation's primitive, as users know it."""
-    primitive: str = eqn.primitive.name
-    return "checkpoint" if primitive == "remat2" else primitive
-
-
-def line(eqn: Any, *, full_path: bool = False) -> str:
-    """Returns the user's line that made the equation, as ``file:line``."""
-    known = user_line(eqn, full_path=full_path)
-    return known or str(eqn.source_info.name_stack) or "an unknown line"
-
-
-def user_line(eqn: Any, *, full_path: bool = False) -> str | None:
-    """Returns that line, or None for an equation of a function that JAX itself has traced."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
-    for frame in reversed(frames):
-        match = _FRAME.fullmatch(frame)
-        if match and not _is_library(match["file"]):
-            file = match["file"] if full_path else Path(match["file"]).name
-            return f"{file}:{match['line']}"
-    return None
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((_PACKAGE, "<frozen")) or "site-packages" in file
 
 
 class Outcome(NamedTuple):
@@ -211,14 +168,10 @@ def _written(before: Sequence[Mark], after: Sequence[Mark]) -> dict[int, Mark]:
 
 def call(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
     """The body runs once, on the operands."""
-    bodies = [
-        eqn.params[key]
-        for key in ("jaxpr", "call_jaxpr", "call", "callee")
-        if isinstance(eqn.params.get(key), Jaxpr | ClosedJaxpr)
-    ]
-    if len(bodies) != 1 or "axis_name" in eqn.params:
+    body = called_body(eqn)
+    if body is None or "axis_name" in eqn.params:
         return None
-    outs, finals = walk.run(bodies[0], marks, control)
+    outs, finals = walk.run(body, marks, control)
     return Outcome(outs, _written(marks, finals))
 
 
@@ -330,9 +283,6 @@ def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Out
 _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "pbroadcast")
 _GATHERS = ("all_gather", "all_gather_invariant")
 _EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psend", "precv")
-_CALLS = ("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint")
-_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call")
-_TAGGED_CALLS = ("composite", "compute_on", "xla_metadata_call")
 _COMBINES = ("reduce", "reduce_window", "select_and_scatter")
 _SCATTERS = tuple("scatter" + kind for kind in ("", "-add", "-sub", "-mul", "-min", "-max"))
 
@@ -344,7 +294,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("get", "freeze", "free_ref"), read),
     **dict.fromkeys(("swap", "addupdate"), write),
     "run_state": run_state,
-    **dict.fromkeys(_CALLS + _CUSTOM_CALLS + _TAGGED_CALLS, call),
+    **dict.fromkeys(CALLS, call),
     "cross_device_sum": cross_device_sum,
     "shard_map": shard_map,
     "custom_linear_solve": linear_solve,

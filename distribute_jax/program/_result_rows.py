@@ -39,24 +39,19 @@ def per_example_results(
 ) -> tuple[Any, ...]:
     """Finds out which results have one row for each example, by tracing at another batch size.
 
-    Args:
-        call: what is traced.
-        entry: the program of the step.
-        larger: what ``traced_larger`` returned; by default it is called.
-
     Returns:
         For each array of the result: True, False, or an ``Unknown`` that says why it is not known.
     """
     results = entry.program.results
     shapes = _result_shapes(entry.program.traced, entry.state_size)
     larger = traced_larger(call) if larger is None else larger
-    others: Any = [None] * len(shapes)
-    if not isinstance(larger, str):
+    if isinstance(larger, str):
+        others: list[Any] = [larger] * len(shapes)
+    else:
         others = _result_shapes(larger, sum(larger.written_sizes))
-    reason = larger if isinstance(larger, str) else ""
     sizes = share_sizes(call)
     return tuple(
-        k in results.declared or _is_per_example(results.names[k], a, b, sizes, reason)
+        k in results.declared or _is_per_example(results.names[k], a, b, sizes)
         for k, (a, b) in enumerate(zip(shapes, others, strict=True))
     )
 
@@ -64,8 +59,16 @@ def per_example_results(
 def traced_larger(call: Call) -> Traced | str:
     """Traces a step with larger shares of the batch; where that fails, returns why."""
     share, larger = share_sizes(call)
+
+    def longer(value: Any) -> Any:
+        part = call.share_of(value)
+        if isinstance(value, PerReplica) and value.layout is Layout.JOINED:
+            rows = part.shape[0] + larger - share
+            return jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype)
+        return part
+
     try:
-        return trace(call, _longer_shares(call, larger - share))
+        return trace(call, list(map(longer, call.arguments.data)))
     except Exception as error:  # the user's code may not work at another size
         return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
 
@@ -91,16 +94,17 @@ def find_non_batched_results(call: Call, entry: BoundProgram) -> list[str]:
     ]
 
 
-def _is_per_example(name: str, shape: Any, other: Any, rows: tuple[int, int], reason: str) -> Any:
+def _is_per_example(name: str, shape: Any, other: Any, rows: tuple[int, int]) -> Any:
+    """Compares two shapes of a result; ``other`` is the reason where there is no second one."""
     if not shape or shape == other:
         return False
-    if other is not None and shape[1:] == other[1:] and (shape[0], other[0]) == rows:
+    if isinstance(other, str):
+        cause, why = Cause.UNTRACED, other
+    elif shape[1:] == other[1:] and (shape[0], other[0]) == rows:
         return True
-    cause = Cause.UNTRACED if reason else Cause.RESIZED
-    why = (
-        reason
-        or f"its shape {shape} becomes {other} when a share has {rows[1]} rows, not {rows[0]}"
-    )
+    else:
+        cause = Cause.RESIZED
+        why = f"its shape {shape} becomes {other} when a share has {rows[1]} rows, not {rows[0]}"
     return Unknown(
         cause,
         f"It is not known which rows of {name} are real examples of the partial batch: {why}. "
@@ -118,16 +122,6 @@ def shares(call: Call) -> list[Any]:
     return [call.share_of(value) for value in call.arguments.data]
 
 
-def _longer_shares(call: Call, more: int) -> list[Any]:
-    def longer(value: Any) -> Any:
-        share = call.share_of(value)
-        if isinstance(value, PerReplica) and value.layout is Layout.JOINED:
-            return jax.ShapeDtypeStruct((share.shape[0] + more, *share.shape[1:]), share.dtype)
-        return share
-
-    return [longer(value) for value in call.arguments.data]
-
-
 def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
     """Turns the result's arrays into the result that the user sees, without the padding."""
     program, counts = entry.program, call.arguments.counts or ()
@@ -136,23 +130,17 @@ def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
         arrays, program.plan.mirrored, program.plan.parts, program.per_example or (), strict=True
     ):
         if mirrored:
-            real = array[: counts[0]] if _is_one(call, rows) else array
+            real = array[: counts[0]] if rows is True and len(counts) == 1 else array
             wrapped.append(mark_mirrored(real, entry.step))
         else:
-            known = counts if rows is True else None
-            why = rows.text if isinstance(rows, Unknown) else None
             wrapped.append(
                 PerReplica(
                     array,
                     program.mesh,
-                    counts=known,
-                    ambiguous=why,
+                    counts=counts if rows is True else None,
+                    ambiguous=rows.text if isinstance(rows, Unknown) else None,
                     step=entry.step,
                     is_part_of_mean=part,
                 )
             )
     return rebuild(program.results, wrapped, entry.binding)
-
-
-def _is_one(call: Call, rows: Any) -> bool:
-    return rows is True and len(call.arguments.counts or ()) == 1

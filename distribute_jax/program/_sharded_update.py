@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
+from distribute_jax.program._jaxprs import ClosedJaxpr
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compiled, compile_for_mesh, equations, other_numbers
 from distribute_jax.program._replication import Walk, collectives
-from distribute_jax.program._replication_rules import MIRRORED, ClosedJaxpr, Control, Mark
+from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
 from distribute_jax.program._state_placement import share_dim, share_sharding, share_spec
 
 _NOT_REPLICATED = frozenset({"a divided input"})

@@ -55,8 +55,8 @@ def snapshot(tree: Any) -> Any:
 
 def _snapshot(tree: Any) -> Any:
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
-    held = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
-    gone = [path_text(path) for path, x in held if any(map(is_donated, jax.tree.leaves(x)))]
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
+    gone = [path_text(path) for path, x in leaves if any(map(is_donated, jax.tree.leaves(x)))]
     if gone:
         raise DonatedError(_GONE.format(lines=listed(gone)))
     return jax.tree.map(_copied, state)

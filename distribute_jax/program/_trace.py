@@ -38,9 +38,9 @@ from distribute_jax.program._binding import (
 )
 from distribute_jax.program._capture import is_library
 from distribute_jax.program._dataflow import is_unchanged
+from distribute_jax.program._jaxprs import ClosedJaxpr
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica_context import ReplicaContext
-from distribute_jax.program._replication_rules import ClosedJaxpr
 from distribute_jax.program._results import Results, sort_results
 from distribute_jax.program._trace_errors import explained
 from distribute_jax.variables import record_created

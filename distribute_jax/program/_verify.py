@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from distribute_jax.program._compare import (
     noise_of,
     nudged_outcome,
     on_host,
+    real_rows,
     same_specials,
     spacing_of,
 )
@@ -171,7 +172,8 @@ class _Outcomes(NamedTuple):
     one: list[Any]
 
 
-_Found = dict[int, tuple[Verdict, str]]
+_Differing = dict[int, tuple[Verdict, str]]
+"""The verdict on each output that is not equal, by index, and what to say of it."""
 
 
 class _Comparison:
@@ -219,40 +221,40 @@ class _Comparison:
         What the step's own precision does not show to be equal is compared in float64. Differences
         no larger than those that rounding of the inputs makes are ignored.
         """
-        found = self._underived(self._judged(self._native, self.chosen))
-        if found:
+        differing = self._underived(self._judged(self._native, self.chosen))
+        if differing:
             # A few entries of a large array, as of a gradient near 0, may be rounding: that costs no program.
             near = [self._nudged(self._native, times) for times in _NUDGES[:2]]
-            found = self._judged(self._native, list(found), near=near)
-            noise = [k for k, (verdict, _) in found.items() if verdict is Verdict.NOISE]
+            differing = self._judged(self._native, differing, near=near)
+            noise = [k for k, (verdict, _) in differing.items() if verdict is Verdict.NOISE]
             if not self._every and 2 * len(noise) < len(self.chosen):
                 # Its own precision has no more to tell of them, and the others show what the step does.
-                found = {k: seen for k, seen in found.items() if k not in noise}
-            found = self._underived(found)
-        if not found:
+                differing = {k: seen for k, seen in differing.items() if k not in noise}
+            differing = self._underived(differing)
+        if not differing:
             return [], []
         try:
             with jax.enable_x64(True):
                 exact = self._in_float64()
-                left = self._apart(exact, list(found), _EXACT, 8 * self._spacing)
-                far = self._judged(exact, list(left), OTHER_ORDER, only=Verdict.UNEQUAL)
+                left = self._apart(exact, differing, _EXACT, 8 * self._spacing)
+                far = self._judged(exact, left, OTHER_ORDER, only=Verdict.UNEQUAL)
             # What is far apart in float64 alone says that some operation has another meaning there.
-            seen = self._judged(self._native, list(far), OTHER_ORDER)
+            seen = self._judged(self._native, far, OTHER_ORDER)
             left = {k: line for k, line in left.items() if k in seen or k not in far}
             small = []
         except Exception as error:  # no device computes everything in float64
             _log.debug("%s is not compared in float64: %r", self.entry.step, error)
-            left = self._apart(self._native, list(found), OTHER_ORDER, OTHER_ORDER)
-            small = [text for k, (_, text) in found.items() if k not in left]
+            left = self._apart(self._native, differing, OTHER_ORDER, OTHER_ORDER)
+            small = [text for k, (_, text) in differing.items() if k not in left]
         return [text for _, text in left.values()], small
 
-    def _underived(self, found: _Found) -> _Found:
+    def _underived(self, differing: _Differing) -> _Differing:
         """Leaves out what both ways compute by the same equations from outputs that are equal."""
         program, plan = self.entry.program, self.entry.program.plan
         mirrored = [*(rule is Combine.MIRRORED for rule in plan.combine), *plan.mirrored]
-        equal = [k for k in self.chosen if k not in found and mirrored[k]]
+        equal = [k for k in self.chosen if k not in differing and mirrored[k]]
         follow = derived(self.call, program.traced, self.single.program.traced, equal)
-        return {k: seen for k, seen in found.items() if k not in follow or not mirrored[k]}
+        return {k: seen for k, seen in differing.items() if k not in follow or not mirrored[k]}
 
     def _in_float64(self) -> _Outcomes:
         run, flat = in_float64(self.call, self.entry, self._native.flat)
@@ -267,8 +269,8 @@ class _Comparison:
         return as_read(self.entry, before)
 
     def _apart(
-        self, outcomes: _Outcomes, indices: list[int], relative: float, nudged: float
-    ) -> _Found:
+        self, outcomes: _Outcomes, indices: Iterable[int], relative: float, nudged: float
+    ) -> _Differing:
         """Returns the outputs that differ by more than rounding.
 
         An entry may differ by ``relative`` of its change, by ``nudged`` where nudging the inputs decides.
@@ -279,7 +281,7 @@ class _Comparison:
             if not left:
                 break
             near.append(self._nudged(outcomes, times))
-            left = self._judged(outcomes, list(left), nudged, near, only=Verdict.UNEQUAL)
+            left = self._judged(outcomes, left, nudged, near, only=Verdict.UNEQUAL)
         return left
 
     def _nudged(self, outcomes: _Outcomes, times: int) -> list[Any]:
@@ -289,14 +291,14 @@ class _Comparison:
     def _judged(
         self,
         outcomes: _Outcomes,
-        indices: Sequence[int],
+        indices: Iterable[int],
         relative: float | None = None,
         near: Sequence[Sequence[Any]] = (),
         only: Verdict | None = None,
-    ) -> _Found:
+    ) -> _Differing:
         """Returns the outputs that are not equal, or those of one verdict only, with what to say."""
         names = self.entry.output_names()
-        found: _Found = {}
+        differing: _Differing = {}
         for k in indices:
             if outcomes.many[k] is None:  # ON_READ without aggregation has no value to compare
                 continue
@@ -304,19 +306,20 @@ class _Comparison:
             noise = noise_of(left, (on_host(outs[k]) for outs in near))
             verdict, text = self._judgement(outcomes, k, left, relative, noise)
             if verdict is not Verdict.EQUAL and only in (None, verdict):
-                found[k] = verdict, f"{names[k]}: {text}"
-        return found
+                differing[k] = verdict, f"{names[k]}: {text}"
+        return differing
 
     def _judgement(
         self, outcomes: _Outcomes, k: int, left: Array, relative: float | None, noise: float
     ) -> tuple[Verdict, str]:
         right, eps = on_host(outcomes.one[k]), spacing_of(outcomes.many[k])
-        result = k - self.entry.state_size
-        if result >= 0 and not self.entry.program.plan.mirrored[result]:
+        program, result = self.entry.program, k - self.entry.state_size
+        if result >= 0 and not program.plan.mirrored[result]:
+            known = program.per_example
             line = difference(
                 left,
                 right,
-                rows=_rows_of(self.entry, result),
+                rows=known[result] if known else result in program.results.declared,
                 counts=self.call.arguments.counts,
                 eps=eps,
                 relative=32 * eps if relative is None else relative,
@@ -331,7 +334,11 @@ class _Comparison:
             left, right, old, eps=eps, relative=relative, noise=noise, every=self._every
         )
         if verdict in (Verdict.TOO_SMALL, Verdict.NOISE):
-            return verdict, _changes(left, right, old)
+            many, one = largest(left - old), largest(right - old)
+            return verdict, (
+                f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to "
+                f"{largest(right):.3g}"
+            )
         return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
 
 
@@ -382,23 +389,9 @@ def _whole(value: Any, mesh: Any) -> Any:
             f"({value!r}), which one device has no place for. Pass a distributed batch instead."
         )
     every = np.asarray(local_copy_of_replicated(value.global_array))
-    parts = np.split(every, num_replicas(value.mesh))
-    real = [
-        part[:count] for part, count in zip(parts, value.counts or map(len, parts), strict=True)
-    ]
-    batch = jax.device_put(np.concatenate(real), split_sharding(mesh))
+    real = real_rows(np.stack(np.split(every, num_replicas(value.mesh))), value.counts)
+    batch = jax.device_put(real, split_sharding(mesh))
     return PerReplica(batch, mesh, layout=Layout.JOINED)
-
-
-def _rows_of(entry: BoundProgram, result: int) -> Any:
-    """Returns whether a result has one row for each example, as far as it is known."""
-    known = entry.program.per_example
-    return known[result] if known else result in entry.program.results.declared
-
-
-def _changes(left: Array, right: Array, old: Array | float) -> str:
-    many, one = largest(left - old), largest(right - old)
-    return f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to {largest(right):.3g}"
 
 
 def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
@@ -423,24 +416,14 @@ def _ratio(left: Array, right: Array, replicas: int) -> str:
     differ = (sizes > 1e-6 * largest(right)) & (np.abs(left - right) > 1e-3 * sizes)
     if not differ.any() or np.iscomplexobj(right):
         return ""
-    low, ratio, high = (
-        float(x) for x in np.quantile(left[differ] / right[differ], (0.1, 0.5, 0.9))
-    )
+    low, ratio, high = map(float, np.quantile(left[differ] / right[differ], (0.1, 0.5, 0.9)))
     if high - low > 0.02 * abs(ratio):
         return ""
-    return f"; the change is {ratio:.3f} times that on one device{_cause(ratio, replicas)}"
-
-
-def _cause(ratio: float, replicas: int) -> str:
-    def near(value: float) -> bool:
-        return abs(ratio - value) <= 0.01 * abs(value)
-
-    if near(replicas):
-        return f" ({ratio:.3f} = number of replicas: gradients of a mean were summed)"
-    if near(1 / replicas):
-        return f" ({ratio:.3f} = 1 / number of replicas: the gradient of a sum was averaged)"
-    if near(replicas**2):
-        return (
-            f" ({ratio:.3f} = number of replicas squared: a square of summed gradients of a mean)"
-        )
-    return ""
+    causes = {
+        replicas: "number of replicas: gradients of a mean were summed",
+        1 / replicas: "1 / number of replicas: the gradient of a sum was averaged",
+        replicas**2: "number of replicas squared: a square of summed gradients of a mean",
+    }
+    near = (why for value, why in causes.items() if abs(ratio - value) <= 0.01 * value)
+    cause = next((f" ({ratio:.3f} = {why})" for why in near), "")
+    return f"; the change is {ratio:.3f} times that on one device{cause}"

@@ -17,9 +17,15 @@ import numpy as np
 
 from distribute_jax._mesh import put
 from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._jaxprs import (
+    CALLS,
+    ClosedJaxpr,
+    called_body,
+    consts_and_carries,
+    opened,
+)
 from distribute_jax.program._layout import flat_step
 from distribute_jax.program._lowerings import compile_shard_map
-from distribute_jax.program._replication_rules import ClosedJaxpr, consts_and_carries
 from distribute_jax.program._trace import Call
 
 Run = Callable[[list[Any]], list[Any]]
@@ -71,8 +77,7 @@ def _widely(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
 
 def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr, closed or open, with every floating number in float64."""
-    consts = getattr(jaxpr, "consts", ())
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    consts, jaxpr = getattr(jaxpr, "consts", ()), opened(jaxpr)
     values = dict(zip(jaxpr.constvars, map(_widened, consts), strict=True))
     values |= dict(zip(jaxpr.invars, map(_widened, inputs), strict=True))
 
@@ -140,26 +145,21 @@ def _scatter(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 
 def _inlined(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    names = ("call_jaxpr", "jaxpr", "fun_jaxpr")
-    return evaluated(next(eqn.params[name] for name in names if name in eqn.params), values)
+    body = called_body(eqn)
+    return _narrow(eqn, values) if body is None else evaluated(body, values)
 
 
 def _scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
     p = eqn.params
     fixed, size = consts_and_carries(eqn)
+    start = fixed + size
 
     def body(carry: Any, x: Any) -> Any:
         outs = evaluated(p["jaxpr"], [*values[:fixed], *carry, *x])
         return outs[:size], outs[size:]
 
-    carry, stacked = jax.lax.scan(
-        body,
-        values[fixed : fixed + size],
-        values[fixed + size :],
-        length=p["length"],
-        reverse=p["reverse"],
-        unroll=p["unroll"],
-    )
+    options = {name: p[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(body, values[fixed:start], values[start:], **options)
     return [*carry, *stacked]
 
 
@@ -181,20 +181,17 @@ def _cond(eqn: Any, values: list[Any]) -> Sequence[Any]:
     return outs
 
 
-_CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-)
 _SCATTERS = ("add", "sub", "mul", "min", "max")
 
 _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
-    **dict.fromkeys(_CALLS, _inlined),
+    **dict.fromkeys(CALLS, _inlined),
     **{f"scatter{sign}{name}": _scatter for name in _SCATTERS for sign in "-_"},
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     # Operations on the bits of a number, and callbacks, get the original dtype.
     **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
+    "cross_device_sum": _narrow,
     "reduce_precision": lambda eqn, values: values,
 }
 """How equations are computed that hold programs, or that depend on the dtype of their operands."""

@@ -23,8 +23,8 @@ from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
+from distribute_jax.program._jaxprs import equations, line
 from distribute_jax.program._plan import model_shaped
-from distribute_jax.program._replication_rules import line
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
@@ -43,33 +43,28 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
 
     They are what the step leaves behind for the next one. What it returns besides, and what metrics
     count, may be meant for each replica.
-
-    Args:
-        call: the call.
-        entry: the step.
-        flat: its flat inputs.
     """
     program = entry.program
     trained = [_is_trained(v) for v in entry.outputs]
     returned = [k for one in model_shaped(call, program.traced) for k in one.results]
     if not any(trained) and not returned:
         return []
-    if not is_local(call.mesh) or any(map(_is_stacked, call.arguments.data)):
+    batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
+    if not is_local(call.mesh) or any(v.layout is Layout.STACKED for v in batches):
         return []
     rules = set(program.plan.combine)
-    if rules & {Combine.MEAN, Combine.FIRST} or any(map(_is_statistic, entry.output_names())):
+    statistics = any("batch_stats" in name for name in entry.output_names())
+    if statistics or rules & {Combine.MEAN, Combine.FIRST}:
         return []
     if any(isinstance(v, nnx.RngState) for v in entry.outputs) or not _repeatable(entry):
         return []
-    whole = [x for x in flat if isinstance(x, jax.Array) and not _is_split(x, call)]
-    if sum(x.nbytes for x in whole) >= _MOST_BYTES:
+    split = {id(v.global_array) for v in batches}
+    if (
+        sum(x.nbytes for x in flat if isinstance(x, jax.Array) and id(x) not in split)
+        >= _MOST_BYTES
+    ):
         return []
-    variables = [
-        v
-        for v, size in zip(entry.outputs, program.traced.written_sizes, strict=True)
-        for _ in range(size)
-    ]
-    rules_of = zip(program.plan.combine, variables, strict=True)
+    rules_of = zip(program.plan.combine, _written(entry), strict=True)
     state = [k for k, (rule, v) in enumerate(rules_of) if _leaves_behind(rule, v)]
     return [*state, *(entry.state_size + k for k in returned)]
 
@@ -94,30 +89,12 @@ def _leaves_behind(rule: Combine, variable: nnx.Variable[Any]) -> bool:
     return not isinstance(variable, nnx.metrics.MetricState) and rule is Combine.MIRRORED
 
 
-def _is_stacked(value: Any) -> bool:
-    return isinstance(value, PerReplica) and value.layout is Layout.STACKED
-
-
-def _is_split(x: jax.Array, call: Call) -> bool:
-    return any(isinstance(v, PerReplica) and v.global_array is x for v in call.arguments.data)
-
-
-def _is_statistic(name: str) -> bool:
-    return "batch_stats" in name
-
-
 def _repeatable(entry: BoundProgram) -> bool:
     jaxpr = entry.program.traced.jaxpr
     if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
         return False
-    names = {eqn.primitive.name for eqn in _equations(jaxpr.jaxpr)}
+    names = {eqn.primitive.name for eqn in equations(jaxpr.jaxpr)}
     return not any(part in name for name in names for part in _UNREPEATABLE)
-
-
-def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[Any]:
-    yield from jaxpr.eqns
-    for inner in jex_core.subjaxprs(jaxpr):
-        yield from _equations(inner)
 
 
 def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
@@ -127,10 +104,10 @@ def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
     """
     replicas = num_replicas(call.mesh)
     scales = (float(replicas), 1 / replicas)
-    held = [*captures(call.fn).values, *call.arguments.leaves]
-    if not any(_is_one_of(value, scales) for value in held):
+    reached = [*captures(call.fn).values, *call.arguments.leaves]
+    if not any(_is_one_of(value, scales) for value in reached):
         return False
-    used = [{float(v) for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)]
+    used = [{v for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)]
     return bool(used[0] & used[1])
 
 
@@ -140,12 +117,10 @@ def _is_one_of(value: Any, scales: tuple[float, ...]) -> bool:
 
 
 def _literals(entry: BoundProgram) -> Iterator[float]:
-    """Yields the floating scalars among a program's constants."""
-    for eqn in _equations(entry.program.traced.jaxpr.jaxpr):
-        for var in eqn.invars:
-            aval: Any = var.aval
-            if isinstance(var, jex_core.Literal) and not aval.shape and aval.dtype.kind == "f":
-                yield float(var.val)
+    """Returns the floating scalars among a program's constants."""
+    eqns = equations(entry.program.traced.jaxpr.jaxpr)
+    literals: Any = (v for eqn in eqns for v in eqn.invars if isinstance(v, jex_core.Literal))
+    return (float(v.val) for v in literals if not v.aval.shape and v.aval.dtype.kind == "f")
 
 
 def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list[int]:
@@ -212,48 +187,39 @@ _UNPROVED = (
 
 
 def check_copies(entry: BoundProgram, outs: Sequence[jax.Array]) -> None:
-    """Raises where the devices' copies of mirrored state, or of a mirrored result, differ in any bit.
-
-    Args:
-        entry: the step.
-        outs: all outputs of its program, state first.
-    """
+    """Raises where the devices' copies of mirrored state, or of a mirrored result, differ in any bit."""
     mirrored = entry.program.step.shardings.mirrored
     named = zip(entry.output_names(), outs, mirrored, strict=False)  # the token has no name
     lines = out_of_sync([(name, array) for name, array, same in named if same])
     if lines:
-        at = list(dict.fromkeys(_declared(entry.program.traced.jaxpr.jaxpr)))
+        eqns = equations(entry.program.traced.jaxpr.jaxpr)
+        at = dict.fromkeys(line(eqn) for eqn in eqns if eqn.primitive is mirrored_p)
         why = _ASSUMED.format(at=" and ".join(at)) if at else _UNPROVED
         raise OutOfSyncError(_DIFFER.format(lines=listed(lines), why=why))
-
-
-def _declared(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
-    """Returns the user's lines that declare a value mirrored."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is mirrored_p:
-            yield line(eqn)
-    for inner in jex_core.subjaxprs(jaxpr):
-        yield from _declared(inner)
 
 
 @contextmanager
 def components_on(binding: Binding, mesh: Mesh) -> Iterator[None]:
     """Lets ON_READ variables have one component for each replica of another mesh, for a block."""
-    own = [cast("Variable", v) for v in binding.variables if keeps_own_values(v)]
-    before = read_raw(own)
-    write_raw(own, [on_replicas(variable, mesh) for variable in own])
+    variables = [cast("Variable", v) for v in binding.variables if keeps_own_values(v)]
+    before = read_raw(variables)
+    write_raw(variables, [on_replicas(variable, mesh) for variable in variables])
     try:
         yield
     finally:
-        write_raw(own, before)
+        write_raw(variables, before)
 
 
 def as_read(entry: BoundProgram, outs: Sequence[jax.Array]) -> list[Any]:
     """Returns the outputs of a step with ON_READ variables as they read; None where they do not."""
-    sizes = entry.program.traced.written_sizes
-    variables = [v for v, size in zip(entry.outputs, sizes, strict=True) for _ in range(size)]
     state = [
         aggregated(cast("Variable", variable), out) if keeps_own_values(variable) else out
-        for variable, out in zip(variables, outs, strict=False)
+        for variable, out in zip(_written(entry), outs, strict=False)
     ]
     return [*state, *outs[len(state) :]]
+
+
+def _written(entry: BoundProgram) -> list[nnx.Variable[Any]]:
+    """Returns the variable of each output that is state."""
+    sizes = entry.program.traced.written_sizes
+    return [v for v, size in zip(entry.outputs, sizes, strict=True) for _ in range(size)]
