@@ -342,8 +342,8 @@ def seen_padding(call: Call, entry: BoundProgram, larger: Traced | str) -> list[
     except GaveUpError as error:
         return [("", Leak(str(error), False))]
     names = entry.output_names()
-    found = ((names[k], _leak_of(call, entry, k, mark)) for k, mark in enumerate(marks))
-    return [(name, leak) for name, leak in found if leak is not None]
+    leaks = ((names[k], _leak_of(call, entry, k, mark)) for k, mark in enumerate(marks))
+    return [(name, leak) for name, leak in leaks if leak is not None]
 
 
 def _input_marks(call: Call, traced: Traced) -> list[Mark]:

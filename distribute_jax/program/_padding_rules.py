@@ -220,7 +220,7 @@ def gather(pair: Pair, marks: list[Mark]) -> Mark:
     collapsed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     windows = dict(zip([d for d in dims if d not in collapsed], numbers.offset_dims, strict=True))
     batch = [d for d in range(len(pair.out()[0])) if d not in numbers.offset_dims]
-    found: dict[int, list[Operand]] = {}
+    operands_of: dict[int, list[Operand]] = {}
     for dim in dims:
         rows = operand.at(dim)
         if rows is None:
@@ -229,13 +229,13 @@ def gather(pair: Pair, marks: list[Mark]) -> Mark:
             continue
         complete = all(s[dim] == length[dim] for s, length in zip(sizes, lengths, strict=True))
         if dim in lined:
-            found.setdefault(batch[lined[dim]], []).append((operand, rows))
+            operands_of.setdefault(batch[lined[dim]], []).append((operand, rows))
         elif dim in windows and complete and dim not in numbers.start_index_map:
-            found.setdefault(windows[dim], []).append((operand, rows))
+            operands_of.setdefault(windows[dim], []).append((operand, rows))
         else:
             raise GaveUpError("some rows")
     for rows in indices.rows:
-        found.setdefault(batch[rows.dim], []).append((indices, rows))
+        operands_of.setdefault(batch[rows.dim], []).append((indices, rows))
 
     def pad(from_operand: bool, pads: list[Padded]) -> Any:
         if operand.is_wild:
@@ -247,7 +247,7 @@ def gather(pair: Pair, marks: list[Mark]) -> Mark:
     return Mark(
         tuple(
             lined_up(dim, operands, functools.partial(pad, operands[0][0] is operand))
-            for dim, operands in sorted(found.items())
+            for dim, operands in sorted(operands_of.items())
         )
     )
 

@@ -171,20 +171,20 @@ def _parts_in_state(
     for owner, states in written.items():
         node = ref() if (ref := nodes.get(owner)) else None
         merged = any(cls in MERGE_BY_TYPE for cls in type(node).__mro__)
-        found = {
+        parts_in = {
             attribute: [p for p in here if merged or not isinstance(p, ScaledPart)]
             for attribute, here in states
         }
-        lines = sorted({str(part) for here in found.values() for part in here})
+        lines = sorted({str(part) for here in parts_in.values() for part in here})
         if not lines:
             continue
-        if merged or ("count" in found and found.get("total")):
+        if merged or ("count" in parts_in and parts_in.get("total")):
             raise ArgumentError(
                 _PART_IN_METRIC.format(
                     metric=owner, kind=type(node).__name__, line=lines[0], replicas=replicas
                 )
             )
-        if not all(found.values()):
+        if not all(parts_in.values()):
             yield Notice(_PART_IN_STATE, (owner or "The step", lines[0], str(replicas)), lines[0])
 
 
@@ -259,15 +259,15 @@ class _PartWalk(_RemarkWalk):
             return Outcome([MIRRORED] * len(eqn.outvars))
         if not any(marks) and name not in RULES and name not in _SPREADS:
             return Outcome([MIRRORED] * len(eqn.outvars))
-        found = _parts(union(marks))
+        parts = _parts(union(marks))
         if name in _CALLBACKS:
-            self.callbacks |= {(line(eqn), str(p)) for p in found if not isinstance(p, ScaledPart)}
-        if name in _SPREADS and len(eqn.invars) == 1 and not found:
+            self.callbacks |= {(line(eqn), str(p)) for p in parts if not isinstance(p, ScaledPart)}
+        if name in _SPREADS and len(eqn.invars) == 1 and not parts:
             return Outcome([_spread(eqn.invars[0], marks[0])])
         outcome = super().apply(eqn, marks, control)
         if name in RULES:
             return outcome
-        kept = self._kept(name, eqn, marks) if found else MIRRORED
+        kept = self._kept(name, eqn, marks) if parts else MIRRORED
         real = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
         return Outcome([kept if is_real else MIRRORED for is_real in real], outcome.writes)
 
@@ -276,17 +276,17 @@ class _PartWalk(_RemarkWalk):
         return self.axis in (named if isinstance(named, tuple) else (named,))
 
     def _kept(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
-        found = _parts(union(marks))
+        parts = _parts(union(marks))
         if name in _KEEPS:
-            return found
+            return parts
         if name in ("mul", "div"):
             factors = [_number(atom, mark) for atom, mark in zip(eqn.invars, marks, strict=True)]
             factor = factors[1] if factors[1] is not None or name == "div" else factors[0]
             if factor is not None and _parts(marks[0]) != _parts(marks[1]):
                 scale = abs(1 / factor if name == "div" and factor else factor)
                 # Times the replicas or the batch it is whole; times 0.1 it is a part of a sum of losses.
-                return found if scale < 2 else MIRRORED
-        return frozenset(ScaledPart(part) for part in found)
+                return parts if scale < 2 else MIRRORED
+        return frozenset(ScaledPart(part) for part in parts)
 
 
 def _parts(mark: Mark) -> frozenset[Part]:

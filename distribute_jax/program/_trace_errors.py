@@ -103,30 +103,38 @@ def step_name(fn: Any) -> str:
 @contextmanager
 def explained(call: Any) -> Iterator[None]:
     """Turns JAX's errors about missing values into ours; every other error passes untouched."""
-    name = step_name(call.fn)
     try:
         yield
-    except NameError as error:
-        axis = _UNBOUND.search(str(error))
-        if axis is None:
+    except (
+        NameError,
+        TypeError,
+        ValueError,
+        flax.errors.TraceContextError,
+        *_NEEDS_A_VALUE,
+    ) as error:
+        explanation = _explanation(call, error)
+        if explanation is None:
             raise
-        known = repr(getattr(call.strategy, "axis_name", DATA))
-        message = _NO_AXIS.format(fn=name, axis=axis[1], known=known)
-        raise ArgumentError(message).with_traceback(error.__traceback__) from None
-    except flax.errors.TraceContextError as error:
-        raise _unseen(name, error) from None
-    except ValueError as error:
-        if not any(part in str(error) for part in _OUT_OF_SIGHT):
-            raise
-        raise _unseen(name, error) from None
-    except (*_NEEDS_A_VALUE, TypeError) as error:
-        if not isinstance(error, _NEEDS_A_VALUE) and "concrete values" not in str(error):
-            raise
+        raise explanation.with_traceback(error.__traceback__) from None
+
+
+def _explanation(call: Any, error: Exception) -> Exception | None:
+    name, text = step_name(call.fn), str(error)
+    reason = text.partition("\n")[0]
+    if isinstance(error, _NEEDS_A_VALUE) or (
+        isinstance(error, TypeError) and "concrete values" in text
+    ):
         large = _large_numpy(call, error)
-        message = (_LARGE_NUMPY if large else _MESSAGE).format(
-            fn=name, names=", ".join(large), reason=str(error).splitlines()[0]
-        )
-        raise TracedValueError(message).with_traceback(error.__traceback__) from None
+        message = _LARGE_NUMPY if large else _MESSAGE
+        return TracedValueError(message.format(fn=name, names=", ".join(large), reason=reason))
+    if isinstance(error, NameError) and (axis := _UNBOUND.search(text)) is not None:
+        known = repr(getattr(call.strategy, "axis_name", DATA))
+        return ArgumentError(_NO_AXIS.format(fn=name, axis=axis[1], known=known))
+    out_of_sight = isinstance(error, ValueError) and any(part in text for part in _OUT_OF_SIGHT)
+    if out_of_sight or isinstance(error, flax.errors.TraceContextError):
+        message = next((t for part, t in _BY_WORDS.items() if part in text), _UNSEEN)
+        return StaleCaptureError(message.format(fn=name, reason=reason))
+    return None
 
 
 def _large_numpy(call: Any, error: Exception) -> list[str]:
@@ -146,9 +154,3 @@ def compilable(step: str) -> Iterator[None]:
         if not any(part in str(error) for part in _ORDER_REFUSED):
             raise
         raise ArgumentError(_ORDERED.format(fn=step)) from None
-
-
-def _unseen(name: str, error: Exception) -> Exception:
-    text = next((t for part, t in _BY_WORDS.items() if part in str(error)), _UNSEEN)
-    message = text.format(fn=name, reason=str(error).splitlines()[0])
-    return StaleCaptureError(message).with_traceback(error.__traceback__)

@@ -367,11 +367,11 @@ def _old_on_host(old: Any, new: Any) -> Array:
 
 def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
     mesh = first_replica(call.mesh)
-    whole = [_whole(value, mesh) for value in call.arguments.data]
-    arguments = call.arguments.with_data(whole)
+    batches = [_global_batch(value, mesh) for value in call.arguments.data]
+    arguments = call.arguments.with_data(batches)
     strategy = _OneReplica(call.strategy)
     single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
-    shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in whole)
+    shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
     programs = entry.program.on_one_device
     if shapes not in programs:
         options = RunOptions(check_sync=False, donate_state=False, verify="off")
@@ -379,7 +379,7 @@ def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]
     return single, BoundProgram(programs[shapes], call.binding, entry.step)
 
 
-def _whole(value: Any, mesh: Any) -> Any:
+def _global_batch(value: Any, mesh: Any) -> Any:
     """Returns the whole batch, real examples only, as the share of a single replica."""
     if not isinstance(value, PerReplica):
         return value

@@ -150,7 +150,7 @@ def _numbered(
     """Returns for each output the number of what computes it; None where it takes in something else."""
     jaxpr, literal = traced.jaxpr.jaxpr, jex_core.Literal
     known: dict[Any, Any] = {jaxpr.invars[k]: ("input", k) for k in same}
-    told = {v: ("output", k) for k in equal if not isinstance(v := jaxpr.outvars[k], literal)}
+    outputs = {v: ("output", k) for k in equal if not isinstance(v := jaxpr.outvars[k], literal)}
 
     def meaning(var: Any) -> Any:
         if isinstance(var, literal):
@@ -164,7 +164,7 @@ def _numbered(
         if DATA not in text:  # What the replicas do together names their axis.
             number = numbers.setdefault((eqn.primitive, text, operands), len(numbers))
             known |= {var: (number, at) for at, var in enumerate(eqn.outvars)}
-        known |= {var: told[var] for var in eqn.outvars if var in told}
+        known |= {var: outputs[var] for var in eqn.outvars if var in outputs}
     return list(map(meaning, jaxpr.outvars))
 
 
