@@ -204,7 +204,7 @@ def real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
     """Returns the rows of all replicas, (N, rows, ...), one after the other, without padding."""
     if parts.ndim < 2:
         return None
-    ends = counts or [None] * len(parts)
+    ends: Sequence[int | None] = counts or [None] * len(parts)
     return np.concatenate([part[:end] for part, end in zip(parts, ends, strict=True)])
 
 

@@ -134,10 +134,10 @@ def run_checked_for_leaks(
         again = entry.with_data(flat, _with_batch(call, changed))
         others = entry.execute(copied(again))
         _refuse_differing(call, entry, flat, outs, others, "two different paddings")
-    others = _with_more_padding(call, entry, values)
-    if others is not None:
+    longer = _with_more_padding(call, entry, values)
+    if longer is not None:
         how = "more padding, which gave another result"
-        _refuse_differing(call, entry, flat, outs, others, how, nudged=True)
+        _refuse_differing(call, entry, flat, outs, longer, how, nudged=True)
     check.leaked = False
     return outs
 
@@ -190,7 +190,10 @@ def _refuse_differing(
         return [_real(call, entry, k, array) for k, array in enumerate(arrays)]
 
     one, other = numbers(outs), numbers(others)
-    old = [*map(on_host, flat[: entry.state_size]), *[0.0] * (len(one) - entry.state_size)]
+    old: list[Any] = [
+        *map(on_host, flat[: entry.state_size]),
+        *[0.0] * (len(one) - entry.state_size),
+    ]
 
     def differ(k: int, noise: float = 0.0) -> bool:
         return (

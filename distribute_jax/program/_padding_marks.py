@@ -263,7 +263,7 @@ def _computed(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> A
     if name == "div" and all(isinstance(n, int) for n in numbers):
         return int(numbers[0] / numbers[1])
     if name == "div":
-        return np.divide(*map(np.float64, numbers))
+        return np.float64(numbers[0]) / np.float64(numbers[1])
     if name in _LOGICAL and not all(isinstance(n, bool) for n in numbers):
         return None  # of bits
     return _COMPUTE[name](*numbers)
