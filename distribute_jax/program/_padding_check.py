@@ -185,20 +185,18 @@ def _refuse_differing(
     nudged: bool = False,
 ) -> None:
     """Raises where real numbers differ by more than rounding, and more than from run to run."""
+    names = entry.output_names()
 
     def numbers(arrays: Sequence[Any]) -> list[Any]:
-        return [_real(call, entry, k, array) for k, array in enumerate(arrays)]
+        return [_real(call, entry, k, arrays[k]) for k in range(len(names))]
 
     one, other = numbers(outs), numbers(others)
-    old: list[Any] = [
-        *map(on_host, flat[: entry.state_size]),
-        *[0.0] * (len(one) - entry.state_size),
-    ]
+    before = dict(enumerate(map(on_host, flat[: entry.state_size])))
 
     def differ(k: int, noise: float = 0.0) -> bool:
-        return (
-            compared(other[k], one[k], old[k], relative=OTHER_ORDER, noise=noise) is Verdict.UNEQUAL
-        )
+        old = before.get(k, 0.0)
+        verdict = compared(other[k], one[k], old, relative=OTHER_ORDER, noise=noise)
+        return verdict is Verdict.UNEQUAL
 
     known = [k for k, x in enumerate(one) if x is not None and x.shape == other[k].shape]
     differing = list(filter(differ, known))
@@ -209,7 +207,6 @@ def _refuse_differing(
         near = list(map(numbers, nudged_outcomes(entry, flat)))
         differing = [k for k in differing if differ(k, noise_of(one[k], [n[k] for n in near]))]
     if differing:
-        names = entry.output_names()
         sizes = {k: largest(finite(one[k]) - finite(other[k])) for k in differing}
         lines = [f"{names[k]} differs by up to {size:.3g}" for k, size in sizes.items()]
         raise _error(call, entry, "changes", lines, _COMPARED.format(how))
