@@ -134,13 +134,8 @@ def axis_index(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Out
 # Refs: the mark of a ref variable is the mark of what it holds. Marks of refs only grow.
 
 
-def new_ref(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """The ref holds what it was made from."""
-    return Outcome([union(marks)])
-
-
 def read(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """What comes out depends on the ref and on where it is read."""
+    """A new ref holds what it was made from; what comes out of one depends on it and on the place."""
     return Outcome([union(marks)] * len(eqn.outvars))
 
 
@@ -290,8 +285,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_REDUCTIONS + _GATHERS, reduction),
     **dict.fromkeys(_EXCHANGES, exchange),
     "axis_index": axis_index,
-    "new_ref": new_ref,
-    **dict.fromkeys(("get", "freeze", "free_ref"), read),
+    **dict.fromkeys(("new_ref", "get", "freeze", "free_ref"), read),
     **dict.fromkeys(("swap", "addupdate"), write),
     "run_state": run_state,
     **dict.fromkeys(CALLS, call),
