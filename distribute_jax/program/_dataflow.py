@@ -153,13 +153,16 @@ def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]
     if start < 0:
         return None
     consts, scanned = operands[:start], operands[start + num_carry :]
-    carries: list[Relation] = []
-    grown = operands[start : start + num_carry]
-    while grown != carries:
-        carries = grown
+    carries = operands[start : start + num_carry]
+    while True:
         outs = _run(body, [*consts, *carries, *map(_other, scanned)], dtypes)
         grown = [_joined(*each) for each in zip(carries, outs, strict=False)]
-    stacked = _run(body, [*map(_other, consts + carries), *scanned], dtypes)[num_carry:]
+        if grown == carries:
+            break
+        carries = grown
+    stacked = list(map(_other, outs[num_carry:]))
+    if any(r is not _NONE for r in scanned):
+        stacked = _run(body, [*map(_other, consts + carries), *scanned], dtypes)[num_carry:]
     return carries + stacked
 
 
