@@ -43,7 +43,6 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import seen_padding
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._result_rows import (
-    Cause,
     Unknown,
     per_example_results,
     shares,
@@ -167,7 +166,7 @@ def _check_mirrored_rows(call: Call, entry: BoundProgram) -> None:
     lines = [
         f"{name} holds rows of all replicas; return them per replica, and use strategy.gather"
         for name, mirrored, rows in results
-        if mirrored and isinstance(rows, Unknown) and rows.cause is Cause.RESIZED
+        if mirrored and isinstance(rows, Unknown) and rows.is_resized
     ]
     if lines:
         how = _COMPARED.format("another batch size, where the result has another shape")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +15,14 @@ from distribute_jax.program._results import rebuild
 from distribute_jax.program._trace import Call, Traced, batch_share, trace
 
 
-class Cause(enum.Enum):
-    """Why it is not known which rows of a result are real examples."""
-
-    RESIZED = "resized"
-    """Its shape depends on the batch in another way than one row for each example of the share."""
-    UNTRACED = "untraced"
-    """The step could not be traced at another batch size."""
-
-
 @dataclass(frozen=True)
 class Unknown:
     """A result of which it could not be found out whether it has one row for each example."""
 
-    cause: Cause
     text: str
     """What to tell who reads it."""
+    is_resized: bool
+    """Whether its shape depends on the batch in another way; else the step could not be traced again."""
 
 
 def per_example_results(
@@ -90,7 +81,7 @@ def find_non_batched_results(call: Call, entry: BoundProgram) -> list[str]:
     return [
         name
         for name, rows in zip(entry.program.results.names, entry.program.per_example, strict=True)
-        if rows is False or (isinstance(rows, Unknown) and rows.cause is Cause.RESIZED)
+        if rows is False or (isinstance(rows, Unknown) and rows.is_resized)
     ]
 
 
@@ -98,18 +89,17 @@ def _is_per_example(name: str, shape: Any, other: Any, rows: tuple[int, int]) ->
     """Compares two shapes of a result; ``other`` is the reason where there is no second one."""
     if not shape or shape == other:
         return False
-    if isinstance(other, str):
-        cause, why = Cause.UNTRACED, other
-    elif shape[1:] == other[1:] and (shape[0], other[0]) == rows:
-        return True
-    else:
-        cause = Cause.RESIZED
+    is_resized = not isinstance(other, str)
+    why = other
+    if is_resized:
+        if shape[1:] == other[1:] and (shape[0], other[0]) == rows:
+            return True
         why = f"its shape {shape} becomes {other} when a share has {rows[1]} rows, not {rows[0]}"
     return Unknown(
-        cause,
         f"It is not known which rows of {name} are real examples of the partial batch: {why}. "
         "Declare it with dj.per_example(value) if it has one row for each example, or feed no "
         'partial batches: strategy.distribute_dataset(ds, dj.InputOptions(partial="drop")).',
+        is_resized,
     )
 
 

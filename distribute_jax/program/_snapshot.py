@@ -50,20 +50,14 @@ def snapshot(tree: Any) -> Any:
     """
     _context.require_loop("dj.snapshot")
     with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
-        return _snapshot(tree)
-
-
-def _snapshot(tree: Any) -> Any:
-    state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
-    gone = [path_text(path) for path, x in leaves if any(map(is_donated, jax.tree.leaves(x)))]
-    if gone:
-        raise DonatedError(_GONE.format(lines=listed(gone)))
-    return jax.tree.map(_copied, state)
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+        state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
+        leaves = jax.tree_util.tree_leaves_with_path(
+            state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+        gone = [path_text(path) for path, x in leaves if any(map(is_donated, jax.tree.leaves(x)))]
+        if gone:
+            raise DonatedError(_GONE.format(lines=listed(gone)))
+        return jax.tree.map(_copied, state)
 
 
 def _copied(leaf: Any) -> Any:
