@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 39_474,
+    lines: 39_060,
     lines_of_tests: 38_572,
     files: 198,
     pieces: 0,
