@@ -147,7 +147,7 @@ def _keeps_places(eqn: Any) -> bool:
 
 
 def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
-    """A carry is what all rounds leave it; what each round makes of its own slice is stacked again."""
+    """A carry is what every round leaves; what a round makes of a scanned slice is stacked in its place."""
     body = eqn.params["jaxpr"]
     start, num_carry = consts_and_carries(eqn)
     if start < 0:

@@ -103,7 +103,7 @@ def padding_not_counted(step: str, why: str) -> None:
 
 
 class Notices:
-    """Gives each notice once."""
+    """Logs each notice once."""
 
     def __init__(self) -> None:
         self._given: set[tuple[str, Any]] = set()
