@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser("demo", help=text, description=text, allow_abbrev=False)
     command.set_defaults(run=run, command=command)
     command.add_argument(
-        "--devices", type=int, default=4, metavar="M", help="how many are simulated (4)"
+        "--devices", type=int, default=4, metavar="M", help="number of simulated devices (4)"
     )
 
 

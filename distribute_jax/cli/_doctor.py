@@ -48,11 +48,11 @@ class Finding:
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
-    text = "look for what keeps a job from starting; exit code 1 where something must be fixed"
+    text = "find what prevents a job from starting; the exit code is 1 if something must be fixed"
     command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
     command.set_defaults(run=run, command=command)
     command.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where process 0 listens; else as detected"
+        "--coordinator", metavar="HOST:PORT", help="address of process 0; default: detected"
     )
 
 

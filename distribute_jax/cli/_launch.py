@@ -26,12 +26,12 @@ def add_to(commands: Any) -> None:
     )
     command.set_defaults(run=run, command=command)
     add = command.add_argument
-    add("--processes", type=_at_least(1), default=1, metavar="N", help="how many (1)")
+    add("--processes", type=_at_least(1), default=1, metavar="N", help="number of processes (1)")
     add(
         "--devices-per-process",
         type=_at_least(1),
         metavar="M",
-        help="simulated CPU devices of each; without it each has those that JAX finds",
+        help="simulated CPU devices of each process; default: the devices that JAX finds",
     )
     add(
         "--max-restarts",
@@ -45,16 +45,16 @@ def add_to(commands: Any) -> None:
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
-        help="between a failure without progress and the restart: 1, 2, 4, … up to this (30)",
+        help="longest pause before a restart without progress: 1, 2, 4, … up to this (30)",
     )
     add(
         "--grace",
         type=_seconds,
         default=10.0,
         metavar="SECONDS",
-        help="for the processes to save and end after SIGTERM or SIGINT (10)",
+        help="time for the processes to save and exit after SIGTERM or SIGINT (10)",
     )
-    add("-m", dest="module", action="store_true", help="the program is a module")
+    add("-m", dest="module", action="store_true", help="run the program as a module")
     add("program", help="a Python script, or a module with -m")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -112,13 +112,14 @@ def _seconds(text: str) -> float:
 
 
 _DESCRIPTION = """\
-Starts a program in N processes on this machine and supervises them. When one ends with an error or by a
-signal, the others are stopped, one line says which it was, and all are restarted, as long as that brings
-progress: a step beyond all earlier ones, as dj.report_step(step) says, counted over the whole training.
+Starts a program in N processes on this machine and supervises them. When a process fails, the others are
+stopped, one line names the process that failed, and all are restarted as long as there is progress: a step
+beyond all earlier ones, as reported by dj.report_step(step), counted over the complete training.
 
-In each process dj.cluster_resolver.detect() finds the job, so that dj.MultiWorkerMirroredStrategy() does.
-What a process prints has its number in front. SIGTERM and SIGINT are passed on; after the grace period the
-processes are killed.
+In each process dj.MultiWorkerMirroredStrategy() finds the job through dj.cluster_resolver.detect(). Output is
+prefixed with the number of the process. SIGTERM and SIGINT are forwarded; after the grace period, processes
+are killed.
 
-On several machines use mpirun, torchrun, Slurm, Kubernetes or a TPU pod: the strategy finds those as well.
+On several machines use mpirun, torchrun, Slurm, Kubernetes or a TPU pod, whose processes the strategy finds
+as well.
 """

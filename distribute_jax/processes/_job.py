@@ -30,17 +30,17 @@ _LOG = logging.getLogger("distribute_jax")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """How long the processes of a job wait for each other before they name who is missing, and end.
+    """The timeouts of a job, after which the processes name the one they wait for, and exit.
 
     Args:
-        start_seconds: from the construction of the strategy until every process has come.
-        heartbeat_seconds: without a heartbeat for so long a process counts as dead; whole seconds.
-        shutdown_seconds: how long a process that is done waits for the others; whole seconds.
-        step_seconds: how long a step, a collective or a wait inside the library may make no progress.
-            Compiling has ten times as long.
+        start_seconds: the time from the construction of the strategy until all processes are connected.
+        heartbeat_seconds: the time without heartbeats after which a process counts as dead; an int.
+        shutdown_seconds: the time that a finished process waits for the others; an int.
+        step_seconds: the time without progress of a step, a collective or a wait inside the library;
+            compiling may take ten times as long.
 
     Raises:
-        ValueError: a number is not positive, or a fraction where whole seconds are wanted.
+        ValueError: a number is not positive, or not an int where one is required.
 
     Example:
         >>> import distribute_jax as dj
@@ -49,13 +49,9 @@ class ClusterOptions:
     """
 
     start_seconds: float = 60.0
-    """Until every process has come."""
     heartbeat_seconds: int = 10
-    """Without a heartbeat for so long a process counts as dead."""
     shutdown_seconds: int = 10
-    """How long a process that is done waits for the others."""
     step_seconds: float = 300.0
-    """How long there may be no progress."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
