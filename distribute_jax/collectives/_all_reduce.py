@@ -150,11 +150,7 @@ SumArray = Callable[[jax.Array], jax.Array]
 
 
 def groups_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Forms packs of consecutive arrays.
-
-    A new pack starts once the last one holds more than ``limit`` bytes, so packs err on the large
-    side, and an array is never cut.
-    """
+    """Forms packs of consecutive arrays; a new one starts once the last one has more than ``limit`` bytes."""
     groups: list[list[int]] = []
     packed = 0
     for i, size in enumerate(sizes):

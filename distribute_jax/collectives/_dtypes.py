@@ -19,10 +19,7 @@ function given to run, and leave other leaves out."""
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Returns the dtype of a sum over the replicas, which is that of ``jnp.sum``.
-
-    Narrow integers become the default one, so that a count does not wrap; all others stay.
-    """
+    """Returns the dtype of a sum over the replicas, as of ``jnp.sum``, where narrow integers get wider."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return dtype
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype

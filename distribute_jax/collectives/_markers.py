@@ -71,11 +71,7 @@ def assume_mirrored(x: T) -> T:
 
 
 def unreduced(leaves: Sequence[Any]) -> list[Any]:
-    """Marks arrays that are about to be summed over the replicas.
-
-    Summing what is equal already gives N times too much, on every replica. One array that
-    differs is enough: the gradients of weights that a step does not use are zeros everywhere.
-    """
+    """Marks arrays that are about to be summed over the replicas: a mistake if all are equal already."""
     return list(unreduced_p.bind(*leaves)) if leaves else []
 
 

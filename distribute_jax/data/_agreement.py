@@ -32,18 +32,15 @@ def worker_of(mesh: Mesh) -> Worker:
 EpochEnd: TypeAlias = Callable[[Iterator[HostElement], int | None], Iterator[HostElement]]
 """Returns an element of this process for each step that all processes take together in a pass.
 
-It gets the elements of this process, and their number if that is known. All processes run the same compiled
-steps together, so a process whose data has ended goes on with elements of padding alone until the data of
-every process has ended.
+It gets the elements of this process, and their number if that is known. A process whose data has ended goes
+on with elements of padding alone until the data of every process has ended.
 """
 
 
 def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> EpochEnd:
     """Returns the agreement of the processes of a mesh on each pass over a new dataset.
 
-    All processes distribute the same datasets and pass over them in the same order. Each pass has a
-    topic, so that one which is left early does not disturb the next. ``common``: all processes read
-    the same batches.
+    Each pass has a topic, so that one which is left early does not disturb the next.
     """
     job = job_of(mesh)
     if job.is_alone:
@@ -153,7 +150,7 @@ class GlobalEpochEnd:
         return self._rounds(elements)
 
     def _rounds(self, elements: Iterator[HostElement]) -> Iterator[HostElement]:
-        last: HostElement | None = None
+        last: Any = None
         requested, share, seconds = 1, 0, 0.0
         while True:
             start = time.perf_counter()
@@ -170,12 +167,16 @@ class GlobalEpochEnd:
                     share = 0  # MASK keeps one shape, also when the process with the longest share is out
                 step = [one.steps[number] if number < len(one.steps) else None for one in everyone]
                 share = max(share, *(part.share for part in step if part))
-                yield self._with_all_counts(last, share, step)
+                counts = [part.counts if part else (0,) * self.replicas for part in step]
+                local_counts = counts[self.process]
+                yield last.with_share(share, local_counts, list(chain.from_iterable(counts)))
             _raise(error, everyone)
             if agreed < requested:
                 return
             seconds = (time.perf_counter() - start) / requested
-            requested = _steps_of_a_round(everyone)
+            # It follows from what all have announced, so that all ask for as many.
+            slowest = max(one.seconds for one in everyone)
+            requested = min(max(int(_ROUND_SECONDS / slowest), 1), _MOST_STEPS) if slowest else 1
 
     def _agreed_steps(self, everyone: Sequence[Announcement]) -> int:
         lengths = [len(one.steps) for one in everyone]
@@ -189,19 +190,6 @@ class GlobalEpochEnd:
                 "masked padding."
             )
         return min([longest, *failed])
-
-    def _with_all_counts(self, last: Any, share: int, step: Sequence[Step | None]) -> HostElement:
-        counts = [part.counts if part else (0,) * self.replicas for part in step]
-        element: HostElement = last.with_share(
-            share, counts[self.process], list(chain.from_iterable(counts))
-        )
-        return element
-
-
-def _steps_of_a_round(everyone: Sequence[Announcement]) -> int:
-    """Follows from what all have heard, so that all ask for as many."""
-    slowest = max(one.seconds for one in everyone)
-    return min(max(int(_ROUND_SECONDS / slowest), 1), _MOST_STEPS) if slowest > 0 else 1
 
 
 def _exactly(elements: Iterator[HostElement], length: int) -> Iterator[HostElement]:

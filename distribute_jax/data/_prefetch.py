@@ -37,13 +37,11 @@ _log = logging.getLogger("distribute_jax")
 class Prefetcher(Iterator[T], Generic[T]):
     """Yields the elements of a generator, which runs in a background thread.
 
-    At most ``depth`` elements are made and not yet taken, the one being made included. An exception
-    of the generator is raised by ``next`` where its element would have been, with its traceback.
-    The thread ends, and closes the generator, at the end of the elements, after an exception, on
-    ``close``, when nobody refers to the prefetcher any more, and when Python exits.
-
-    The first ``next`` calls ``context``, which returns what makes the context of the thread; ``waited``
-    is called with the seconds that each ``next`` waited.
+    At most ``depth`` elements are made and not yet taken, the one being made included. An exception of
+    the generator is raised by ``next`` in its place. The thread ends, and closes the generator, at the
+    end of the elements, after an exception, on ``close``, when the prefetcher is collected, and when
+    Python exits. The first ``next`` calls ``context`` for the context of the thread; each calls ``waited``
+    with the seconds that it waited.
     """
 
     def __init__(
@@ -199,11 +197,7 @@ class InputStallMonitor:
 
 
 def thread_context() -> Context:
-    """Returns what makes the JAX settings and the strategy of this thread current in another one.
-
-    Sources are the user's code: what they make is stored where it would be in the loop, with the same
-    precision, and ``get_strategy`` returns the same strategy.
-    """
+    """Returns what makes the JAX settings and the strategy of this thread current in another one."""
     top = _context.entered()
     config: Any = jax.config
     x64, device = config.jax_enable_x64, config.jax_default_device

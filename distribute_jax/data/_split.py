@@ -36,11 +36,7 @@ class Worker:
 
 
 def shares(n: int, replicas: int) -> tuple[int, ...]:
-    """Divides n examples by rule A into consecutive runs of ceil(n / replicas).
-
-    Trailing runs are shorter or empty. TensorFlow spreads every batch so, from the number of
-    examples that it really has, under the policies AUTO and DATA.
-    """
+    """Divides n examples by rule A: runs of ceil(n / replicas), of which the last are shorter or empty."""
     share = share_of(n, replicas)
     return tuple(min(max(n - i * share, 0), share) for i in range(replicas))
 
@@ -131,11 +127,7 @@ def shard_rows(
 def choose_policy(
     requested: AutoShardPolicy | None, source: Source, workers: int
 ) -> AutoShardPolicy:
-    """Returns the policy that applies: OFF, FILE or DATA.
-
-    The user's option comes first, then the source's, then AUTO. With one worker nothing is sharded,
-    and the policy only decides by which rule batches are divided.
-    """
+    """Returns the policy that applies: the user's option, else the source's, else AUTO's choice."""
     policy = requested
     if policy is None:
         policy = AutoShardPolicy[(source.auto_shard_policy or "auto").upper()]

@@ -131,7 +131,13 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
         if top is None or top.replica is None:
             _context.require_untraced("strategy.experimental_local_results")
         with reading(value):
-            return [_on_first(part, mesh) for part in value.values]
+            first = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+            return [
+                part
+                if isinstance(part, jax.core.Tracer)
+                else uncommitted(jax.device_put(part, first))
+                for part in value.values
+            ]
     if isinstance(value, Mirrored):
         local = len(local_replicas(mesh))
         with reading(value):
@@ -378,13 +384,6 @@ def on_host_device(array: jax.Array) -> jax.Array:
     if isinstance(array, jax.core.Tracer):
         return array
     return uncommitted(array.addressable_data(0))
-
-
-def _on_first(part: jax.Array, mesh: Mesh) -> jax.Array:
-    if isinstance(part, jax.core.Tracer):
-        return part
-    first = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
-    return uncommitted(jax.device_put(part, first))
 
 
 @contextmanager

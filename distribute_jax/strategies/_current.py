@@ -44,7 +44,7 @@ def has_strategy() -> bool:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/has_strategy
     """
-    return _context.current().strategy is not default_strategy()
+    return _context.current().strategy is not _context.default().strategy
 
 
 def get_replica_context() -> Any:
@@ -117,12 +117,6 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         scope = strategy.scope()
         scope.__enter__()
         _set_for_good.append(scope)
-
-
-def default_strategy() -> Strategy:
-    """Returns the strategy that stands in where none was entered."""
-    strategy: Strategy = _context.default().strategy
-    return strategy
 
 
 class _DefaultStrategy(Strategy):

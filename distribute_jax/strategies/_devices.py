@@ -35,7 +35,12 @@ _KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"
 def find_device(name: Any) -> jax.Device:
     """Finds the device that a user means."""
     if isinstance(name, jax.Device):
-        return _checked_local(name)
+        if name.process_index == jax.process_index():
+            return name
+        raise ArgumentError(
+            f"{name} belongs to process {name.process_index}, and this is process {jax.process_index()}. "
+            "This strategy works on the devices of one process: choose from jax.local_devices()."
+        )
     if isinstance(name, int) and not isinstance(name, bool):
         devices = jax.local_devices()
         if 0 <= name < len(devices):
@@ -108,16 +113,6 @@ def devices_of(kind: str) -> list[jax.Device]:
         return list(jax.local_devices(backend=kind)) if kind else []
     except RuntimeError:
         return []
-
-
-def _checked_local(device: jax.Device) -> jax.Device:
-    if device.process_index == jax.process_index():
-        return device
-    raise ArgumentError(
-        f"{device} belongs to process {device.process_index}, and this is process "
-        f"{jax.process_index()}. This strategy works on the devices of one process: choose from "
-        "jax.local_devices()."
-    )
 
 
 def checked_axis_name(name: Any, mesh: Mesh, caller: str) -> str:

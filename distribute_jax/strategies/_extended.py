@@ -91,7 +91,13 @@ class StrategyExtended:
     ) -> list[Any]:
         checked_options(options, f"strategy.extended.{method}")
         for _, destinations in pairs:
-            self._check_destinations(destinations)
+            if isinstance(destinations, nnx.Variable):
+                self._check_created_here(destinations, "reduce_to")
+            elif not isinstance(destinations, (str, jax.Device, jax.Array, DistributedValues)):
+                raise ArgumentError(
+                    "strategy.extended.reduce_to: destinations must be a variable or a value that "
+                    f"strategy.run returned, or one device or its name; got {destinations!r:.60}."
+                )
         self._strategy._enter_method(f"strategy.extended.{method}")
         totals = self._strategy.reduce(reduce_op, [value for value, _ in pairs], axis=None)
         return [self._put(total, to) for total, (_, to) in zip(totals, pairs, strict=True)]
@@ -119,7 +125,13 @@ class StrategyExtended:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#batch_reduce_to
         """
-        pairs = [_pair(entry) for entry in value_destination_pairs]
+        pairs = list(value_destination_pairs)
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise ArgumentError(
+                    "strategy.extended.batch_reduce_to takes pairs of a value and its destinations; got "
+                    f"{pair!r:.80}."
+                )
         return self._reduce_to("batch_reduce_to", reduce_op, pairs, options)
 
     def update(
@@ -213,19 +225,11 @@ class StrategyExtended:
         with self._strategy.scope():
             yield
 
-    def _check_destinations(self, destinations: Any) -> None:
-        if isinstance(destinations, nnx.Variable):
-            self._check_created_here(destinations, "reduce_to")
-        elif not isinstance(destinations, (str, jax.Device, jax.Array, DistributedValues)):
-            raise ArgumentError(
-                "strategy.extended.reduce_to: destinations must be a variable or a value that strategy.run "
-                f"returned, or one device or its name; got {destinations!r:.60}."
-            )
-
     def _check_created_here(self, var: Any, method: str) -> None:
         _check_variable(var, method)
         for leaf in jax.tree.leaves(var.get_raw_value()):
-            sharding = None if _is_traced(leaf) else leaf.sharding
+            is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            sharding = leaf.sharding if is_array else None
             mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
             if mesh is not None and mesh.size > 1 and not self.variable_created_in_scope(var):
                 raise ArgumentError(
@@ -242,18 +246,5 @@ def _check_variable(var: Any, method: str) -> None:
         )
 
 
-def _pair(entry: Any) -> tuple[Any, Any]:
-    if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-        raise ArgumentError(
-            "strategy.extended.batch_reduce_to takes pairs of a value and its destinations; got "
-            f"{entry!r:.80}."
-        )
-    return entry[0], entry[1]
-
-
 def _name(device: jax.Device) -> str:
     return f"{device.platform}:{device.id}"
-
-
-def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array)

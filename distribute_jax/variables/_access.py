@@ -42,8 +42,7 @@ def inside_run() -> bool:
 def readable_here(raw: Any) -> Any:
     """Returns a value of another strategy's variable as one that computes under the current strategy.
 
-    Reading it is allowed, as in TensorFlow; JAX would not add it to a value on the mesh of the scope. An
-    array of which no process has all the data is left to who combines it.
+    An array of which no process has all the data is left to who combines it.
     """
     if _foreign_mesh(raw) is None or not (raw.is_fully_addressable or raw.is_fully_replicated):
         return raw
@@ -52,10 +51,7 @@ def readable_here(raw: Any) -> Any:
 
 
 def check_current_strategy(raw: Any, name: str) -> None:
-    """Raises if code under one strategy writes a variable of another.
-
-    A variable on a single device counts as made under no strategy, as in ``run``.
-    """
+    """Raises if code under one strategy writes a variable of another, over several devices."""
     mesh = _foreign_mesh(raw)
     if mesh is None or mesh.size == 1:
         return
@@ -109,10 +105,7 @@ def readable_by_other_threads(
 
 
 def readable_raw(variable: nnx.Variable[Any]) -> Any:
-    """Returns the raw value of a variable; in another thread than that of the steps, a copy of it.
-
-    A DonatedError if it was donated to a step that left no new value.
-    """
+    """Returns the raw value of a variable; in another thread than that of the steps, a copy of it."""
     raw = variable.get_raw_value()
     if not at_top_level():
         return raw

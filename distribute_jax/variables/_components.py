@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -53,8 +52,7 @@ def divide(value: jax.Array, replicas: int, aggregation: VariableAggregation) ->
 def _share(value: jax.Array, replicas: int) -> jax.Array:
     """Returns about value / N, so that shares and remainder add up exactly, in any order.
 
-    For floats it is a multiple of the value's last digit: then no partial sum is rounded. Where
-    there is no such digit, as in infinity and the smallest numbers, the share is zero.
+    A float's is a multiple of its last digit, or 0 where there is none: then no partial sum is rounded.
     """
     if jnp.issubdtype(value.dtype, jnp.integer):
         return value // replicas
@@ -120,17 +118,8 @@ def _key_like(key: jax.Array, data: jax.Array) -> jax.Array:
     return new
 
 
-def local_copies(mirrored: jax.Array) -> list[jax.Array]:
-    """Returns the copies of a mirrored value of this process's replicas, each on its first core."""
-    return [shard.data for shard in mirrored.addressable_shards[:: _cores(mirrored)]]
-
-
-def count_copies(mirrored: jax.Array) -> int:
-    """Counts the replicas that hold a mirrored value."""
-    return len(mirrored.sharding.device_set) // _cores(mirrored)
-
-
-def _cores(mirrored: jax.Array) -> int:
+def cores_of(mirrored: jax.Array) -> int:
+    """Returns how many devices hold one replica's copy of a mirrored value."""
     mesh = getattr(mirrored.sharding, "mesh", None)
     if isinstance(mesh, Mesh) and DATA in mesh.axis_names:
         return cores_per_replica(mesh)
@@ -145,10 +134,7 @@ def place(stacked: Any, mesh: Mesh) -> Any:
 
 
 def mesh_of(stacked: Any) -> Mesh | None:
-    """Returns the mesh that the components are sharded over, one a replica; None otherwise.
-
-    The user's jit leaves what it writes wherever XLA wants.
-    """
+    """Returns the mesh with a component on each replica; None where the user's jit stored them elsewhere."""
     mesh = getattr(stacked.sharding, "mesh", None)
     if not isinstance(mesh, Mesh) or num_replicas(mesh) != stacked.shape[0]:
         return None
@@ -213,9 +199,7 @@ def scatter(
 ) -> jax.Array:
     """Returns the value after the rows were changed; integers are divided toward zero.
 
-    ``combine_replicas`` combines the changes of the replicas, if there are several: sums over the dense
-    changes; factors over the rows that any replica touches, after those of one replica for one row are
-    multiplied.
+    ``combine_replicas`` combines dense sums, or factors over the rows that any replica touches.
     """
     if combine_replicas is None:
         if op == "div":
@@ -233,39 +217,3 @@ def scatter(
 
 def _divided(value: jax.Array, by: jax.Array) -> jax.Array:
     return jax.lax.div(value, by.astype(value.dtype))
-
-
-class Scatters:
-    """TensorFlow's name for each operation of ``scatter``."""
-
-    @abstractmethod
-    def scatter(self, op: str, indices: Any, updates: Any) -> Any:
-        """Changes rows of the value."""
-
-    def scatter_add(self, indices: Any, updates: Any) -> Any:
-        """Adds to rows; see ``scatter``."""
-        return self.scatter("add", indices, updates)
-
-    def scatter_sub(self, indices: Any, updates: Any) -> Any:
-        """Subtracts from rows; see ``scatter``."""
-        return self.scatter("sub", indices, updates)
-
-    def scatter_mul(self, indices: Any, updates: Any) -> Any:
-        """Multiplies rows; see ``scatter``."""
-        return self.scatter("mul", indices, updates)
-
-    def scatter_div(self, indices: Any, updates: Any) -> Any:
-        """Divides rows; see ``scatter``."""
-        return self.scatter("div", indices, updates)
-
-    def scatter_min(self, indices: Any, updates: Any) -> Any:
-        """Lowers rows to the updates; see ``scatter``."""
-        return self.scatter("min", indices, updates)
-
-    def scatter_max(self, indices: Any, updates: Any) -> Any:
-        """Raises rows to the updates; see ``scatter``."""
-        return self.scatter("max", indices, updates)
-
-    def scatter_update(self, indices: Any, updates: Any) -> Any:
-        """Replaces rows; see ``scatter``."""
-        return self.scatter("update", indices, updates)

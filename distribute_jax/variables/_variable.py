@@ -26,7 +26,7 @@ from distribute_jax.variables._access import (
     readable_here,
     readable_raw,
 )
-from distribute_jax.variables._components import SCATTERS, Scatters, check_rows, scatter
+from distribute_jax.variables._components import SCATTERS, check_rows, scatter
 from distribute_jax.variables._rules import (
     VariableAggregation,
     VariableSynchronization,
@@ -43,7 +43,7 @@ _ON_READ = VariableSynchronization.ON_READ
 _MISSING = object()
 
 
-class Variable(nnx.Variable[Any], Scatters):
+class Variable(nnx.Variable[Any]):
     """State with a rule for how the writes of several replicas are combined.
 
     It is an ``nnx.Variable``: put it on a module, or capture it in the step. ``v[...] = x`` is
@@ -118,7 +118,9 @@ class Variable(nnx.Variable[Any], Scatters):
     def create_value(self, value: Any) -> Any:
         """Returns the initial raw value: for ON_READ one component for each replica."""
         if inside_run():
-            raw = self._initial_in_step(value)
+            raw = _components.first_replica(value)
+            if self.is_on_read and self.aggregation is _SUM:
+                raw = jnp.where(jax.lax.axis_index(DATA) == 0, raw, jnp.zeros_like(raw))
             note_created(self, raw)
             return raw
         if not self.is_on_read:
@@ -128,12 +130,6 @@ class Variable(nnx.Variable[Any], Scatters):
         mesh = _context.current().strategy.mesh
         stacked = _components.initial_components(value, num_replicas(mesh), self.aggregation)
         return _components.place(stacked, mesh)
-
-    def _initial_in_step(self, value: Any) -> Any:
-        first = _components.first_replica(value)
-        if not self.is_on_read or self.aggregation is not _SUM:
-            return first
-        return jnp.where(jax.lax.axis_index(DATA) == 0, first, jnp.zeros_like(first))
 
     @property
     def is_on_read(self) -> bool:
@@ -145,9 +141,12 @@ class Variable(nnx.Variable[Any], Scatters):
     def get_value(self, *, index: Any = ...) -> Any:
         """Returns the value: inside ``run`` this replica's, outside of it the aggregated one."""
         raw = readable_here(self._raw())
+        if not hasattr(raw, "shape"):  # not an array: what a tree function put here
+            return raw
         if self.is_on_read and not inside_replica():
-            raw = self._aggregated(raw)
-        return raw if index is Ellipsis or not hasattr(raw, "shape") else raw[index]
+            raw = jax.lax.all_gather(raw, DATA) if inside_run() else on_this_thread(raw)
+            raw = _components.combine(raw, self.aggregation, self.name)
+        return raw if index is Ellipsis else raw[index]
 
     def read_value(self) -> Any:
         """Returns the value, as ``v[...]`` does."""
@@ -197,14 +196,19 @@ class Variable(nnx.Variable[Any], Scatters):
         if isinstance(raw, PerReplica):  # the variable is part of what a step returned
             return raw.values
         with outside_mesh():
-            return tuple(map(uncommitted, _components.local_copies(raw)))
+            # Of a replica of several cores the first one's copy.
+            shards = raw.addressable_shards[:: _components.cores_of(raw)]
+            return tuple(uncommitted(shard.data) for shard in shards)
 
     @property
     def component_names(self) -> tuple[str, ...]:
         """The names of all replicas' components: ``v``, ``v/replica_1``, …."""
         self._require_all_components("component_names")
-        counted = self.is_on_read or inside_run()
-        replicas = self._components() if counted else _components.count_copies(self._raw())
+        if self.is_on_read or inside_run():
+            replicas = self._components()
+        else:
+            raw = self._raw()
+            replicas = len(raw.sharding.device_set) // _components.cores_of(raw)
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _require_all_components(self, what: str) -> None:
@@ -221,12 +225,6 @@ class Variable(nnx.Variable[Any], Scatters):
         if raw is not stored and at_top_level():
             self.set_raw_value(raw)
         return raw
-
-    def _aggregated(self, raw: Any) -> Any:
-        if not hasattr(raw, "shape"):  # not an array: what a tree function put here
-            return raw
-        raw = jax.lax.all_gather(raw, DATA) if inside_run() else on_this_thread(raw)
-        return _components.combine(raw, self.aggregation, self.name)
 
     # Writing
 
@@ -267,7 +265,9 @@ class Variable(nnx.Variable[Any], Scatters):
             return self._store(value if self.is_on_read else self._over_replicas(value))
         if self.is_on_read:
             self._check_assignable("assign")
-            return self._store_components(_components.divide, value)
+            components = _components.divide(value, self._components(), self.aggregation)
+            # In merge_call one component is stored on each replica.
+            return self._store(components[jax.lax.axis_index(DATA)] if inside_run() else components)
         return self._store(value)
 
     def assign_add(self, delta: Any) -> Any:
@@ -318,6 +318,34 @@ class Variable(nnx.Variable[Any], Scatters):
         rows = check_rows(indices, updates, raw.shape, f"scatter_{op} of {self.name!r}")
         new = scatter(raw, op, rows, updates, self._over_replicas if combines else None)
         return self._store(new if combines or not inside_replica() else self._over_replicas(new))
+
+    def scatter_add(self, indices: Any, updates: Any) -> Any:
+        """Adds to rows; see ``scatter``."""
+        return self.scatter("add", indices, updates)
+
+    def scatter_sub(self, indices: Any, updates: Any) -> Any:
+        """Subtracts from rows; see ``scatter``."""
+        return self.scatter("sub", indices, updates)
+
+    def scatter_mul(self, indices: Any, updates: Any) -> Any:
+        """Multiplies rows; see ``scatter``."""
+        return self.scatter("mul", indices, updates)
+
+    def scatter_div(self, indices: Any, updates: Any) -> Any:
+        """Divides rows; see ``scatter``."""
+        return self.scatter("div", indices, updates)
+
+    def scatter_min(self, indices: Any, updates: Any) -> Any:
+        """Lowers rows to the updates; see ``scatter``."""
+        return self.scatter("min", indices, updates)
+
+    def scatter_max(self, indices: Any, updates: Any) -> Any:
+        """Raises rows to the updates; see ``scatter``."""
+        return self.scatter("max", indices, updates)
+
+    def scatter_update(self, indices: Any, updates: Any) -> Any:
+        """Replaces rows; see ``scatter``."""
+        return self.scatter("update", indices, updates)
 
     def _assign_change(self, method: str, delta: jax.Array) -> Any:
         if inside_replica():
@@ -370,12 +398,6 @@ class Variable(nnx.Variable[Any], Scatters):
         self.set_raw_value(raw)
         return raw if inside_replica() else self
 
-    def _store_components(self, make: Any, value: jax.Array) -> Any:
-        if inside_run():  # in merge_call: one component is stored
-            raw = make(value, self._components(), self.aggregation)
-            return self._store(raw[jax.lax.axis_index(DATA)])
-        return self._store(make(value, self._components(), self.aggregation))
-
     def _components(self) -> int:
         """Returns how many replicas have a component."""
         return int(jax.lax.psum(1, DATA) if inside_run() else self._raw().shape[0])
@@ -412,10 +434,7 @@ def mesh_of_components(variable: Variable) -> Mesh | None:
 
 
 def components_for(variable: Variable, value: Any) -> jax.Array:
-    """Returns the raw value with which an ON_READ variable reads as ``value``, sharded as the present one.
-
-    The present one is not read, so it may have been donated.
-    """
+    """Returns components that read as ``value``, sharded as the present ones, which may have been donated."""
     old = variable.get_raw_value()
     old = old if is_donated(old) else _components.from_result(old)
     new = _components.divide(jnp.asarray(value, old.dtype), old.shape[0], variable.aggregation)
