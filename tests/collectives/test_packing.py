@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import distribute_jax as dj
 from distribute_jax.collectives._all_reduce import cuts, groups_by_size, sum_packed
 
 
@@ -72,18 +71,3 @@ def test_what_was_packed_comes_back_in_its_shape_dtype_and_order(packs: int, lim
         assert total.dtype == array.dtype
         np.testing.assert_array_equal(np.float32(total), 2 * np.float32(array))
     assert sum(array.size for array in seen) == sum(array.size for array in arrays)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 4, 1000])
-def test_any_packing_gives_the_same_sums(s2: dj.MirroredStrategy, limit: int):
-    """Two replicas that hold [1, 2] sum to [2, 4]; one call mixes three dtypes."""
-    options = dj.experimental.CommunicationOptions(bytes_per_pack=limit)
-
-    def step():
-        nest = {d: jnp.array([1, 2], d) for d in ("float32", "int32", "bfloat16")}
-        return dj.get_replica_context().all_reduce("sum", [nest, nest], options)
-
-    for nest in s2.run(step):
-        assert {d: (str(v.dtype), v.tolist()) for d, v in nest.items()} == {
-            d: (d, [2, 4]) for d in ("float32", "int32", "bfloat16")
-        }
