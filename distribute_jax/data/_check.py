@@ -60,6 +60,9 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
     The messages also say which batch it is (``where``) and how its source is batched (``remedy``).
     """
     try:
+        sizes = {_plain_rows(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_distributed)}
+        if len(sizes) == 1 and None not in sizes:  # as nearly all batches, in a quarter of the time
+            return sizes.pop() or 0
         leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_distributed)
     except ValueError as error:
         raise ArgumentError(
@@ -77,9 +80,9 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
         if rule is not None:
             advice = f"{rule} {remedy}" if rule == UNBATCHED else rule
             faults.setdefault(advice, []).append(_line(path, leaf))
-    sizes = set() if faults else {int(leaf.shape[0]) for _, leaf in leaves}
-    if len(sizes) == 1:
-        return sizes.pop()
+    lengths = set() if faults else {int(leaf.shape[0]) for _, leaf in leaves}
+    if len(lengths) == 1:
+        return lengths.pop()
     faults = faults or {RAGGED: [_line(path, leaf) for path, leaf in leaves]}
     reasons = "\n".join(f"{listed(lines)}\n{rule}" for rule, lines in faults.items())
     raise ArgumentError(f"{where} cannot be divided among the replicas:\n{reasons}")
@@ -96,6 +99,15 @@ def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def dtype_on_device(leaf: Any) -> np.dtype[Any]:
     """Returns the dtype of a checked leaf, of the host or a device, on the devices."""
     return leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
+
+
+def _plain_rows(leaf: Any) -> int | None:
+    """Returns the rows of a leaf that needs no closer look."""
+    if type(leaf) is not np.ndarray or not leaf.ndim:
+        return None
+    kind, size = leaf.dtype.kind, leaf.dtype.itemsize
+    is_plain = kind == "b" or (kind == "f" and size <= 8) or (kind in "iu" and size <= 4)
+    return len(leaf) if is_plain else None
 
 
 def _is_distributed(leaf: Any) -> bool:
