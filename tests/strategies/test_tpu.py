@@ -295,7 +295,7 @@ def test_state_of_replicas_with_two_cores_is_saved_and_restored(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ({"tpu_cluster_resolver": "local"}, 'TPUClusterResolver("local")'),
+        ({"tpu_cluster_resolver": "local"}, "must be one of dj.cluster_resolver; got 'local'"),
         ({"experimental_device_assignment": [[0]]}, "DeviceAssignment.build("),
         ({"experimental_spmd_xla_partitioning": False}, "must be one of True; got False"),
         ({"cluster_options": 5}, "must be dj.ClusterOptions; got 5"),
