@@ -28,7 +28,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.reads_ahead = False
-        self.taken: int | None = None
+        self.batches_taken: int | None = None
 
 
 _stack = _Stack()
@@ -117,19 +117,19 @@ def reading_ahead() -> Iterator[None]:
 @contextmanager
 def taking_several() -> Iterator[None]:
     """Marks the batches that are taken for one dispatch: only before the first is a step over."""
-    _stack.taken = 0
+    _stack.batches_taken = 0
     try:
         yield
     finally:
-        _stack.taken = None
+        _stack.batches_taken = None
 
 
 def is_between_steps() -> bool:
     """Returns whether the steps of all batches taken so far have run, as a batch is taken."""
-    if _stack.taken is None:
+    if _stack.batches_taken is None:
         return True
-    _stack.taken += 1
-    return _stack.taken == 1
+    _stack.batches_taken += 1
+    return _stack.batches_taken == 1
 
 
 def require_loop(method: str) -> None:

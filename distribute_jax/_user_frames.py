@@ -93,16 +93,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _without_library(found: TracebackType | None) -> TracebackType | None:
+def _without_library(traceback: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
     hidden = False
-    while found is not None:
-        file = found.tb_frame.f_code.co_filename
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
         hidden = file.startswith(_LIBRARY) or (hidden and file == _BETWEEN)
         if not hidden:
-            kept.append(found)
-        found = found.tb_next
-    rest = None
-    for one in reversed(kept):
-        rest = TracebackType(rest, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return rest
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    for entry in reversed(kept):
+        traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return traceback

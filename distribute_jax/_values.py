@@ -215,11 +215,11 @@ class UnevenPerReplica(PerReplica):
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
     """Returns (replica, shard) for each replica of this process: that on its first core."""
     share, cores = array.shape[0] // num_replicas(mesh), cores_per_replica(mesh)
-    found: dict[int, jax.Array] = {}
+    shards: dict[int, jax.Array] = {}
     for place, shard in enumerate(array.addressable_shards):
         replica = (shard.index[0].start or 0) // share if share else place // cores
-        found.setdefault(replica, shard.data)
-    return sorted(found.items(), key=lambda item: item[0])
+        shards.setdefault(replica, shard.data)
+    return sorted(shards.items(), key=lambda item: item[0])
 
 
 def _flatten(value: PerReplica) -> tuple[tuple[Any], tuple[Any, ...]]:

@@ -185,8 +185,8 @@ def _scalar_signature(array: Any) -> Any:
     config: Any = jax.config
     if not getattr(array, "weak_type", False):
         return ((), array.dtype)
-    whole = array.dtype.itemsize == (8 if config.jax_enable_x64 else 4)
-    return {"i": int, "f": float}.get(array.dtype.kind if whole else "", ((), array.dtype))
+    of_python = array.dtype.itemsize == (8 if config.jax_enable_x64 else 4)
+    return {"i": int, "f": float}.get(array.dtype.kind if of_python else "", ((), array.dtype))
 
 
 def _check_array(array: Any) -> None:

@@ -162,7 +162,7 @@ class ProgramCache:
         What Python does while a step is traced, such as counting calls, is not done again, so it is no
         reason to compile the programs of the same step for other batches again.
         """
-        held = [
+        before = [
             (head, bound, bound.binding.captured())
             for head, some in self._bound.items()
             if head[0] == request.head[0]
@@ -171,7 +171,7 @@ class ProgramCache:
         ]
         with contents_as_before(entry.contents if entry is not None else []):
             yield
-        for head, bound, arrays in held:
+        for head, bound, arrays in before:
             if bound in self._bound.get(head, ()) and not bound.binding.holds(request.values):
                 binding = Binding(request.fn, request.arguments)
                 if binding.reaches_same(bound.binding.variables, arrays):

@@ -67,7 +67,7 @@ def _step_shardings(
 ) -> StepShardings:
     """Returns the shardings of inputs and outputs over the mesh."""
     _, arrays, _, counts = traced.sizes
-    own = [
+    components = [
         keeps_own_values(variable)
         for variable in call.binding.variables
         for _ in jax.tree.leaves(variable.get_raw_value())
@@ -80,8 +80,8 @@ def _step_shardings(
     sharded = {i: s for i, s in enumerate(kept) if s is not None}
     ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
     return StepShardings(
-        stacked=(*own, *unsplit, *stacked, *unsplit_counts),
-        split=(*own, *unsplit, *batch, *unsplit_counts),
+        stacked=(*components, *unsplit, *stacked, *unsplit_counts),
+        split=(*components, *unsplit, *batch, *unsplit_counts),
         mirrored=(*(rule is not Combine.OWN for rule in plan.combine), *plan.mirrored),
         state=len(plan.combine),
         sharded_in=sharded,

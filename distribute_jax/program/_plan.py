@@ -47,9 +47,11 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
     if replicas == 1:
-        own = (keeps_own_values(variable) for variable, *_ in state_outputs(call, traced))
-        rules = (Combine.OWN if is_own else Combine.MIRRORED for is_own in own)
-        return Plan(tuple(rules), (True,) * results, parts=(False,) * results)
+        rules = tuple(
+            Combine.OWN if keeps_own_values(variable) else Combine.MIRRORED
+            for variable, *_ in state_outputs(call, traced)
+        )
+        return Plan(rules, (True,) * results, parts=(False,) * results)
     before = input_marks(call, traced)
     marks = prove(traced.jaxpr, before, axis_size=replicas)
     metrics = list(written_metrics(call, traced))
@@ -109,9 +111,9 @@ def _combine(
             if isinstance(variable, nnx.RngKey) and is_unchanged(traced.jaxpr.jaxpr, output, old):
                 yield Combine.UNCHANGED
                 continue
-            found = reset if to_old is Relation.NONE else drifting
-            found = streams if isinstance(variable, nnx.RngState) else found
-            found.append(_drift(name, variable, marks[output], to_old))
+            lines = reset if to_old is Relation.NONE else drifting
+            lines = streams if isinstance(variable, nnx.RngState) else lines
+            lines.append(_drift(name, variable, marks[output], to_old))
         if rule in (Combine.MEAN, Combine.FIRST) and not marks[output]:
             rule = Combine.MIRRORED
         if rule is Combine.INCREMENTS and not marks[output] and options.check_sync:

@@ -60,7 +60,8 @@ def same_on_all_replicas(node: T) -> T:
     """
     _context.require_cross_replica("dj.same_on_all_replicas")
     _context.require_outside_step("dj.same_on_all_replicas")
-    streams = _streams(node)
+    nodes = nnx.iter_graph(node) if isinstance(node, nnx.Pytree) else ()
+    streams = [stream for _, stream in nodes if isinstance(stream, nnx.RngStream)]
     if not streams:
         raise ArgumentError(
             f"dj.same_on_all_replicas got {node!r:.200}, which holds no random stream. Give it a stream, "
@@ -69,12 +70,6 @@ def same_on_all_replicas(node: T) -> T:
     for stream in streams:
         stream.tag = _SameOnAll(stream.tag)
     return node
-
-
-def _streams(node: Any) -> list[nnx.RngStream]:
-    if not isinstance(node, nnx.Pytree):
-        return []
-    return [found for _, found in nnx.iter_graph(node) if isinstance(found, nnx.RngStream)]
 
 
 def draws_its_own(variable: nnx.Variable[Any], stream: Any) -> bool:
@@ -100,8 +95,8 @@ def per_replica_keys(
     if replicas > 1:
         stream_of = {id(node.key): node for node in nodes if isinstance(node, nnx.RngStream)}
         keys = [v for v in variables if isinstance(v, nnx.RngKey)]
-        own = [key for key in keys if draws_its_own(key, stream_of.get(id(key)))]
-        write_raw(own, [_replica_key(raw) for raw in read_raw(own)])
+        folded = [key for key in keys if draws_its_own(key, stream_of.get(id(key)))]
+        write_raw(folded, [_replica_key(raw) for raw in read_raw(folded)])
     return read_raw(variables)
 
 

@@ -65,8 +65,8 @@ def sort_results(
 
 def _check_holds_no_arrays(value: Any, name: str) -> None:
     """Refuses an object whose arrays JAX does not see: they would be dead once the trace ends."""
-    held = getattr(value, "__dict__", None) or {}
-    arrays = [key for key, part in held.items() if isinstance(part, jax.core.Tracer)]
+    attributes = getattr(value, "__dict__", None) or {}
+    arrays = [key for key, part in attributes.items() if isinstance(part, jax.core.Tracer)]
     if arrays:
         raise ArgumentError(
             f"The step returned a {type(value).__name__} as {name}, with arrays in {', '.join(arrays)}, "

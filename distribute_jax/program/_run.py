@@ -85,7 +85,17 @@ class Runner:
         options = checked_run_options(options)
         fn = without_jit(fn)
         with one_at_a_time:
-            return self._steps(fn, iterator, steps, options)
+            elements, error = take_batches(iterator, steps)
+            batches = [take_apart(element, {}, self._mesh) for element in elements]
+            result = self._run_batches(fn, batches, steps, options)
+        if error is not None:
+            # Those batches are gone from the iterator, so they are run, as single steps would be.
+            error.add_note(
+                f"strategy.run_steps ran {step_name(fn)} on the {len(batches)} batches that came before "
+                "this error: the state includes them, their results are lost."
+            )
+            raise error
+        return result
 
     def find_non_batched_results(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""
@@ -194,21 +204,6 @@ class Runner:
             self._compared[key] = None
             if len(self._compared) > _MOST_COMPARED:
                 del self._compared[next(iter(self._compared))]
-
-    def _steps(
-        self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions
-    ) -> Any:
-        taken, error = take_batches(iterator, steps)
-        batches = [take_apart(b, {}, self._mesh) for b in taken]
-        result = self._run_batches(fn, batches, steps, options)
-        if error is not None:
-            # Those batches are gone from the iterator, so they are run, as single steps would be.
-            error.add_note(
-                f"strategy.run_steps ran {step_name(fn)} on the {len(batches)} batches that came before "
-                "this error: the state includes them, their results are lost."
-            )
-            raise error
-        return result
 
     def _run_batches(
         self, fn: StepFunction, batches: list[Arguments], steps: int, options: RunOptions

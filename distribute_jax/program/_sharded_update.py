@@ -8,6 +8,7 @@ all replicas, so it needs no replica axis, and XLA divides its work as its input
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,7 +68,7 @@ def _traced(step: FlatStep) -> Any:
     ]
     with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
-        while has_talking_jit(body):
+        if any(map(_is_talking_jit, body.jaxpr.eqns)):
             body = jax.make_jaxpr(flat(body), axis_env=[(DATA, replicas)])(*shares)
     return body
 
@@ -129,10 +130,11 @@ class SplitStep:
         self._sums: list[Any] = []
         self._branches: dict[int, Branches] = {}
         self._rest: list[Any] = []
-        own = [v for v, whole in zip(self.jaxpr.outvars, mirrored, strict=True) if not whole]
-        self._needed = set(variables(own))
+        outs = zip(self.jaxpr.outvars, mirrored, strict=True)
+        per_replica = set(variables(v for v, same in outs if not same))
+        self._needed = set(per_replica)
         self._sort(self._marked())
-        self.passed = self._passed(set(variables(own)))
+        self.passed = self._passed(per_replica)
         """What goes from the first half to the second, by variable of the jaxpr."""
         first = [*self._first, *self._sums]
         read = {v for eqn in first for v in variables(eqn.invars)} | self._needed | set(self.passed)
@@ -143,7 +145,7 @@ class SplitStep:
         """Returns each equation with its operands' marks, and whether replicas differ in its results."""
         marks = self._marks
         marks.update(dict.fromkeys(self.jaxpr.constvars, MIRRORED))
-        found = []
+        marked = []
         for eqn in self.jaxpr.eqns:
             operands = [
                 MIRRORED if isinstance(v, jex_core.Literal) else marks[v] for v in eqn.invars
@@ -152,8 +154,8 @@ class SplitStep:
             marks.update(zip(eqn.outvars, outcome.outs, strict=True))
             for i, mark in outcome.writes.items():
                 marks[eqn.invars[i]] = mark
-            found.append((eqn, operands, any(outcome.outs)))
-        return found
+            marked.append((eqn, operands, any(outcome.outs)))
+        return marked
 
     def _sort(self, marked: Sequence[tuple[Any, list[Mark], bool]]) -> None:
         """Goes from the end to the start: a replica computes what it needs itself, and no more."""
@@ -176,13 +178,13 @@ class SplitStep:
         for eqns in (self._first, self._sums, self._rest):
             eqns.reverse()
 
-    def _passed(self, own: set[Any]) -> dict[Any, BoundaryValue]:
+    def _passed(self, per_replica: set[Any]) -> dict[Any, BoundaryValue]:
         outs = variables(self.jaxpr.outvars)
         after = variables([*(v for eqn in self._rest for v in eqn.invars), *outs])
         first = {v for eqn in self._first for v in eqn.outvars}
         passed: dict[Any, BoundaryValue] = {}
         for v in after:
-            if v in own:
+            if v in per_replica:
                 passed[v] = BoundaryValue(v.aval, 0)
             elif v in first or self._marks.get(v):
                 passed[v] = BoundaryValue(v.aval)
@@ -195,16 +197,16 @@ class SplitStep:
 
     def handed(self) -> list[BoundaryValue]:
         """Returns what the first half returns, in order."""
-        inner = [one for branches in self._branches.values() for one in branches.handed()]
+        inner = [value for branches in self._branches.values() for value in branches.handed()]
         return [*self.passed.values(), *inner]
 
     def first(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the first half on one replica, from the inputs that it reads."""
-        given: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
-        values = start(self.body, [given.get(i) for i in range(len(self.jaxpr.invars))])
+        read: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
+        values = start(self.body, [read.get(i) for i in range(len(self.jaxpr.invars))])
         run_piece(self.jaxpr, self._first, values, [*self.passed, *self._needed])
         self._sum(values)
-        inner = [one for branches in self._branches.values() for one in branches.first(values)]
+        inner = [value for branches in self._branches.values() for value in branches.first(values)]
         return [*(values[v] for v in self.passed), *inner]
 
     def _sum(self, values: Values) -> None:
@@ -215,9 +217,9 @@ class SplitStep:
             for x, out in zip(eqn.invars, eqn.outvars, strict=True)
             if out in self.passed
         ]
-        whole = [pair for pair in pairs if self.passed[pair[1]].dim is None]
-        sums = jax.lax.psum([value_of(x, values) for x, _ in whole], DATA) if whole else []
-        values.update(zip([out for _, out in whole], sums, strict=True))
+        undivided = [pair for pair in pairs if self.passed[pair[1]].dim is None]
+        sums = jax.lax.psum([value_of(x, values) for x, _ in undivided], DATA) if undivided else []
+        values.update(zip([out for _, out in undivided], sums, strict=True))
         for x, out in pairs:
             if (dim := self.passed[out].dim) is not None:
                 values[out] = jax.lax.psum_scatter(
@@ -247,73 +249,67 @@ class SplitStep:
             if i in settle and not isinstance(v, jex_core.Literal)
         }
         made = {v for eqn in self._rest for v in eqn.outvars}
-        piece: list[Any] = []
-        for eqn in self._rest:
-            if id(eqn) not in self._branches:
-                piece.append(eqn)
+        for has_branches, eqns in itertools.groupby(
+            self._rest, lambda eqn: id(eqn) in self._branches
+        ):
+            if not has_branches:
+                run_piece(self.jaxpr, list(eqns), values, wanted)
                 continue
-            run_piece(self.jaxpr, piece, values, wanted)
-            piece = []
-            # In the branch, so that what is left as it is costs nothing.
-            early = {i: to_settle.pop(v) for i, v in enumerate(eqn.outvars) if v in to_settle}
-            self._branches[id(eqn)].rest(values, inner[id(eqn)], early)
-        run_piece(self.jaxpr, piece, values, wanted)
+            for eqn in eqns:
+                # In the branch, so that what is left as it is costs nothing.
+                early = {i: to_settle.pop(v) for i, v in enumerate(eqn.outvars) if v in to_settle}
+                self._branches[id(eqn)].rest(values, inner[id(eqn)], early)
         values.update((v, put(value_of(v, values), v in made)) for v, put in to_settle.items())
         return [value_of(v, values) for v in self.jaxpr.outvars]
 
 
 class Branches:
-    """A condition on which all replicas agree, around a collective: each branch is cut by itself."""
+    """A condition on which all replicas agree, around a collective: each branch is split by itself."""
 
     def __init__(self, eqn: Any, operands: Sequence[Mark], replicas: int) -> None:
         self.eqn, self.replicas = eqn, replicas
-        whole = [True] * len(eqn.outvars)
-        self.cuts = [
-            SplitStep(body, operands[1:], whole, replicas) for body in eqn.params["branches"]
+        mirrored = [True] * len(eqn.outvars)
+        self.halves = [
+            SplitStep(body, operands[1:], mirrored, replicas) for body in eqn.params["branches"]
         ]
-        taken = sorted({i for cut in self.cuts for i in cut.reads})
-        self.reads = [eqn.invars[0], *(eqn.invars[1 + i] for i in taken)]
+        self._operands = sorted({i for halves in self.halves for i in halves.reads})
+        self.reads = [eqn.invars[0], *(eqn.invars[1 + i] for i in self._operands)]
         """The operands that the first half of any branch takes, after the index of the branch."""
-        self._taken = taken
 
     def handed(self) -> list[BoundaryValue]:
         """Returns what the first halves of all branches return."""
-        return [one for cut in self.cuts for one in cut.handed()]
+        return [value for halves in self.halves for value in halves.handed()]
 
     def first(self, values: Values) -> list[Any]:
         """Runs the first half of the branch that is taken; those of the others give zeros."""
-        index, *taken = (value_of(v, values) for v in self.reads)
+        index, *operands = (value_of(v, values) for v in self.reads)
 
-        def chosen(number: int) -> Any:
-            def run(*taken: Any) -> list[Any]:
-                given = dict(zip(self._taken, taken, strict=True))
-                return [
-                    value
-                    for k, cut in enumerate(self.cuts)
-                    for value in (
-                        cut.first([given[i] for i in cut.reads])
-                        if k == number
-                        else [one.zeros(self.replicas) for one in cut.handed()]
-                    )
-                ]
+        def branch(number: int, *operands: Any) -> list[Any]:
+            operand = dict(zip(self._operands, operands, strict=True))
+            return [
+                value
+                for k, halves in enumerate(self.halves)
+                for value in (
+                    halves.first([operand[i] for i in halves.reads])
+                    if k == number
+                    else [boundary.zeros(self.replicas) for boundary in halves.handed()]
+                )
+            ]
 
-            return run
-
-        return list(jax.lax.switch(index, list(map(chosen, range(len(self.cuts)))), *taken))
+        branches = [functools.partial(branch, number) for number in range(len(self.halves))]
+        return list(jax.lax.switch(index, branches, *operands))
 
     def rest(self, values: Values, handed: Sequence[Any], settle: Mapping[int, Settle]) -> None:
         """Runs the second half of the branch that is taken, and adds its results to the values."""
         index, *inputs = (value_of(v, values) for v in self.eqn.invars)
-        ends = [0]
-        for cut in self.cuts:
-            ends.append(ends[-1] + len(cut.handed()))
+        flow = iter(handed)
+        parts = [list(itertools.islice(flow, len(halves.handed()))) for halves in self.halves]
 
-        def chosen(number: int) -> Any:
-            cut, mine = self.cuts[number], slice(ends[number], ends[number + 1])
-            return lambda inputs, handed: cut.rest(inputs, handed[mine], settle)
+        def branch(number: int, inputs: Any, parts: Any) -> list[Any]:
+            return self.halves[number].rest(inputs, parts[number], settle)
 
-        every = list(map(chosen, range(len(self.cuts))))
-        outs = jax.lax.switch(index, every, inputs, list(handed))
+        branches = [functools.partial(branch, number) for number in range(len(self.halves))]
+        outs = jax.lax.switch(index, branches, inputs, parts)
         values.update(zip(self.eqn.outvars, outs, strict=True))
 
 
@@ -385,26 +381,17 @@ def flat(body: Any) -> Callable[..., list[Any]]:
 
     def run(*args: Any) -> list[Any]:
         jaxpr, values = body.jaxpr, start(body, args)
-        later = variables(jaxpr.outvars)
-        wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *later])
-        piece: list[Any] = []
-        for eqn in jaxpr.eqns:
-            if not _is_talking_jit(eqn):
-                piece.append(eqn)
+        wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars])
+        for talks, eqns in itertools.groupby(jaxpr.eqns, _is_talking_jit):
+            if not talks:
+                run_piece(jaxpr, list(eqns), values, wanted)
                 continue
-            run_piece(jaxpr, piece, values, wanted)
-            piece = []
-            outs = flat(eqn.params["jaxpr"])(*(value_of(v, values) for v in eqn.invars))
-            values.update(zip(eqn.outvars, outs, strict=True))
-        run_piece(jaxpr, piece, values, wanted)
+            for eqn in eqns:
+                outs = flat(eqn.params["jaxpr"])(*(value_of(v, values) for v in eqn.invars))
+                values.update(zip(eqn.outvars, outs, strict=True))
         return [value_of(v, values) for v in jaxpr.outvars]
 
     return run
-
-
-def has_talking_jit(body: Any) -> bool:
-    """Returns whether ``flat`` changes anything."""
-    return any(map(_is_talking_jit, body.jaxpr.eqns))
 
 
 def _is_talking_jit(eqn: Any) -> bool:

@@ -82,8 +82,8 @@ def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return None
-    theirs = sharding.mesh
-    same = theirs.axis_names == mesh.axis_names and theirs.devices.tolist() == mesh.devices.tolist()
+    other = sharding.mesh
+    same = other.axis_names == mesh.axis_names and other.devices.tolist() == mesh.devices.tolist()
     return NamedSharding(mesh, sharding.spec) if same else None
 
 

@@ -121,10 +121,8 @@ def abstract(value: Any) -> Any:
 
 def own_value(variable: nnx.Variable[Any]) -> Any:
     """Returns the abstract raw value of a variable as one replica sees it."""
-    whole = abstract(variable.get_raw_value())
-    if not keeps_own_values(variable):
-        return whole
-    return jax.ShapeDtypeStruct(whole.shape[1:], whole.dtype)
+    raw = abstract(variable.get_raw_value())
+    return jax.ShapeDtypeStruct(raw.shape[1:], raw.dtype) if keeps_own_values(variable) else raw
 
 
 def _dtype(leaf: Any) -> Any:
@@ -202,7 +200,7 @@ class _Recorder:
             stack.enter_context(swapped_arrays(binding, arrays))
             stack.enter_context(swapped_state(binding.variables, nodes, raws, self.rebuilt))
             stack.enter_context(_context.frame(call.strategy, context))
-            given = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
+            before = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
             noted = stack.enter_context(record_created())
             attributes = [set(vars(node)) for node in nodes]
             args, kwargs = self._arguments(data)
@@ -213,7 +211,7 @@ class _Recorder:
             gone = self._removed(nodes, attributes)
             self.written = tuple(
                 i
-                for i, (new, old) in enumerate(zip(now, given, strict=True))
+                for i, (new, old) in enumerate(zip(now, before, strict=True))
                 if new is not old and i not in gone
             )
             new_values = [jax.tree.leaves(now[i]) for i in self.written]
