@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 
 def lazy_exports(
@@ -37,13 +37,9 @@ def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> Non
     """Sets ``__module__`` of functions and classes that are listed in a public package and loaded."""
     for name in names:
         value = namespace.get(name)
-        if _is_inside(value):
-            value.__module__ = module
-
-
-def _is_inside(value: Any) -> bool:
-    parts = str(getattr(value, "__module__", "")).split(".")
-    return parts[0] == "distribute_jax" and any(part.startswith("_") for part in parts)
+        package, *inner = str(getattr(value, "__module__", "")).split(".")
+        if package == "distribute_jax" and any(part.startswith("_") for part in inner):
+            value.__module__ = module  # type: ignore[union-attr]
 
 
 _FLAX = "layers and models are Flax's, flax.nnx or flax.linen"
@@ -123,19 +119,9 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
     """Returns a ``__getattr__`` for a class."""
 
     def answer(self: Any, name: str) -> Any:
-        if hasattr(
-            type(self), name
-        ):  # a property that failed: Python came here for its AttributeError
+        # Python also comes here for the AttributeError of a property that failed.
+        if hasattr(type(self), name):
             return object.__getattribute__(self, name)
         raise missing(owner, f"{type(self).__name__!r} object", name, self)
-
-    return answer
-
-
-def answering_module(owner: str) -> Callable[[str], NoReturn]:
-    """Returns a ``__getattr__`` for a module."""
-
-    def answer(name: str) -> NoReturn:
-        raise missing(owner, f"module {owner!r}", name)
 
     return answer

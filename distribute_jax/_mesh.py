@@ -18,13 +18,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from distribute_jax._errors import ArgumentError
 
 DATA = "data"
-"""The mesh axis along which the replicas lie."""
+"""The mesh axis of the replicas."""
 MODEL = "model"
-"""The mesh axis along which the cores of one replica lie, or how the names of several begin."""
+"""The mesh axis of the cores of one replica, or how the names of several such axes begin."""
 
 
 def replica_mesh(devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]]) -> Mesh:
-    """Lays one replica on each device, in the order given, or on each row of devices.
+    """Returns a mesh with one replica on each device, in the order given, or on each row of devices.
 
     The replicas of a process have to follow each other, in the order of the processes: each process
     brings one run of the rows of a batch, and takes one run of the results.

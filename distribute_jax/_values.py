@@ -20,13 +20,13 @@ from distribute_jax._errors import (
     PerReplicaTypeError,
     StepFailedError,
 )
-from distribute_jax._jax_private import at_top_level, uncommitted
+from distribute_jax._jax_private import ARRAY, at_top_level, uncommitted
 from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh
 from distribute_jax._messages import error_text, is_donated, is_key, leaf_text
 
 
 class Layout(enum.Enum):
-    """How the replicas' parts lie in one global array."""
+    """How the replicas' parts are arranged in one global array."""
 
     STACKED = "stacked"
     """On a leading dim of size N: results of ``run``."""
@@ -60,8 +60,8 @@ _ARRAY_ATTRIBUTES = frozenset(
 class DistributedValues:
     """The base of values that hold one part for each replica.
 
-    Outside ``run`` such a value is only carried around: it takes part in no arithmetic, and it turns
-    into no array by itself, since nobody has said yet how to combine the parts.
+    Outside ``run`` such a value is only passed around: it takes part in no arithmetic, and it is never
+    turned into an array implicitly, since it does not say how to combine the parts.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
@@ -304,22 +304,15 @@ def reading(value: Any) -> Iterator[None]:
             "be read. Use what that step returned or wrote instead, or keep dj.snapshot(value) before it."
         )
     try:
-        if _can_tell(array) and array.is_ready():
+        if type(array) is ARRAY and array.is_ready():
             array.block_until_ready()
         yield
     except jax.errors.JaxRuntimeError as error:
         step = step_of(value) or "The step that gave a value"
         raise StepFailedError(
             f"{step}, or a step that it got values from, failed while it ran, so its results cannot "
-            "be read. The reason: "
-            f"{error_text(error)}"
+            f"be read. The reason: {error_text(error)}"
         ) from error
-
-
-def _can_tell(array: Any) -> bool:
-    """Returns whether an array can be asked if it is ready; tracers and random keys cannot."""
-    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-    return concrete and not is_key(array) and not array.is_deleted()
 
 
 def step_of(value: Any) -> str | None:

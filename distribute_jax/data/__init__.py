@@ -10,7 +10,7 @@ and ``_agreement`` how several processes end an epoch together.
 
 from typing import TYPE_CHECKING
 
-from distribute_jax._lazy import answering_module, publish
+from distribute_jax._lazy import lazy_exports, publish
 from distribute_jax.data._dataset import DistributedDataset, DistributedIterator, OptionalElement
 from distribute_jax.data._options import (
     AutoShardPolicy,
@@ -43,4 +43,4 @@ publish(
 )
 
 if not TYPE_CHECKING:
-    __getattr__ = answering_module("distribute_jax.data")
+    __getattr__ = lazy_exports(globals(), {})

@@ -6,7 +6,7 @@ counts, ``_confusion`` counts answers, ``_means`` averages.
 
 from typing import TYPE_CHECKING
 
-from distribute_jax._lazy import answering_module, publish
+from distribute_jax._lazy import lazy_exports, publish
 from distribute_jax.metrics._confusion import AUC, Precision, Recall
 from distribute_jax.metrics._means import Accuracy, Average, MultiMetric, Welford
 from distribute_jax.metrics._metric import Metric
@@ -25,4 +25,4 @@ __all__ = [
 publish(globals(), __all__, "distribute_jax.metrics")
 
 if not TYPE_CHECKING:
-    __getattr__ = answering_module("distribute_jax.metrics")
+    __getattr__ = lazy_exports(globals(), {})

@@ -41,23 +41,23 @@ class RunOptions:
     lowering: Lowering = "shard_map"
     """What the traced step is compiled through. ``"vmap"`` runs it as a ``vmap`` over the replicas in
     one program that XLA partitions, and keeps state sharded where it is sharded over ``"data"``; it
-    refuses by name the few operations that JAX cannot batch. ``"pmap"`` is for comparison, and gives
-    away no array."""
+    refuses by name the few operations that JAX cannot batch. ``"pmap"`` is for comparison, and
+    donates nothing."""
     check_sync: bool = True
     """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
     verify: Verify = field(default_factory=_from_environment)
     """When to run the step also on one device with the whole batch, from a copy of the state, and raise
     where the two differ by more than rounding. ``"auto"``, the default: at its first call, if the step
     trains a model of less than 256 MiB in one process, draws no random numbers and keeps no statistics
-    of each replica's share; compared is the state that it leaves. A step that cannot be compared is not,
-    without a word. ``"first"`` and ``"always"``: at the first call or every call, with all results; raise
+    of each replica's share; compared is the state that it leaves. A step that cannot be compared is
+    skipped silently. ``"first"`` and ``"always"``: at the first call or every call, with all results; raise
     as well where the step cannot be compared, or where the replicas' copies of what is taken for mirrored,
     as by ``dj.assume_mirrored``, differ in any bit. ``"off"``: never. The environment variable
     ``DISTRIBUTE_JAX_VERIFY`` sets another default."""
     donate_state: bool = True
-    """Update variables in place: the arrays they held before the call are given to it."""
+    """Update variables in place: the arrays that they held before the call are donated."""
     donate_args: bool = False
-    """Also give away the arrays among the arguments that came in mirrored, as a ``TrainState``."""
+    """Also donate the mirrored arrays among the arguments, such as those of a ``TrainState``."""
 
     def __post_init__(self) -> None:
         """Refuses values that no lowering or check has."""

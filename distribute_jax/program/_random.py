@@ -46,7 +46,7 @@ def same_on_all_replicas(node: T) -> T:
 
     Raises:
         ValueError: there is no stream in it.
-        RuntimeError: called inside ``run``, where the numbers are decided on already.
+        RuntimeError: called inside ``run``, where it is already decided which numbers are drawn.
 
     Example:
         >>> import distribute_jax as dj

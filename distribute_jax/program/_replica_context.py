@@ -29,7 +29,7 @@ from distribute_jax.program._arguments import check_call
 class ReplicaContext:
     """Which replica this is, and the collectives it takes part in.
 
-    ``get_replica_context()`` gives one inside a function given to ``strategy.run``. All replicas run
+    ``get_replica_context()`` returns it inside a function passed to ``strategy.run``. All replicas run
     one program, so every replica takes part in every collective, in the same order.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
@@ -107,7 +107,7 @@ class ReplicaContext:
         value: PyTree,
         options: CommunicationOptions | None = None,
     ) -> PyTree:
-        """Combines a nest over the replicas and gives every replica the same result.
+        """Combines a nest over the replicas; every replica gets the same result.
 
         One collective serves all leaves of a dtype; the strategy's ``cross_device_ops`` say which. The
         gradient is the same reduction of the upstream gradients, as in TensorFlow.
@@ -118,15 +118,14 @@ class ReplicaContext:
                 that of float16 is taken in float32, so that the sum before it does not overflow.
             value: a nest of arrays of any numeric dtypes; shapes equal on all replicas. The entries of
                 a ``jax.experimental.sparse.BCOO`` are joined, and add up when it is made dense.
-            options: how to do it this time: packing, or another algorithm. They are merged over those
-                of the strategy.
+            options: packing, or another algorithm, for this call; they override those of the strategy.
 
         Returns:
             The nest with every leaf combined, mirrored.
 
         Raises:
             ValueError: a leaf is not numeric (a bool is not), ``reduce_op`` is not SUM or MEAN, or
-                ``options`` are no options.
+                ``options`` are not ``CommunicationOptions``.
 
         Example:
             >>> import distribute_jax as dj
@@ -160,7 +159,7 @@ class ReplicaContext:
         Args:
             value: a nest of arrays of numbers or bools with at least one dim (each replica's view).
             axis: the dim to join along; may be negative.
-            options: accepted for TensorFlow's signature; XLA gathers the same way whatever they say.
+            options: accepted as in TensorFlow's signature; they do not change how XLA gathers.
 
         Returns:
             The nest with dim ``axis`` N times as long, mirrored.

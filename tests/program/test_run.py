@@ -415,14 +415,6 @@ def test_a_lambda_made_anew_hits_the_cache(s2: dj.MirroredStrategy):
     assert s2._runner.programs() == 1
 
 
-def test_a_captured_number_that_changes_recompiles_rather_than_going_stale(
-    s2: dj.MirroredStrategy,
-):
-    for scale in (1.0, 2.0):
-        assert float(s2.run(lambda: jnp.ones(()) * scale)) == scale  # noqa: B023
-    assert s2._runner.programs() == 2
-
-
 def test_a_step_that_keeps_recompiling_gives_one_warning_that_names_what_changed(
     s2: dj.MirroredStrategy,
 ):
@@ -706,25 +698,6 @@ def test_threads_may_run_steps_on_one_model(s2: dj.MirroredStrategy, s4: dj.Mirr
     assert float(count[...]) == 30.0
 
 
-def test_a_step_is_compiled_anew_for_another_precision(s2: dj.MirroredStrategy):
-    step = lambda x: jnp.zeros(()) + x  # noqa: E731
-    assert s2.run(step, args=(0.5,)).dtype == np.float32
-    with jax.enable_x64(True):
-        assert s2.run(step, args=(0.5,)).dtype == np.float64
-    assert s2.run(step, args=(0.5,)).dtype == np.float32
-
-
-def test_a_captured_numpy_array_changed_in_place_is_noticed(s2: dj.MirroredStrategy):
-    for size in (3, 20_000):  # a small one is a constant of the program, a large one its input
-        table = np.ones(size, np.float32)
-        step = lambda: jnp.sum(jnp.asarray(table))  # noqa: B023, E731
-        assert float(s2.run(step)) == size
-        table[0] += 1
-        assert float(s2.run(step)) == size + 1
-    chosen = np.array([True, False, True])
-    assert s2.run(lambda x: x[chosen], args=(jnp.arange(3.0),)).tolist() == [0.0, 2.0]
-
-
 def test_a_model_in_another_module_is_state(s2: dj.MirroredStrategy):
     settings = types.ModuleType("settings")
     settings.model = built(s2)
@@ -738,13 +711,6 @@ def test_a_model_in_another_module_is_state(s2: dj.MirroredStrategy):
     s2.run(step)
     np.testing.assert_allclose(settings.model.w[...], before + 2, rtol=1e-6)
     assert s2._runner.programs() == 1
-
-
-def test_an_int_that_does_not_fit_is_refused(s2: dj.MirroredStrategy):
-    for number in (2**31, -(2**31) - 1, 2**70):
-        with pytest.raises(ValueError, match="does not fit int32"):
-            s2.run(lambda n: n, args=(number,))
-    assert int(s2.run(lambda n: n, args=(2**31 - 1,))) == 2**31 - 1
 
 
 async def coroutine() -> int:
@@ -771,9 +737,7 @@ def test_assigning_a_captured_array_is_refused(s2: dj.MirroredStrategy):
     assert total is before
 
 
-@pytest.mark.parametrize(
-    "value", [np.int64(2**40), np.array([2**33]), np.array(["a"]), np.array([None])]
-)
+@pytest.mark.parametrize("value", [np.array(["a"]), np.array([None])])
 def test_numpy_arguments_that_devices_cannot_hold_are_refused(
     s2: dj.MirroredStrategy, value: object
 ):
