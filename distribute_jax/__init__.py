@@ -1,26 +1,8 @@
 """TensorFlow's ``tf.distribute``, natively on JAX, for Flax models.
 
 Pick a strategy, build the model under ``strategy.scope()``, write the step for one replica, and
-``strategy.run`` executes it on all. A tour of the folders, each importing only from those above it:
-
-- ``cluster_resolver``: how many processes there are, and which one this is;
-- ``processes``: how the processes of a job start, meet, wait for each other, and end;
-- ``tpu``: how the cores of a TPU lie, and which of them make a replica;
-- ``collectives``: sums, means and gathers over the replicas;
-- ``variables``: what it means that several replicas write one variable;
-- ``program``: a per-replica function becomes one compiled program: bind, trace, prove, lower, call;
-- ``data``: global batches spread over the replicas, exact to the last example;
-- ``strategies``: one file each: a mesh and a few choices;
-- ``metrics``: as in ``flax.nnx.metrics``, exact for any number of replicas;
-- ``losses``: Keras's losses, exact over the global batch for any number of replicas;
-- ``checkpoint``: state on the disk, for any strategy, complete and compared with its digest;
-- ``summary``: event files for TensorBoard;
-- ``training``: the optimizer that sums gradients; Keras's compile and fit for Flax modules, with
-  ``callbacks``;
-- ``launch``: processes that are started, watched and ended together;
-- ``experimental``: names that TensorFlow has in ``tf.distribute.experimental``;
-- ``testing``: equivalence and conformance checks, simulated devices and real processes, for your own tests;
-- ``cli``: the command ``distribute-jax``.
+``strategy.run`` executes it on all. ``docs/architecture.md`` shows the packages, each of which imports only
+from those below it.
 """
 
 from typing import TYPE_CHECKING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -239,16 +239,39 @@ jax.tree_util.register_pytree_node(
 )
 
 
-_mirrored: dict[int, tuple[weakref.ref[jax.Array], str | None]] = {}
-_most_mirrored = 1024
+class ArrayNotes:
+    """What is known of arrays, as long as they live; by identity, since arrays cannot be hashed."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._enough = 1024
+
+    def add(self, arrays: Iterable[jax.Array], note: Any = None) -> None:
+        """Notes something about each of several arrays."""
+        self._notes.update((id(array), (weakref.ref(array), note)) for array in arrays)
+        if len(self._notes) > self._enough:
+            for key, (ref, _) in list(self._notes.items()):
+                if ref() is None:
+                    self._notes.pop(key, None)
+            self._enough = max(1024, 2 * len(self._notes))
+
+    def __contains__(self, array: object) -> bool:
+        entry = self._notes.get(id(array))
+        return entry is not None and entry[0]() is array
+
+    def note(self, array: Any) -> Any:
+        """Returns what was noted of an array, which must be among them."""
+        return self._notes[id(array)][1]
+
+
+_mirrored = ArrayNotes()
 _latest: deque[tuple[list[weakref.ref[jax.Array]], str | None]] = deque()
 _MOST_LATEST = 64
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
-        entry = _marks().get(id(value))
-        return entry is not None and entry[0]() is value
+        return value in _marks()
 
 
 class Mirrored(metaclass=_MirroredType):
@@ -274,20 +297,12 @@ def mark_all_mirrored(arrays: Sequence[jax.Array], step: str | None) -> None:
         _marks()
 
 
-def _marks() -> dict[int, tuple[weakref.ref[jax.Array], str | None]]:
-    """Returns the arrays known to be mirrored, by their ids."""
-    global _most_mirrored
+def _marks() -> ArrayNotes:
+    """Returns the arrays known to be mirrored, with the names of their steps."""
     for _ in range(len(_latest)):
         with suppress(IndexError):  # another thread was first
             refs, step = _latest.popleft()
-            _mirrored.update(
-                {id(array): (ref, step) for ref in refs if (array := ref()) is not None}
-            )
-    if len(_mirrored) > _most_mirrored:
-        for key, (ref, _) in list(_mirrored.items()):
-            if ref() is None:
-                del _mirrored[key]
-        _most_mirrored = max(1024, 2 * len(_mirrored))
+            _mirrored.add([array for ref in refs if (array := ref()) is not None], step)
     return _mirrored
 
 
@@ -318,5 +333,6 @@ def reading(value: Any) -> Iterator[None]:
 def step_of(value: Any) -> str | None:
     """Returns the name of the step that gave a value, where it is known."""
     if isinstance(value, Mirrored):
-        return _mirrored[id(value)][1]
+        name: str | None = _mirrored.note(value)
+        return name
     return getattr(value, "step", None)

@@ -14,7 +14,6 @@ import json
 import operator
 import os
 import re
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from distribute_jax._jax_private import read_raw, write_raw
 from distribute_jax._mesh import mirrored_sharding, put
 from distribute_jax._messages import is_key
 from distribute_jax._user_frames import warn_user
-from distribute_jax._values import PerReplica
+from distribute_jax._values import ArrayNotes, PerReplica
 from distribute_jax.processes import Job, is_chief, job_of
 from distribute_jax.processes._job import xla_flags
 from distribute_jax.program._aggregation import keeps_own_values
@@ -146,30 +145,8 @@ _SMALL = 1 << 12
 _MOST_NAMED = 8
 
 
-class KnownArrays:
-    """The arrays that steps have left, which need no comparison: known as long as they live."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[int, weakref.ref[Any]] = {}
-        self._enough = 1024
-
-    def add(self, arrays: Sequence[Any]) -> None:
-        """Adds what a step has left."""
-        for array in arrays:
-            # A variable may hold a plain number of the user's, which is compared each time.
-            if isinstance(array, jax.Array):
-                self._arrays[id(array)] = weakref.ref(array)
-        if len(self._arrays) > self._enough:
-            self._arrays = {i: ref for i, ref in self._arrays.items() if ref() is not None}
-            self._enough = max(1024, 2 * len(self._arrays))
-
-    def __contains__(self, array: Any) -> bool:
-        """Returns whether a step has left it."""
-        ref = self._arrays.get(id(array))
-        return ref is not None and ref() is array
-
-
-_made = KnownArrays()
+_left_by_steps = ArrayNotes()
+"""What steps have left needs no comparison."""
 
 
 class Calls:
@@ -214,7 +191,7 @@ class Calls:
 
     def _written(self, flat: Sequence[Any]) -> list[str]:
         """Returns the state that no step has left: the user has written it."""
-        new = [i for i in self._compared if flat[i] not in _made and _is_whole(flat[i])]
+        new = [i for i in self._compared if flat[i] not in _left_by_steps and _is_whole(flat[i])]
         small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _SMALL]
         if len(small) < len(new):
             self._written_large += 1
@@ -246,7 +223,9 @@ def note_call(
 def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> None:
     """Remembers what a step has left: its state and its results."""
     if not job_of(mesh).is_alone:
-        _made.add([*entry.left, *results])
+        # A variable may hold a plain number of the user's, which is compared each time.
+        arrays = (x for x in (*entry.left, *results) if isinstance(x, jax.Array))
+        _left_by_steps.add(arrays)
 
 
 def _is_whole(value: Any) -> bool:
