@@ -29,7 +29,7 @@ _PLAIN = frozenset({PerReplica, ARRAY})
 # Flax and JAX look for long at whether a value is of such a type, so the answer is kept for each type.
 @functools.lru_cache(maxsize=1024)
 def _is_flat(cls: type) -> bool:
-    """Returns whether values of a type are no pytrees, or count as one leaf."""
+    """Returns whether values of a type are not pytrees, or count as one leaf."""
     return issubclass(
         cls, (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
     )
@@ -178,7 +178,7 @@ def _array_signature(array: Any) -> Any:
 
 
 def _scalar_signature(array: Any) -> Any:
-    """Returns a number that a step returned the signature of the number it was.
+    """Returns the signature of a scalar; for a number that a step returned, that of the Python number.
 
     The ``step`` of a new ``TrainState`` is 0, and an array from then on: that is no other program.
     """
@@ -190,7 +190,7 @@ def _scalar_signature(array: Any) -> Any:
 
 
 def _check_array(array: Any) -> None:
-    """Refuses a NumPy array that a device cannot hold, or only with other numbers."""
+    """Refuses a NumPy array that a device cannot hold, or would change."""
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
             f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
@@ -264,7 +264,7 @@ def check_function(fn: Any) -> None:
 
 
 def check_call(args: Any, kwargs: Any, fn: Any = None, call: str = "strategy.run(fn") -> None:
-    """Refuses arguments of the wrong container, and what is to be called where it cannot be.
+    """Refuses arguments in the wrong container, and a function that cannot be called.
 
     Args:
         args: the positional arguments.

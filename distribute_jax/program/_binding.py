@@ -63,7 +63,7 @@ class Binding:
         self._hold(values)
 
     def with_arrays(self, arrays: list[Any]) -> Binding:
-        """Returns this binding for one call, with these arrays wherever its own are kept by now."""
+        """Returns this binding for one call, with these captured arrays."""
         fixed = copy.copy(self)
         fixed.arrays = [
             (name, FixedValue(array), root)
@@ -134,7 +134,7 @@ class Binding:
         return tuple(ref for ref in refs if isinstance(ref(), nnx.Pytree))
 
     def release(self) -> None:
-        """Lets go of everything bound, once an object that the step reached is gone."""
+        """Drops everything bound, once an object that the step reached is gone."""
         self.variables, self.arrays, self.copies, self.statics = [], [], [], {}
         self.watch.release()
         self._below, self._shared = [], {}
@@ -200,7 +200,7 @@ _REPLACED = (
 
 
 class Rebuilt(NamedTuple):
-    """A plain array of a module that came out of a transformation of Flax's: the same, if that is proved."""
+    """A plain array that Flax has rebuilt in a module: unchanged, which remains to be proved."""
 
     old: Any
     new: Any
@@ -311,7 +311,7 @@ def swapped_arrays(binding: Binding, tracers: list[Any]) -> Iterator[None]:
 
 
 class _Swap:
-    """What stands for what while a step is traced."""
+    """The replacements made while a step is traced."""
 
     def __init__(self) -> None:
         self._names: list[tuple[CapturePath, str]] = []

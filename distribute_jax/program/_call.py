@@ -102,7 +102,7 @@ class BoundProgram:
         return flat
 
     def release(self) -> None:
-        """Lets go of the variables, once an object that the step reached is gone."""
+        """Drops the variables, once an object that the step reached is gone."""
         self.inputs, self.outputs, self.sources, self.left = [], [], [], []
         self._kept, self._finished, self._pending = [], None, []
 

@@ -96,7 +96,7 @@ _READS_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
 
 @functools.lru_cache(maxsize=4096)
 def reads_any_attribute(code: types.CodeType) -> bool:
-    """Returns whether code of the user's reads attributes whose names are not written in it."""
+    """Returns whether the user's code reads attributes whose names do not appear in it."""
     if "site-packages" in code.co_filename:  # a library that looks through its own objects
         return False
     names = {name for part in nested_code(code) for name in part.co_names}
@@ -104,7 +104,7 @@ def reads_any_attribute(code: types.CodeType) -> bool:
 
 
 def _computes_names(code: types.CodeType) -> bool:
-    """Returns whether a ``getattr`` gets anything but a written name; unreadable source means yes."""
+    """Returns whether a ``getattr`` computes its name; yes where the source cannot be read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):

@@ -17,7 +17,7 @@ _VARIABLE = "DISTRIBUTE_JAX_VERIFY"
 
 
 def _from_environment() -> Verify:
-    """Returns how a program verifies its steps where the call does not say."""
+    """Returns the default of ``verify``."""
     value = os.environ.get(_VARIABLE) or "auto"
     check_choice(_VARIABLE, value, get_args(Verify))
     return cast("Verify", value)
@@ -60,7 +60,7 @@ class RunOptions:
     """Also donate the mirrored arrays among the arguments, such as those of a ``TrainState``."""
 
     def __post_init__(self) -> None:
-        """Refuses values that no lowering or check has."""
+        """Refuses unknown lowerings and kinds of verification."""
         check_choice("RunOptions(lowering)", self.lowering, get_args(Lowering))
         check_choice("RunOptions(verify)", self.verify, get_args(Verify))
 
@@ -82,7 +82,7 @@ def library_options() -> RunOptions:
 
 
 def checked_run_options(options: Any) -> RunOptions:
-    """Returns the options of a call, the same defaults each time for None, or raises for another object."""
+    """Returns the options of a call; for None, the defaults, which are always the same object."""
     if options is None:
         return default_run_options()
     if not isinstance(options, RunOptions):

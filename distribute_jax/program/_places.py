@@ -192,7 +192,7 @@ class IdentityGuard:
         self._bytes.append((array, array.tobytes()))
 
     def seal(self) -> None:
-        """Lays everything out for quick reading, once all is known."""
+        """Prepares the lists that ``look`` reads, once all is known."""
         self._tables, self._keys = list(self._items.values()), [key for _, key in self._items]
         self._class_tables = list(self._class_items.values())
         self._class_keys = [key for _, key in self._class_items]

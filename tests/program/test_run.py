@@ -570,19 +570,6 @@ def test_donation_updates_in_place_and_can_be_switched_off(s2: dj.MirroredStrate
     assert kept.is_deleted()
 
 
-def test_donate_args_gives_mirrored_arguments_away(s2: dj.MirroredStrategy):
-    with s2.scope():
-        params = {"w": jnp.ones((2, 3))}
-    kept = params["w"]
-    new = s2.run(
-        lambda p: jax.tree.map(lambda x: x + 1, p),
-        args=(params,),
-        options=dj.RunOptions(donate_args=True),
-    )
-    assert float(new["w"].sum()) == 12.0
-    assert kept.is_deleted()
-
-
 @pytest.mark.parametrize("bad", [{"lowering": "xmap"}, {"verify": "never"}])
 def test_run_options_are_validated(bad: dict[str, object]):
     with pytest.raises(ValueError, match="must be one of"):

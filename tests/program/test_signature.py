@@ -42,6 +42,11 @@ def _described(*values: Any) -> jax.Array:
     return total
 
 
+KINDS = (
+    "module", "variable", "array", "numpy array", "number", "int", "bool", "none", "text", "dict",
+)  # fmt: skip
+
+
 def _kinds() -> dict[str, Any]:
     return {
         "module": nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
@@ -62,32 +67,25 @@ def _batch(strategy: dj.Strategy) -> Any:
     return batch
 
 
-def test_arguments_may_change_places_from_call_to_call(s4: dj.Strategy):
+@pytest.mark.parametrize(
+    ("names", "number"),
+    [
+        (("module", "variable", "array", "number", "none"), 2),
+        pytest.param(KINDS, 2, marks=pytest.mark.exhaustive),
+        pytest.param(KINDS, 3, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_arguments_may_change_places_from_call_to_call(s4: dj.Strategy, names: Any, number: int):
     with s4.scope():
         kinds = _kinds()
 
     def step(*values: Any) -> jax.Array:
         return _described(*values)
 
-    for names in itertools.permutations(["module", "variable", "array", "number", "none"], 2):
-        values = [kinds[name] for name in names]
-        got = s4.run(step, args=tuple(values))
-        np.testing.assert_allclose(got, _described(*values), rtol=1e-5, err_msg=str(names))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [2, 3])
-def test_arguments_of_all_kinds_may_change_places(s4: dj.Strategy, number: int):
-    with s4.scope():
-        kinds = _kinds()
-
-    def step(*values: Any) -> jax.Array:
-        return _described(*values)
-
-    for names in itertools.permutations(kinds, number):
-        values = [kinds[name] for name in names]
-        got = s4.run(step, args=tuple(values))
-        np.testing.assert_allclose(got, _described(*values), rtol=1e-5, err_msg=str(names))
+    for chosen in itertools.permutations(names, number):
+        values = [kinds[name] for name in chosen]
+        result = s4.run(step, args=tuple(values))
+        np.testing.assert_allclose(result, _described(*values), rtol=1e-5, err_msg=str(chosen))
 
 
 def test_a_batch_and_a_module_may_change_places(strategy: dj.Strategy):
