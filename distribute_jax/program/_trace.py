@@ -322,21 +322,14 @@ def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
     """Returns every array that is built into a program, at any depth."""
     yield from jaxpr.consts
     for eqn in jaxpr.jaxpr.eqns:
-        for value in eqn.params.values():
-            yield from _in_parameter(value)
+        for value in jax.tree.leaves(eqn.params):
+            if isinstance(value, jex_core.Jaxpr):
+                value = ClosedJaxpr(value, ())
+            if isinstance(value, ClosedJaxpr):
+                yield from constants(value)
         for atom in eqn.invars:
             if isinstance(atom, jex_core.Literal):
                 yield atom.val
-
-
-def _in_parameter(value: Any) -> Iterator[Any]:
-    if isinstance(value, ClosedJaxpr):
-        yield from constants(value)
-    elif isinstance(value, jex_core.Jaxpr):
-        yield from constants(ClosedJaxpr(value, ()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _in_parameter(item)
 
 
 def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:
@@ -399,7 +392,7 @@ class _Renaming:
 
     def _equation(self, eqn: Any) -> Any:
         params = {
-            key: self._axis(value) if key in _NAMES else self._value(value)
+            key: jax.tree.map(self._axis if key in _NAMES else self._inner, value)
             for key, value in eqn.params.items()
         }
         return eqn.replace(params=params, effects=self._effects(eqn))
@@ -407,16 +400,10 @@ class _Renaming:
     def _effects(self, of: Any) -> Any:
         return {type(e)(DATA) if getattr(e, "name", None) == self._old else e for e in of.effects}
 
-    def _axis(self, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._axis(one) for one in value)
-        return DATA if value == self._old else value
+    def _axis(self, name: Any) -> Any:
+        return DATA if name == self._old else name
 
-    def _value(self, value: Any) -> Any:
+    def _inner(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             return self.closed(value)
-        if isinstance(value, jex_core.Jaxpr):
-            return self._jaxpr(value)
-        if type(value) in (tuple, list):
-            return type(value)(map(self._value, value))
-        return value
+        return self._jaxpr(value) if isinstance(value, jex_core.Jaxpr) else value
