@@ -130,10 +130,8 @@ def _put_own_parts(value: Any, to: Sharding) -> jax.Array:
 def local_copy_of_replicated(array: jax.Array) -> jax.Array:
     """Returns all of an array as one that this process alone holds, on one of its devices.
 
-    Where processes hold different parts of it, that is a collective, so all of them call this together.
-
-    Raises:
-        ValueError: such an array has another sharding than a ``NamedSharding``.
+    Where processes hold different parts of it, that is a collective, so all of them call this together,
+    and its sharding must be a ``NamedSharding``.
     """
     if array.is_fully_addressable:
         return array

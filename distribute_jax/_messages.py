@@ -139,14 +139,9 @@ def promoting(function: _F) -> _F:
 
 
 def check_int_range(value: Any, got_by: str) -> Any:
-    """Returns a value as it is: a number, an array, or anything else.
+    """Returns any value as it is; raises where an integer in it needs more bits than JAX has.
 
-    Args:
-        value: maybe a Python int or a NumPy array of integers.
-        got_by: who got it, for the message: ``"all_reduce"``.
-
-    Raises:
-        ValueError: an integer needs more bits than JAX has, 32 unless its x64 mode is on.
+    These are 32 unless its x64 mode is on. The message says who got it, such as ``"all_reduce"``.
     """
     config: Any = jax.config
     bits = 64 if config.jax_enable_x64 else 32

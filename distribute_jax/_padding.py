@@ -21,15 +21,10 @@ from distribute_jax._values import Layout, PerReplica
 
 
 def padded_rows(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Returns which real row fills each row of the padded shares.
+    """Returns which real row fills each of the ``share`` rows of each replica, in replica order.
 
-    Args:
-        counts: the number of real rows of each replica; the rows lie one replica after the other.
-        share: the rows of one replica after padding.
-
-    Returns:
-        Indices of real rows, ``len(counts) * share`` of them in replica order. A short share
-        repeats its own last row, and an empty one the last row of the replica before it.
+    The replicas have ``counts`` real rows, one replica after the other. A short share repeats its last
+    row, and an empty one the last row of the replica before it.
     """
     ends = np.cumsum(counts)
     last = np.maximum(ends - 1, 0)
@@ -43,20 +38,10 @@ def is_real(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.bo
 
 
 def uneven_to_joined(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
-    """Makes one batch of arrays, one for each replica, that differ only in their number of rows.
+    """Makes one batch of arrays, one for each replica, that may differ only in their number of rows.
 
-    Every part is padded to the longest with its own last row, an empty one with a row of another
-    part. What is on the right device stays there.
-
-    Args:
-        parts: an array for each replica, in replica order (per-replica view).
-        mesh: the mesh whose axis ``"data"`` they lie along.
-
-    Returns:
-        A joined value; ``counts`` are the parts' lengths, or None where all are equal.
-
-    Raises:
-        ArgumentError: the parts differ in more than dim 0, have no dims, or are not N.
+    Every part is padded to the longest with its last row, an empty one with a row of another part.
+    What is on the right device stays there.
     """
     _check_parts(parts, mesh)
     counts = tuple(int(part.shape[0]) for part in parts)
@@ -125,14 +110,8 @@ def other_paddings(values: Sequence[PerReplica]) -> Iterator[list[PerReplica]]:
     A step whose result changes with this lets padding leak. All padding becomes one real example, the
     same one in each leaf: the first, then the last, so that what depends on how often a row occurs is
     seen. Where all examples are equal there is no other: then floats are halved, integers become 0 or 1,
-    and bools flip. No value becomes NaN or leaves the range of the data and {0, 0.5, 1}.
-
-    Args:
-        values: the leaves of a batch (global view), joined; leaves with the same ``counts`` and
-            share stay together.
-
-    Yields:
-        The leaves in the same order with the same shardings; those without padding as they are.
+    and bools flip. No value becomes NaN or leaves the range of the data and {0, 0.5, 1}. Leaves with the
+    same ``counts`` and share stay together; those without padding stay as they are.
     """
     groups: dict[Any, list[int]] = {}
     for i, value in enumerate(values):

@@ -43,20 +43,10 @@ _MOST_BYTES = 1 << 20
 
 
 def check_same_program(step: str, program: Program, arguments: Arguments, mesh: Mesh) -> str:
-    """Raises on every process where they are about to run different steps.
+    """Returns the fingerprint of a program; raises on every process where they are to run different steps.
 
-    Args:
-        step: the name of the step.
-        program: what this process has compiled.
-        arguments: what it passes; host values of up to 1 MiB are compared too.
-        mesh: the strategy's.
-
-    Returns:
-        The fingerprint of the program; empty where this process is alone.
-
-    Raises:
-        ProcessesDifferError: naming who differs and in what.
-        DeadlineExceededError: a process has not come to any step.
+    Host values of up to 1 MiB among the arguments are compared too. A process that is alone has no
+    fingerprint.
     """
     job = job_of(mesh)
     if job.is_alone:
@@ -150,12 +140,7 @@ _left_by_steps = ArrayNotes()
 
 
 class Calls:
-    """The calls of one step, as they are noted.
-
-    Args:
-        entry: the step.
-        fingerprint: of its program.
-    """
+    """Notes the calls of one step, with the fingerprint of its program."""
 
     def __init__(self, entry: BoundProgram, fingerprint: str) -> None:
         program, binding = entry.program, entry.binding
@@ -203,18 +188,7 @@ class Calls:
 def note_call(
     entry: BoundProgram, flat: Sequence[Any], data: Sequence[Any], mesh: Mesh, steps: int = 1
 ) -> None:
-    """Notes a call of a step, before it runs.
-
-    Args:
-        entry: the step.
-        flat: its inputs; the state stands first.
-        data: its arguments: arrays, numbers and per-replica values.
-        mesh: the strategy's.
-        steps: how many steps the call runs.
-
-    Raises:
-        ProcessesDifferError: the processes diverged before.
-    """
+    """Notes a call of a step, before it runs; raises where the processes have diverged before."""
     job = job_of(mesh)
     if entry.calls is not None and not job.is_alone:
         entry.calls.note(job, entry.left, flat, data, steps)

@@ -264,13 +264,9 @@ def check_function(fn: Any) -> None:
 
 
 def check_call(args: Any, kwargs: Any, fn: Any = None, call: str = "strategy.run(fn") -> None:
-    """Refuses arguments in the wrong container, and a function that cannot be called.
+    """Refuses arguments in the wrong container, and ``fn``, where passed, if it cannot be called.
 
-    Args:
-        args: the positional arguments.
-        kwargs: the keyword arguments, or None.
-        fn: what is to be called; None where that was seen to already.
-        call: how the user's call begins, for the message.
+    The message begins as the user's call does: ``call``.
     """
     if fn is not None and not callable(fn):
         raise ArgumentError(

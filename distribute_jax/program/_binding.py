@@ -28,7 +28,7 @@ from distribute_jax._messages import listed
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._capture import AttributeNames, captures
 from distribute_jax.program._graph import Graph, Walker
-from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, anchor
+from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, MemberPath
 from distribute_jax.variables import readable_by_other_threads
 
 
@@ -323,7 +323,9 @@ class _Swap:
 
     def put(self, place: CapturePath, new: Any, name: str = "") -> None:
         """Replaces an array by what stands for it."""
-        outer = anchor(place)
+        outer = place  # what is assigned when the place is
+        while isinstance(outer, MemberPath):
+            outer = outer.owner
         before, old = self._original(outer.get()), self._original(place.get())
         self._anchors.append((outer, before))
         self._names.append((place, name))

@@ -78,13 +78,7 @@ class ProgramCache:
         replicas: Replicas,
         execute: Callable[[BoundProgram, list[Any]], list[Any]],
     ) -> None:
-        """Starts empty.
-
-        Args:
-            strategy: what code inside a step sees as its strategy.
-            replicas: what programs are compiled for.
-            execute: runs a program once and returns its results, for a step that makes variables.
-        """
+        """Starts empty; ``execute`` runs a program once, for a step that makes variables."""
         self._strategy, self._replicas, self._execute = strategy, replicas, execute
         self._bound: dict[Any, list[BoundProgram]] = {}
         self.programs: OrderedDict[Any, Program] = OrderedDict()

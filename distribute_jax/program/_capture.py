@@ -262,17 +262,13 @@ def is_whole(value: Any) -> bool:
 
 
 class AttributeNames:
-    """The attribute names that code mentions, and what of an object they select.
-
-    Attributes:
-        names: every name mentioned.
-        any: whether code reads attributes by computed names, so that all of them count.
-    """
+    """The attribute names that code mentions, and what of an object they select."""
 
     def __init__(self) -> None:
         """Starts with no name."""
         self.names: set[str] = set()
         self.any = False
+        """Whether code reads attributes by computed names, so that all of them count."""
 
     def __contains__(self, key: str) -> bool:
         """Returns whether an attribute may be read."""

@@ -118,16 +118,10 @@ def flat_step(
     evaluate: Evaluate,
     kept: Sequence[NamedSharding | None] = (),
 ) -> FlatStep:
-    """Returns the step of one replica as a function of those flat inputs that it uses.
+    """Returns the step of one replica as a function of those flat inputs that it uses, in this order.
 
-    Args:
-        call: what was traced.
-        traced: the step.
-        plan: what becomes of its outputs.
-        order: the flat inputs that the function takes, in this order.
-        arrays: the captured arrays; the function does not keep them alive.
-        evaluate: how the equations are evaluated.
-        kept: for each flat input that is state, the sharding over the replicas that it keeps.
+    It does not keep the captured arrays alive. ``kept`` is the sharding over the replicas that each flat
+    input keeps, of those that are state.
     """
     shardings = _step_shardings(call, traced, plan, kept)
     avals = _input_avals(call, arrays)

@@ -24,13 +24,9 @@ from distribute_jax.program._program import Program
 def take_batches(
     iterator: Iterator[Any], steps: int
 ) -> tuple[list[tuple[Any, ...]], Exception | None]:
-    """Takes up to ``steps`` elements, each as the positional arguments of the step.
+    """Takes up to ``steps`` elements, as positional arguments, and what the iterator raised after them.
 
-    Returns:
-        The elements, and what the iterator raised after the last of them, where it raised.
-
-    Raises:
-        StopIteration: there is no element left.
+    Where there is no element left it raises ``StopIteration``.
     """
     check_int("strategy.run_steps(steps)", steps)
     if not hasattr(iterator, "__next__"):

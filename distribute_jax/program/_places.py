@@ -110,13 +110,6 @@ class FixedValue:
 CapturePath = ItemPath | MemberPath | AttributePath | FixedValue
 
 
-def anchor(place: CapturePath) -> CapturePath:
-    """Returns the outermost place that is assigned when this one is."""
-    while isinstance(place, MemberPath):
-        place = place.owner
-    return place
-
-
 _contents = operator.attrgetter("cell_contents")
 
 
@@ -132,10 +125,6 @@ class IdentityGuard:
     """Containers, attributes, globals and cells whose contents must stay the same objects.
 
     All reading is done by maps over C functions, since it happens at every call of ``run``.
-
-    Attributes:
-        containers: the dicts and lists whose contents a step may change while it is traced.
-        weak: the variables whose array takes on the dtype of what it meets, as a Python number does.
     """
 
     def __init__(self) -> None:
@@ -149,7 +138,9 @@ class IdentityGuard:
         self._cells: list[types.CellType] = []
         self._bytes: list[tuple[Any, bytes]] = []
         self.containers: list[dict[Any, Any] | list[Any]] = []
+        """The dicts and lists whose contents a step may change while it is traced."""
         self.weak: list[Any] = []
+        """The variables with an array of a weak type, which adopts the dtype of what it meets."""
 
     def contents(self, items: Iterable[Any]) -> None:
         """Watches every item of a list, set, deque or bytearray."""

@@ -73,24 +73,16 @@ def same_on_all_replicas(node: T) -> T:
 
 
 def draws_its_own(variable: nnx.Variable[Any], stream: Any) -> bool:
-    """Returns whether a key or counter draws other numbers on each replica.
-
-    Args:
-        variable: the key or the counter.
-        stream: what it is an attribute of; a key of the user's own may be in no stream.
-    """
+    """Returns whether a key or counter, maybe of a stream, draws other numbers on each replica."""
     return variable.tag != WEIGHTS and not isinstance(getattr(stream, "tag", None), _SameOnAll)
 
 
 def per_replica_keys(
     variables: Sequence[nnx.Variable[Any]], nodes: Sequence[Any], replicas: int
 ) -> list[Any]:
-    """Folds the replica id into the key of each stream, for the time of the trace.
+    """Folds the replica id into the key of each stream, and returns the raw values that a trace starts from.
 
     Replica 0 keeps the stream as it is, so that one replica draws what undistributed code draws.
-
-    Returns:
-        The raw values that the step starts from; a variable still holding its own is unchanged.
     """
     if replicas > 1:
         stream_of = {id(node.key): node for node in nodes if isinstance(node, nnx.RngStream)}

@@ -32,22 +32,18 @@ def sort_results(
     result: Any, binding: Binding, nodes: list[Any]
 ) -> tuple[Results, list[jax.Array]]:
     """Takes a result apart into its structure and its arrays."""
-    node_at = {id(node): i for i, node in enumerate(nodes)}
-    variable_at = {id(variable): i for i, variable in enumerate(binding.variables)}
-
-    def is_known(value: Any) -> bool:
-        return id(value) in node_at or id(value) in variable_at or isinstance(value, PerExample)
-
-    paths, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_known)
+    bound = {id(variable): ("variable", i) for i, variable in enumerate(binding.variables)}
+    bound |= {id(node): ("node", i) for i, node in enumerate(nodes)}
+    paths, treedef = jax.tree_util.tree_flatten_with_path(
+        result, is_leaf=lambda value: id(value) in bound or isinstance(value, PerExample)
+    )
     leaves: list[Any] = []
     names: list[str] = []
     arrays: list[jax.Array] = []
     declared: set[int] = set()
     for path, leaf in paths:
-        if id(leaf) in node_at:
-            leaves.append(("node", node_at[id(leaf)]))
-        elif id(leaf) in variable_at:
-            leaves.append(("variable", variable_at[id(leaf)]))
+        if id(leaf) in bound:
+            leaves.append(bound[id(leaf)])
         elif isinstance(leaf, (PerExample, jax.Array, np.ndarray, np.generic)):
             if isinstance(leaf, PerExample):
                 declared.add(len(arrays))

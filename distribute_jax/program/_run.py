@@ -43,11 +43,8 @@ class Runner:
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:
         """Starts with no program.
 
-        Args:
-            strategy: what code inside a step sees as its strategy.
-            replicas: where the replicas are.
-            steps_in_flight: how many steps may be dispatched and not finished; None for no limit on
-                accelerators, and 2 on CPU, where more can deadlock.
+        At most ``steps_in_flight`` steps are dispatched and not finished; None is no limit on
+        accelerators, and 2 on CPU, where more can deadlock.
         """
         self._replicas, self._mesh = replicas, replicas.mesh
         self.cache = ProgramCache(

@@ -110,15 +110,7 @@ class BoundaryValue:
 
 
 class SplitStep:
-    """The two halves of a jaxpr of one replica.
-
-    Args:
-        body: the jaxpr with its constants.
-        marks: for each input, why the replicas may differ in it; empty where they do not.
-        mirrored: for each output, whether one value stands for all replicas; the others are handed
-            out stacked along dim 0.
-        replicas: the number of replicas.
-    """
+    """The two halves of a jaxpr of one replica; outputs that are not mirrored are stacked along dim 0."""
 
     def __init__(
         self, body: Any, marks: Sequence[Mark], mirrored: Sequence[bool], replicas: int
@@ -229,13 +221,7 @@ class SplitStep:
     def rest(
         self, inputs: Sequence[Any], handed: Sequence[Any], settle: Mapping[int, Settle]
     ) -> list[Any]:
-        """Runs the second half.
-
-        Args:
-            inputs: all inputs, as global arrays.
-            handed: what the first half returned, as global arrays.
-            settle: by output, how it is put in its place.
-        """
+        """Runs the second half on all inputs and what the first half returned, as global arrays."""
         values = start(self.body, inputs)
         flow = iter(handed)
         values.update((v, next(flow)) for v in self.passed)

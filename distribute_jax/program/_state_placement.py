@@ -37,18 +37,13 @@ def place_state(
     keeps: Callable[[nnx.Variable[Any]], bool],
     warn: bool,
 ) -> None:
-    """Places every variable where state is stored, with one warning where it was made elsewhere.
+    """Places every variable where state is stored; maybe with one warning where it was made elsewhere.
 
-    Args:
-        binding: whose variables.
-        replicas: says where.
-        keeps: tells whether a variable that is sharded over the mesh stays so.
-        warn: whether to warn.
+    A variable that ``keeps`` selects stays sharded over the mesh, if it is.
     """
     mesh, wanted = replicas.mesh, replicas.state
     raws = read_raw(binding.variables)
-    _check_arrays(binding, raws)
-    _check_unmixed(binding, raws, mesh)
+    _check_state(binding, raws, mesh)
 
     placed, moved = [], []
     for variable, name, raw in zip(binding.variables, binding.names, raws, strict=True):
@@ -131,15 +126,24 @@ def _warn(
             warn_user(text.format(n=len(names), lines=listed(names, 3), where=where))
 
 
-def _check_unmixed(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
-    """Refuses state that is mirrored over the devices of another strategy."""
-    bad = [
-        f"{name}: mirrored over {_devices(mixed[0].sharding.mesh)}"
-        for name, raw in zip(binding.names, raws, strict=True)
-        if (mixed := [leaf for leaf in jax.tree.leaves(raw) if _is_mirrored_elsewhere(leaf, mesh)])
-    ]
-    if bad:
-        raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=listed(bad)))
+def _check_state(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
+    """Refuses state that is not arrays, or is mirrored over the devices of another strategy."""
+    others: list[str] = []
+    mixed: dict[str, str] = {}
+    for name, raw in zip(binding.names, raws, strict=True):
+        for leaf in jax.tree.leaves(raw):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+                others.append(f"{name}: {leaf_text(leaf)}")
+            elif _is_mirrored_elsewhere(leaf, mesh):
+                mixed[name] = f"{name}: mirrored over {_devices(leaf.sharding.mesh)}"
+    if others:
+        raise ArgumentError(
+            f"strategy.run found variables that hold no array:\n{listed(others)}\nThe state of a step "
+            "is made of arrays and numbers. Keep other values as plain attributes of the module."
+        )
+    if mixed:
+        lines = listed(list(mixed.values()))
+        raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=lines))
 
 
 def _is_mirrored_elsewhere(leaf: Any, mesh: Mesh) -> bool:
@@ -152,20 +156,6 @@ def _is_mirrored_elsewhere(leaf: Any, mesh: Mesh) -> bool:
 
 def _devices(mesh: Any) -> str:
     return "[" + ", ".join(map(str, mesh.devices.flat)) + "]"
-
-
-def _check_arrays(binding: Binding, raws: list[Any]) -> None:
-    bad = [
-        f"{name}: {leaf_text(leaf)}"
-        for name, raw in zip(binding.names, raws, strict=True)
-        for leaf in jax.tree.leaves(raw)
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
-    ]
-    if bad:
-        raise ArgumentError(
-            f"strategy.run found variables that hold no array:\n{listed(bad)}\nThe state of a step "
-            "is made of arrays and numbers. Keep other values as plain attributes of the module."
-        )
 
 
 _MIXED = """\

@@ -149,12 +149,7 @@ def state_outputs(
 
 
 def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
-    """Traces a step once for one replica of the mesh.
-
-    Args:
-        call: what to trace.
-        data: abstract values to trace with instead of the call's own shares.
-    """
+    """Traces a step once for one replica of the mesh, with the call's shares or other abstract ``data``."""
     binding, masked = call.binding, call.arguments.counts is not None
     raws = [own_value(variable) for variable in binding.variables]
     arrays = binding.captured()
