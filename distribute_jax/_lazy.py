@@ -39,7 +39,7 @@ def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> Non
         value = namespace.get(name)
         package, *inner = str(getattr(value, "__module__", "")).split(".")
         if package == "distribute_jax" and any(part.startswith("_") for part in inner):
-            value.__module__ = module  # type: ignore[union-attr]
+            value.__module__ = module
 
 
 _FLAX = "layers and models are Flax's, flax.nnx or flax.linen"

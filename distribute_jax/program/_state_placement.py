@@ -132,10 +132,10 @@ def _check_state(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
     mixed: dict[str, str] = {}
     for name, raw in zip(binding.names, raws, strict=True):
         for leaf in jax.tree.leaves(raw):
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+            if (other := _other_mesh(leaf, mesh)) is not None:
+                mixed[name] = f"{name}: mirrored over {_devices(other)}"
+            elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
                 others.append(f"{name}: {leaf_text(leaf)}")
-            elif _is_mirrored_elsewhere(leaf, mesh):
-                mixed[name] = f"{name}: mirrored over {_devices(leaf.sharding.mesh)}"
     if others:
         raise ArgumentError(
             f"strategy.run found variables that hold no array:\n{listed(others)}\nThe state of a step "
@@ -146,12 +146,13 @@ def _check_state(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
         raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=lines))
 
 
-def _is_mirrored_elsewhere(leaf: Any, mesh: Mesh) -> bool:
+def _other_mesh(leaf: Any, mesh: Mesh) -> Any:
+    """Returns the mesh of other devices that an array is mirrored over."""
     if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
-        return False
+        return None
     other = leaf.sharding.mesh
     same = other.devices.flatten().tolist() == mesh.devices.flatten().tolist()
-    return other.size > 1 and not same and leaf.sharding.is_fully_replicated
+    return other if other.size > 1 and not same and leaf.sharding.is_fully_replicated else None
 
 
 def _devices(mesh: Any) -> str:
