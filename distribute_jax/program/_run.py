@@ -43,8 +43,8 @@ class Runner:
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:
         """Starts with no program.
 
-        At most ``steps_in_flight`` steps are dispatched and not finished; None is no limit on
-        accelerators, and 2 on CPU, where more can deadlock.
+        At most ``steps_in_flight`` steps are dispatched and not finished. With None there is no limit on
+        accelerators, and one of 2 on CPU, where more can deadlock.
         """
         self._replicas, self._mesh = replicas, replicas.mesh
         self.cache = ProgramCache(
