@@ -32,7 +32,7 @@ class Combine(enum.Enum):
     """Every replica gets the value of replica 0."""
     OWN = "own"
     """Each replica keeps its own value; it is combined when it is read outside of ``run``."""
-    TOGETHER = "together"
+    JOINT = "joint"
     """It is combined together with the other variables of its metric, by the metric's rule."""
 
 
@@ -73,7 +73,8 @@ def register_aggregation(
             the value of replica 0.
 
     Raises:
-        ValueError: no type of variable, or no aggregation; ``dj.Variable`` or a subclass of it.
+        ValueError: ``variable_type`` is not a type of variable, or is a ``dj.Variable``; ``aggregation`` is
+            not a ``dj.VariableAggregation``.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp

@@ -164,14 +164,9 @@ def difference(
     their sum has (of parts of a loss, or counts) or their mean (of means over equal shares): one of the
     two must be the value there.
 
-    Args:
-        parts: the values, stacked (N, ...).
-        one: the value on one device.
-        rows: whether it has one row for each example; anything but a bool where that is not known.
-        counts: the real rows of each replica, None where all are real.
-        eps: the relative spacing of the numbers as the step holds them.
-        relative: how much of its size an entry may differ by.
-        noise: how much any entry may differ by besides.
+    ``parts`` are stacked, (N, ...); ``counts`` are the real rows of each, None where all are real. ``rows`` is
+    True or False as the result has one row for each example, anything else where that is not known. An
+    entry may differ by ``relative`` of its size, and by ``noise`` besides.
     """
     if rows is True or (rows is not False and parts.shape[1:] != one.shape):
         joined = real_rows(parts, counts)

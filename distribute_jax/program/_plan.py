@@ -57,7 +57,7 @@ def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
     metrics = list(written_metrics(call, traced))
     merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
     special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
-    special |= {k: Combine.TOGETHER for merge in merges for k in merge.outputs}
+    special |= {k: Combine.JOINT for merge in merges for k in merge.outputs}
     planned = list(_combine(call, traced, marks, options, special))
     combine = tuple(_with_dtypes(call, traced, marks, planned))
     mirrored = tuple(not mark for mark in marks[state:])

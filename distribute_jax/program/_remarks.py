@@ -84,22 +84,17 @@ class Notice(NamedTuple):
         return self.text, about if isinstance(about, str) else id(about)
 
 
-class Remarks(NamedTuple):
-    """What there is to say about a step."""
-
-    notices: tuple[Notice, ...]
-    parts: tuple[bool, ...]
-    """For each array of the result: whether it is a part of a mean."""
-
-
 def remarks(
     call: Call,
     traced: Traced,
     in_marks: Sequence[Mark],
     combine: Sequence[Combine],
     options: RunOptions,
-) -> Remarks:
+) -> tuple[tuple[Notice, ...], tuple[bool, ...]]:
     """Looks for numbers that are N times too small, drawn or computed equally on every replica.
+
+    Returns:
+        What is logged once, and for each array of the result whether it is a part of a mean.
 
     Raises:
         ArgumentError: a metric would average parts of a mean.
@@ -108,12 +103,12 @@ def remarks(
     notices = list(_equal_notices(call, traced, in_marks, combine))
     results = len(traced.jaxpr.jaxpr.outvars) - len(combine)
     if parts is None:
-        return Remarks(tuple(notices), (False,) * results)
+        return tuple(notices), (False,) * results
     notices += [Notice(_PART_IN_CALLBACK, where, where[0]) for where in parts.callbacks]
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
     are_parts = [any(not isinstance(p, ScaledPart) for p in mark) for mark in parts.outputs]
-    return Remarks(tuple(notices), tuple(are_parts[len(combine) :]))
+    return tuple(notices), tuple(are_parts[len(combine) :])
 
 
 def _equal_notices(

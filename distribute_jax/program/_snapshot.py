@@ -22,11 +22,11 @@ a variable, nnx.clone(model) and jax.tree.map over its state share its memory; n
 
 
 def snapshot(tree: Any) -> Any:
-    """Copies the arrays of a model, an optimizer or a nest, so that later steps cannot take them.
+    """Copies the arrays of a model, an optimizer or a nest, so that no later step reuses their memory.
 
-    ``run`` updates variables in place: an array that was read from a variable before a step is given
-    to that step. A snapshot stays. Another thread than that of the steps may take one too: it waits for
-    the step that is being dispatched, and all arrays are of one step.
+    ``run`` updates variables in place: it donates their arrays, so that one that was read from a variable
+    before a step is gone after it. A snapshot stays. Another thread than that of the steps may take one
+    as well: it waits for the step that is being dispatched, and all arrays are of one step.
 
     Args:
         tree: an NNX object, or a nest of arrays (global view).
@@ -36,7 +36,7 @@ def snapshot(tree: Any) -> Any:
         the nest. All arrays are copies with the same placement.
 
     Raises:
-        DonatedError: a later step has taken the arrays already.
+        DonatedError: the arrays were donated to a step already.
         RuntimeError: called by a source of batches, in the thread that reads ahead of the loop.
 
     Example:
