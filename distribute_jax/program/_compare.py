@@ -164,9 +164,9 @@ def difference(
     their sum has (of parts of a loss, or counts) or their mean (of means over equal shares): one of the
     two must be the value there.
 
-    ``parts`` are stacked, (N, ...); ``counts`` are the real rows of each, None where all are real. ``rows`` is
-    True or False as the result has one row for each example, anything else where that is not known. An
-    entry may differ by ``relative`` of its size, and by ``noise`` besides.
+    ``parts`` are stacked, (N, ...); ``counts`` are the real rows of each, None where all are real.
+    ``rows`` is True or False as the result has one row for each example, anything else where that is not
+    known. An entry may differ by ``relative`` of its size, and by ``noise`` besides.
     """
     if rows is True or (rows is not False and parts.shape[1:] != one.shape):
         joined = real_rows(parts, counts)
