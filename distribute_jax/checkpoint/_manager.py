@@ -25,10 +25,10 @@ from distribute_jax.checkpoint._agreement import (
     check_shared,
     pop_error,
 )
-from distribute_jax.checkpoint._save_load import check_place, check_target, content_of, restore_tree
+from distribute_jax.checkpoint._save_load import check_place, check_target, draft_of, restore_tree
 from distribute_jax.checkpoint._steps import Preemptible, Schedule
 from distribute_jax.checkpoint._storage import directory_of
-from distribute_jax.checkpoint._write import Content, write_checkpoint
+from distribute_jax.checkpoint._write import Draft, write_checkpoint
 from distribute_jax.data import DistributedIterator
 from distribute_jax.processes import Preemption, current_job, is_chief
 from distribute_jax.processes._status import status_writer
@@ -141,9 +141,9 @@ class CheckpointManager:
         if not force:
             by_chief(_SAVE, lambda: self._check_new(number))
         self._check_shared(_SAVE)
-        content = content_of(tree, number, _SAVE)
+        draft = draft_of(self._directory, str(number), tree, number, _SAVE)
         self._schedule.note(number)
-        self._background.start(functools.partial(self._write, number, content))
+        self._background.start(functools.partial(self._write, number, draft))
         return True
 
     def _check_shared(self, method: str) -> None:
@@ -163,16 +163,15 @@ class CheckpointManager:
                 "write it all the same with force=True."
             )
 
-    def _write(self, step: int, content: Content) -> None:
-        name = str(step)
-        write_checkpoint(self._directory, name, content, lambda: self._directory.prepare(r"\d+"))
+    def _write(self, step: int, draft: Draft) -> None:
+        write_checkpoint(draft, lambda: self._directory.prepare(r"\d+"))
         if not is_chief():
             return
         try:
             _steps.prune(self._directory, self._keep, step)
         except OSError as error:
             raise CheckpointFileError(
-                f"{self._directory.path_of(name)} was written, but an older step could not be removed: "
+                f"{self._directory.path_of(draft.name)} was written, but an older step could not be removed: "
                 f"{error}. Remove it by hand, or keep all with max_to_keep=None."
             ) from error
 

@@ -24,7 +24,7 @@ from distribute_jax.checkpoint._manifest import Manifest, made_by
 from distribute_jax.checkpoint._read import check_fit, manifest_of, new_values, put_all, read_leaves
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
 from distribute_jax.checkpoint._write import (
-    Content,
+    Draft,
     check_same_tree,
     copy_to_host,
     write_checkpoint,
@@ -66,13 +66,13 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
     directory, name = _directory_and_name("save", path)
     check_place("save")
     check_shared("save", directory)
-    content = content_of(tree, None, "save")
+    draft = draft_of(directory, name, tree, None, "save")
 
     def prepare() -> None:
         directory.check_free(name, overwrite=overwrite)
         directory.prepare(re.escape(name))
 
-    write("save", lambda: write_checkpoint(directory, name, content, prepare))
+    write("save", lambda: write_checkpoint(draft, prepare))
 
 
 def load(path: str | os.PathLike[str], tree: Any) -> Any:
@@ -127,7 +127,7 @@ def check_place(method: str) -> None:
         )
 
 
-def content_of(tree: Any, step: int | None, method: str) -> Content:
+def draft_of(directory: Directory, name: str, tree: Any, step: int | None, method: str) -> Draft:
     """Copies what this process writes of a tree to the host, so that the tree may change from then on."""
     check_place(method)
     with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
@@ -135,8 +135,8 @@ def content_of(tree: Any, step: int | None, method: str) -> Content:
         check_same_tree(slots, method)
         token = by_chief(method, lambda: secrets.token_hex(4))
         texts, pieces = copy_to_host(slots)
-    specs = [slot.spec for slot in slots]
-    return Content(step, token, specs, texts, pieces, made_by(_device_count(slots)))
+    specs, made = [slot.spec for slot in slots], made_by(_device_count(slots))
+    return Draft(directory, name, step, token, specs, texts, pieces, made)
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:

@@ -66,9 +66,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Content:
-    """What is to be written, as one process has it."""
+class Draft:
+    """A checkpoint that is to be written, as one process has it."""
 
+    directory: Directory
+    name: str
+    """What it will be called there."""
     step: int | None
     """The step, or None for a checkpoint that a manager has not saved."""
     token: str
@@ -86,42 +89,40 @@ class Content:
         """How much space the pieces need, before Orbax compresses them."""
         return sum(piece.data.nbytes for piece in self.pieces)
 
+    def note(self, process: int) -> str:
+        """Returns the file in which a process tells the chief what it has written."""
+        return f"{self.directory.notes(self.name, self.token)}/{process}.part"
 
-def write_checkpoint(
-    directory: Directory, name: str, content: Content, prepare: Callable[[], None]
-) -> None:
+
+def write_checkpoint(draft: Draft, prepare: Callable[[], None]) -> None:
     """Writes a checkpoint so that at every moment the old one or the new one is there, whole.
 
     All processes of a job call it, in a thread beside the training: each writes its pieces, and the chief
     calls ``prepare`` before and commits when all have.
     """
     job = current_job()
-    coordinator = WriteCoordinator(job, content.token)
-    with _explained(directory, name, content):
+    coordinator = WriteCoordinator(job, draft.token)
+    with _explained(draft):
         if job.index:
-            _help(directory, name, content, coordinator)
+            _help(draft, coordinator)
             return
         with coordinator.leading():
             prepare()
-            with directory.draft(name, content.token):
+            with draft.directory.draft(draft.name, draft.token):
                 coordinator.open()
                 try:
-                    written = [_write_pieces(directory, name, content, 0)]
+                    written = [_write_pieces(draft, 0)]
                 except Exception:
                     coordinator.await_reports()  # they write into the folder that is removed now
                     raise
-                written += _notes_of_others(directory, name, content, coordinator)
-                manifest = _manifest(content, written)
-                directory.commit(name, content.token, manifest)
+                written += _notes_of_others(draft, coordinator)
+                draft.directory.commit(draft.name, draft.token, _manifest(draft, written))
 
 
-def _notes_of_others(
-    directory: Directory, name: str, content: Content, coordinator: WriteCoordinator
-) -> Iterator[dict[str, Any]]:
-    where = directory.path_of(name)
+def _notes_of_others(draft: Draft, coordinator: WriteCoordinator) -> Iterator[dict[str, Any]]:
+    where = draft.directory.path_of(draft.name)
     for process, sha256 in coordinator.collect(where).items():
-        note = f"{directory.notes(name, content.token)}/{process}.part"
-        text = _read_note(directory, note, sha256)
+        text = _read_note(draft.directory, draft.note(process), sha256)
         if text is None:
             raise CheckpointFileError(
                 f"The checkpoint {where} could not be written: {current_job().name_of(process)} has written "
@@ -131,14 +132,14 @@ def _notes_of_others(
         yield json.loads(text)
 
 
-def _help(directory: Directory, name: str, content: Content, coordinator: WriteCoordinator) -> None:
+def _help(draft: Draft, coordinator: WriteCoordinator) -> None:
     if not coordinator.await_open():
         return
     me = current_job().index
     try:
-        with _explained(directory, name, content):
-            text = json.dumps(_write_pieces(directory, name, content, me)).encode()
-            directory.write(f"{directory.notes(name, content.token)}/{me}.part", text)
+        with _explained(draft):
+            text = json.dumps(_write_pieces(draft, me)).encode()
+            draft.directory.write(draft.note(me), text)
     except Exception as error:
         coordinator.report(error=str(error))
         raise
@@ -161,29 +162,27 @@ def _read_note(directory: Directory, path: str, sha256: str) -> bytes | None:
 
 
 @contextmanager
-def _explained(directory: Directory, name: str, content: Content) -> Iterator[None]:
+def _explained(draft: Draft) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        free = directory.free_bytes()
+        free = draft.directory.free_bytes()
         left = "" if free is None else f", and {free} are free there"
         text = error_text(error)  # at whose end Orbax says what the system said
         reason = f"{type(error).__name__}: {text if len(text) < 300 else '… ' + text[-200:]}"
         raise CheckpointFileError(
-            f"The checkpoint {directory.path_of(name)} could not be written: {reason}\nIt needs "
-            f"{content.bytes} bytes{left}. Nothing of it was left behind, and older checkpoints are as they "
+            f"The checkpoint {draft.directory.path_of(draft.name)} could not be written: {reason}\nIt needs "
+            f"{draft.bytes} bytes{left}. Nothing of it was left behind, and older checkpoints are as they "
             "were. Make room, or save to another directory."
         ) from error
 
 
-def _write_pieces(
-    directory: Directory, name: str, content: Content, process: int
-) -> dict[str, Any]:
+def _write_pieces(draft: Draft, process: int) -> dict[str, Any]:
     """Writes what a process has, and returns what the chief has to know of it, plain data."""
-    by_orbax = [piece for piece in content.pieces if piece.is_whole and process == 0]
-    by_bytes = [piece for piece in content.pieces if not (piece.is_whole and process == 0)]
+    by_orbax = [piece for piece in draft.pieces if piece.is_whole and process == 0]
+    by_bytes = [piece for piece in draft.pieces if not (piece.is_whole and process == 0)]
     files: dict[str, str] = {}
     parts: list[Any] = []
     for folder, pieces, fill in (
@@ -193,7 +192,7 @@ def _write_pieces(
         named = {piece.name: piece.data for piece in pieces if piece.data.size}
         if named:
             fill_named = partial(fill, named=named)
-            files |= directory.write_arrays(name, content.token, folder, fill_named)
+            files |= draft.directory.write_arrays(draft.name, draft.token, folder, fill_named)
         for piece in pieces:
             sha256 = digest_of(piece.data)
             part = Part(folder, piece.name, piece.start, piece.data.shape, sha256)
@@ -201,7 +200,7 @@ def _write_pieces(
     return {"files": files, "parts": parts}
 
 
-def _manifest(content: Content, written: Sequence[Mapping[str, Any]]) -> str:
+def _manifest(draft: Draft, written: Sequence[Mapping[str, Any]]) -> str:
     parts: dict[int, list[Part]] = defaultdict(list)
     dtypes: dict[int, str] = {}
     for leaf, dtype, part in (entry for one in written for entry in one["parts"]):
@@ -210,12 +209,12 @@ def _manifest(content: Content, written: Sequence[Mapping[str, Any]]) -> str:
     leaves = tuple(
         record_of(spec, dtypes[i], parts[i])
         if i in parts
-        else Record(spec, digest_of(content.texts[i]), content.texts[i])
-        for i, spec in enumerate(content.specs)
+        else Record(spec, digest_of(draft.texts[i]), draft.texts[i])
+        for i, spec in enumerate(draft.specs)
     )
     files = {name: digest for one in written for name, digest in one["files"].items()}
-    arrays = ARRAYS + content.token
-    return text_of(Manifest(content.step, arrays, files, leaves, content.made_by))
+    arrays = ARRAYS + draft.token
+    return text_of(Manifest(draft.step, arrays, files, leaves, draft.made_by))
 
 
 def check_same_tree(slots: Sequence[Slot], method: str) -> None:
