@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 38_761,
-    lines_of_tests: 38_491,
+    lines: 38_759,
+    lines_of_tests: 38_488,
     files: 198,
     pieces: 0,
     private_words: 0,
