@@ -212,8 +212,16 @@ class LambdaCallback(Callback):
         **kwargs: Hook | None,
     ) -> None:
         super().__init__()
-        named = {name: value for name, value in locals().items() if name in HOOKS}
-        for name, function in {**named, **kwargs}.items():
+        hooks = {
+            "on_epoch_begin": on_epoch_begin,
+            "on_epoch_end": on_epoch_end,
+            "on_train_begin": on_train_begin,
+            "on_train_end": on_train_end,
+            "on_train_batch_begin": on_train_batch_begin,
+            "on_train_batch_end": on_train_batch_end,
+            **kwargs,
+        }
+        for name, function in hooks.items():
             check_choice("A hook of LambdaCallback", name, HOOKS)
             if function is not None and not callable(function):
                 raise ArgumentError(
