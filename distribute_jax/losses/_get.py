@@ -104,7 +104,7 @@ class FunctionLoss(Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
         """Calls the function, with a last dim of 1 that only one of the two has added or removed."""
-        if _is_array(y_true) and _is_array(y_pred):
+        if hasattr(y_true, "ndim") and hasattr(y_pred, "ndim"):
             y_true, y_pred = same_rank(y_true, y_pred)
         try:
             losses = self._call(y_true, y_pred)
@@ -192,7 +192,3 @@ def _function_name(function: Any) -> str:
 
 def _is_of_optax(function: Any) -> bool:
     return str(getattr(_unwrapped(function), "__module__", "")).split(".")[0] == "optax"
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "ndim")

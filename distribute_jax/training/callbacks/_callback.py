@@ -223,12 +223,12 @@ class LambdaCallback(Callback):
         }
         for name, function in hooks.items():
             check_choice("A hook of LambdaCallback", name, HOOKS)
-            if function is not None and not callable(function):
+            if callable(function):
+                setattr(self, name, function)
+            elif function is not None:
                 raise ArgumentError(
                     f"LambdaCallback({name}=…) must be a function; got {function!r}."
                 )
-            if function is not None:
-                setattr(self, name, function)
 
 
 class History(Callback):
