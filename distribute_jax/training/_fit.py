@@ -18,9 +18,6 @@ from distribute_jax.training._progress import progress
 from distribute_jax.training._trainer import warn_of_early_end
 from distribute_jax.training.callbacks._callback import CallbackList, History
 
-SEED = 0
-"""The seed of shuffled arrays: each run of a program has the same order."""
-
 
 @dataclass(eq=False, kw_only=True)
 class Fit:
@@ -73,7 +70,9 @@ class Fit:
             data, rest = data.split(validation_split)
             validation_data = rest.tree
         strategy = self.model.strategy
-        seed = SEED if shuffle and data is not None else None
+        seed = (
+            0 if shuffle and data is not None else None
+        )  # the same order in each run of a program
         self.data = dataset_of(strategy, "fit", data or x, batch_size, seed=seed)
         check_ends("fit", self.data, self.steps_per_epoch)
         if validation_data is not None:

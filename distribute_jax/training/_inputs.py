@@ -15,9 +15,6 @@ from distribute_jax.data import DistributedDataset, from_arrays
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import MISTAKES
 
-DEFAULT_BATCH = 32
-"""Keras's default."""
-
 _NUMBERS = (int, float, np.number)
 
 
@@ -89,7 +86,7 @@ def dataset_of(
     if isinstance(data, Arrays):
         rows = from_arrays(data.tree)
         shuffled = rows if seed is None else rows.shuffle(seed=seed)
-        size = DEFAULT_BATCH if batch_size is None else batch_size
+        size = 32 if batch_size is None else batch_size  # as in Keras
         return strategy.distribute_dataset(shuffled.batch(size))
     if batch_size is not None:
         raise ArgumentError(
