@@ -24,8 +24,8 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import distribute_jax.program._replication as sync
-from distribute_jax._errors import DeadlockError
-from distribute_jax.collectives._markers import assume_mirrored
+from distribute_jax._errors import DeadlockError, OutOfSyncError
+from distribute_jax.collectives._markers import assume_mirrored, unreduced
 from distribute_jax.program._replication import prove
 
 N = 4
@@ -813,6 +813,20 @@ def test_a_step_with_summed_gradients_keeps_weights_and_adam_in_sync() -> None:
 def test_a_step_that_forgets_to_reduce_is_found_and_blames_the_batch() -> None:
     parts = train(lambda grads: grads)
     assert parts["params"] == parts["opt_state"] == {"batch"}
+
+
+@pytest.mark.parametrize("later", [0.0, 1.0])
+def test_what_only_starts_as_zeros_is_not_summed_again(later: float) -> None:
+    """A carry that is zero in the first round of a loop may be another number after it."""
+
+    def program(w: Any, x: Any) -> Any:
+        return lax.scan(lambda c, _: (unreduced([c])[0] + later, c), jnp.zeros(4), None, length=2)
+
+    if later:
+        with pytest.raises(OutOfSyncError, match="equal on every replica already"):
+            marks_of(program)
+    else:
+        assert not any(marks_of(program))
 
 
 # Deadlocks
