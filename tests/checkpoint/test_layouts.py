@@ -46,6 +46,7 @@ COMPONENTS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", COMPONENTS)
 def test_on_read_variables_are_saved_as_they_read(
     kind: str, s2: dj.MirroredStrategy, tmp_path: Path
@@ -172,6 +173,7 @@ def trainable(strategy: dj.Strategy) -> tuple[Any, Any, Any]:
     return model, optimizer, next(iter(strategy.distribute_dataset([(X, 3 * X)])))
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_under_another_strategy(tmp_path: Path) -> None:
     """Two steps, a save and two steps under any strategy equal four steps on one device."""
     one = dj.OneDeviceStrategy("cpu:0")

@@ -75,6 +75,7 @@ def reduced(name: str, replicas: int) -> Reduced:
     return Reduced(total, locals_of(strategy, each), ids)
 
 
+@pytest.mark.exhaustive
 @every_algorithm
 @every_size
 def test_sum_and_mean_of_the_replica_ids_in_each_dtype(name: str, replicas: int):
@@ -167,6 +168,7 @@ def test_an_operation_that_not_every_replica_reaches_is_refused(name: str):
         strategy.run(step)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
 @pytest.mark.parametrize("name", OWN)
 def test_both_lowerings_run_them(name: str, lowering: str):
@@ -180,6 +182,7 @@ def test_both_lowerings_run_them(name: str, lowering: str):
     assert int(result) == 6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OWN)
 def test_several_steps_in_one_dispatch(name: str):
     strategy = strategy_with(ALGORITHMS[name](), 4)
@@ -214,6 +217,7 @@ def test_one_collective_for_each_dtype_serves_all_leaves_of_the_default():
     assert count(named, "concatenate") == count(default, "concatenate") == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("packs", "options", "rings"),
     [

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 38_759,
-    lines_of_tests: 38_488,
+    lines: 38_750,
+    lines_of_tests: 38_543,
     files: 198,
     pieces: 0,
     private_words: 0,

@@ -73,6 +73,7 @@ def test_they_are_those_of_keras_over_full_and_partial_batches(strategy: dj.Stra
         np.testing.assert_allclose(metric.compute(), KERAS[name][1], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_zero_and_a_reset_leaves_nothing():
     for make in MAKE.values():
         metric = make()

@@ -784,6 +784,7 @@ TRANSFORMED: dict[str, Callable[[Rotary, jax.Array], jax.Array]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", TRANSFORMED)
 def test_plain_arrays_of_a_module_pass_through_the_transformations_of_flax(
     s2: dj.MirroredStrategy, transform: str

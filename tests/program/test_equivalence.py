@@ -171,6 +171,7 @@ def test_one_device_equals_plain_flax_and_optax():
         assert_close(params["adam"], nnx.to_pure_dict(nnx.state(model, nnx.Param)), 1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lowering", ["vmap", "pmap"])
 def test_the_other_lowerings_train_alike(strategy: dj.Strategy, lowering: Any):
     usual = by_shard_map(strategy.num_replicas_in_sync)

@@ -209,6 +209,7 @@ def test_what_vmap_cannot_run_is_refused_by_name_with_the_cure(s4: dj.MirroredSt
     assert outcome(s4, step, "shard_map")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ops", [None, dj.RingAllReduce(), dj.NcclAllReduce()])
 def test_vmap_sums_by_the_operation_of_the_strategy(ops: Any):
     """Also what is equal on all replicas, what the user maps, and the derivative."""
@@ -433,6 +434,7 @@ def test_sharded_state_that_shard_map_must_gather_is_told(s4: dj.MirroredStrateg
     assert model.first.kernel.get_raw_value().sharding.is_fully_replicated
 
 
+@pytest.mark.exhaustive
 def test_verify_works_on_sharded_state(s4: dj.MirroredStrategy):
     """The step on one device starts from the same, gathered state."""
     options = dj.RunOptions(lowering="vmap", verify="always")

@@ -605,6 +605,7 @@ def test_each_output_is_proved_mirrored_or_marked_as_the_table_says(case: Case) 
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in CASES if case.runs], ids=lambda case: case.shows)
 def test_a_run_on_four_replicas_agrees_with_the_table(case: Case) -> None:
     equal = [is_equal(out) for out in run(case.program)]

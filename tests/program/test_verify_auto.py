@@ -125,6 +125,7 @@ def test_a_right_step_is_compared_once_and_says_nothing(
     assert caplog.records == []
 
 
+@pytest.mark.exhaustive
 def test_several_steps_in_one_dispatch_are_compared_before(s4: dj.MirroredStrategy):
     model, optimizer = classifier(s4, optax.adam(1e-3))
     iterator = iter(s4.distribute_dataset([(X, Y)] * 3))
@@ -347,6 +348,7 @@ class Shifted(nnx.Linear):
         return super().__call__(x) + self.shift[...]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_adam_makes_of_rounding_needs_no_float64(
     s4: dj.MirroredStrategy, in_float64: list[str], dtype: Any

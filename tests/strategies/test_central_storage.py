@@ -149,6 +149,7 @@ def test_the_numbers_are_those_of_mirrored_strategy_and_no_other_device_keeps_st
     np.testing.assert_allclose(rows if steps == 1 else rows[-1], wanted[2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_state_that_was_sent_does_not_stay_on_the_parameter_device_either(
     central: dj.CentralStorageStrategy,
 ):
@@ -350,6 +351,7 @@ def test_the_default_parameter_device_is_the_only_compute_device_or_the_cpu():
     assert dj.CentralStorageStrategy([]).mesh == every.mesh
 
 
+@pytest.mark.exhaustive
 def test_a_compute_device_may_be_the_parameter_device():
     """Then its own replica needs no copy, and the others hold none between steps."""
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device="cpu:2")
@@ -386,6 +388,7 @@ def test_its_repr_says_where_parameters_lie_and_a_deep_copy_works():
     np.testing.assert_allclose(train(again)[0], mirrored(4)[0], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("aggregation", [dj.VariableAggregation.NONE, dj.VariableAggregation.SUM])
 def test_a_variable_of_each_replicas_own_is_its_own(
     central: dj.CentralStorageStrategy, aggregation: dj.VariableAggregation

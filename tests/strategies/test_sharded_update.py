@@ -228,6 +228,7 @@ def test_the_whole_state_is_not_put_together_inside_the_step(z4: dj.MirroredStra
     assert used[False][1] - used[True][1] > 0.9 * saved
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_accumulated_gradients_and_steps_in_one_dispatch(replicas: int) -> None:
     """``dj.Optimizer`` reduces under a condition: there, too, gradients are scattered, and only there."""
@@ -399,6 +400,7 @@ class Noisy(nnx.Module):
         self.out = nnx.Linear(33, 64, rngs=rngs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "ops",
@@ -436,6 +438,7 @@ def test_statistics_dropout_and_every_operation_are_as_with_mirrored_state(ops: 
     assert_close(results[1], results[0])
 
 
+@pytest.mark.exhaustive
 def test_state_is_read_checked_copied_and_put_back(z4: dj.MirroredStrategy) -> None:
     """Outside of run it is an ordinary array: to NumPy, check_in_sync, dj.snapshot and nnx.update."""
     model, optimizer = made(z4, optax.adam(0.01))
@@ -455,6 +458,7 @@ def test_state_is_read_checked_copied_and_put_back(z4: dj.MirroredStrategy) -> N
     assert z4._runner.programs() == 1
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_go_to_mirrored_state_and_back(z4: dj.MirroredStrategy, tmp_path: Path) -> None:
     """A checkpoint holds whole arrays, whoever saved it; restored ones lie as the strategy keeps them."""
     first, *later = batches([16, 16, 16])
@@ -500,6 +504,7 @@ def test_the_step_is_verified_against_one_device(z4: dj.MirroredStrategy) -> Non
     assert_close(before, values(optimizer), 0)
 
 
+@pytest.mark.exhaustive
 def test_other_lowerings_keep_the_shares_or_refuse(z4: dj.MirroredStrategy) -> None:
     """vmap keeps them; pmap, which has every array whole, says so. Programs of both share one state."""
     model, optimizer = made(z4, optax.adam(0.01))

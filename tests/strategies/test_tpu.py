@@ -81,6 +81,7 @@ def one_device() -> tuple[Any, Any]:
     return trained(dj.OneDeviceStrategy("cpu:0"), None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("replicas", "cores", "parts"),
     [

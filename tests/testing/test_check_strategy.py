@@ -44,6 +44,7 @@ def test_one_device_strategy_passes():
     assert report.replicas == (1,)
 
 
+@pytest.mark.exhaustive
 def test_tpu_strategy_passes_on_replicas_of_two_cores():
     """What depends on where values lie; all checks are exhaustive."""
     only = ["replica_order", "results", "all_reduce_options"]

@@ -186,6 +186,7 @@ def test_per_replica_results_without_counterpart_are_refused_by_name(
     assert "Reduce it in the step" in str(caught.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("values", [[1e4, 1e4, 1e4], [1e4, 1.0, 1.0]], ids=["all", "one"])
 @pytest.mark.parametrize("op", ["mean", "sum"])
 def test_an_update_near_the_rounding_of_its_variable_is_compared_in_float64(

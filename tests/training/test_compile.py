@@ -58,6 +58,7 @@ STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [
@@ -140,6 +141,7 @@ class Normed(nnx.Module):
         return self.norm(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("axis_name", "variances"), [
     ("data", {1: 3.125, 2: 3.125, 4: 3.125}), (None, {1: 3.125, 2: 1.125, 4: 0.625}),
 ])  # fmt: skip

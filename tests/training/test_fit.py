@@ -288,6 +288,7 @@ class LinenNet(linen.Module):
         return linen.Dense(2)(x)
 
 
+@pytest.mark.exhaustive
 def test_a_linen_module_trains(s4: dj.MirroredStrategy):
     """Through Flax's bridge, from a sample input; the loss falls, and evaluation draws nothing."""
     with s4.scope():
@@ -308,6 +309,7 @@ def test_one_batch_at_a_time(s4: dj.MirroredStrategy):
     np.testing.assert_array_equal(model.predict_on_batch(X[:5]), model.predict(X[:5], batch_size=5))
 
 
+@pytest.mark.exhaustive
 def test_weights_go_out_and_in(s4: dj.MirroredStrategy):
     """set_weights writes what get_weights returned, in place; arrays of other shapes change nothing."""
     model, other = made(s4), made(s4)
@@ -402,6 +404,7 @@ class TwoOutputs(nnx.Module):
         return self.a(x), self.b(x)
 
 
+@pytest.mark.exhaustive
 def test_outputs_and_targets_in_a_list(s4: dj.MirroredStrategy):
     """A loss for each by its place; a plain list of numbers is one array."""
     loss = optax.softmax_cross_entropy_with_integer_labels

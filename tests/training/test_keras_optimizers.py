@@ -32,6 +32,7 @@ MOVED = {
 """How far Keras 3.15.1 moves the weights in three updates with these gradients."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MOVED)
 def test_a_name_moves_the_weights_as_keras_does(name: str):
     """Gradients of 1e-3, for which the place of epsilon in Adam is 3% of an update."""

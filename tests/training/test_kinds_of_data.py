@@ -42,6 +42,7 @@ def made(
     return found
 
 
+@pytest.mark.exhaustive
 def test_class_numbers_of_every_kind_are_the_same_labels(s4: dj.Strategy):
     """Floats, bools, larger integers, and with a last dim of 1; one-hot ones are refused."""
     model, x, labels = made(s4), X[:8], Y[:8]
@@ -68,6 +69,7 @@ class Probability(Net):
         return nnx.softmax(super().__call__(x))[:, 1]
 
 
+@pytest.mark.exhaustive
 def test_weighted_counts_and_areas_are_those_of_all_the_data(strategy: dj.Strategy):
     """By names and by objects, with Keras's names: each answer counts with the weight of its example."""
     metrics = ["precision", "recall", dj.metrics.AUC()]
@@ -118,6 +120,7 @@ def test_added_losses_in_half_precision(strategy: dj.Strategy, policy: str):
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
+@pytest.mark.exhaustive
 def test_padding_that_is_counted_is_found_in_half_precision_too(s4: dj.Strategy):
     """A mean over the rows of a replica, which has more rows than examples."""
     with pytest.raises(dj.PaddingLeakError):

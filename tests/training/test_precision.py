@@ -44,6 +44,7 @@ def fit(model: dj.Model, **options: Any) -> list[float]:
     return list(history.history["loss"])
 
 
+@pytest.mark.exhaustive
 def test_accumulated_gradients_are_those_of_the_larger_batch(strategy: dj.Strategy):
     """Six batches of 4 by three are two updates of 12, with Adam and clipping."""
     options = {"optimizer": optax.adam(0.1), "clip_global_norm": 0.5}

@@ -110,6 +110,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 SLOW = {"fit", "losses", "sgd, scaled", "adamw, accumulated", "auc", "recall"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in SLOW else n for n in PROGRAMS]
 )

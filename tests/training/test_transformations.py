@@ -36,6 +36,7 @@ def test_a_transformation_that_needs_more_than_gradients_is_refused(
     assert all(map(np.array_equal, before, model.get_weights()))
 
 
+@pytest.mark.exhaustive
 def test_what_the_messages_name_works(s4: dj.Strategy):
     """L-BFGS without a line search, and a rate that a callback lowers."""
     options: dict[str, Any] = {"batch_size": 12, "epochs": 8, "verbose": 0}
@@ -47,6 +48,7 @@ def test_what_the_messages_name_works(s4: dj.Strategy):
     assert lowered.learning_rate < 1e-13
 
 
+@pytest.mark.exhaustive
 def test_multi_steps_are_accumulated_gradients(strategy: dj.Strategy):
     """optax's way, as the object or the transformation, moves the weights as ours does."""
     sgd, steps = optax.sgd(0.1, momentum=0.9), optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)

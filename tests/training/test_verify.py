@@ -49,6 +49,7 @@ CALLS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "called",
     ["fit", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ("predict", "evaluate"))],

@@ -47,6 +47,7 @@ def in_another_thread(read: Callable[[], Any]) -> Any:
         return pool.submit(read).result(30)
 
 
+@pytest.mark.exhaustive
 def test_a_read_while_steps_run_gives_a_whole_value_of_some_step(s4: dj.Strategy) -> None:
     """Every reader sees one step's value at a time, never an array that a step has taken."""
     with s4.scope():

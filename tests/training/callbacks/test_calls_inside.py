@@ -25,6 +25,7 @@ X = np.arange(1.0, 13.0, dtype=np.float32).reshape(12, 1)
 DATA: dict[str, Any] = {"x": X, "y": 0 * X, "batch_size": 2, "shuffle": False, "verbose": 0}
 
 
+@pytest.mark.exhaustive
 def test_calls_inside_a_fit_leave_its_numbers_alone(model: dj.Model):
     """Loss and metrics of the epoch are its own, whatever trains, evaluates or predicts between."""
     model.learning_rate = 0.0
