@@ -318,10 +318,10 @@ def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
     yield from jaxpr.consts
     for eqn in jaxpr.jaxpr.eqns:
         for value in jax.tree.leaves(eqn.params):
-            if isinstance(value, jex_core.Jaxpr):
-                value = ClosedJaxpr(value, ())
-            if isinstance(value, ClosedJaxpr):
+            if isinstance(value, ClosedJaxpr):  # in JAX 0.12 the same class, with constants
                 yield from constants(value)
+            elif isinstance(value, jex_core.Jaxpr):
+                yield from constants(ClosedJaxpr(value, ()))
         for atom in eqn.invars:
             if isinstance(atom, jex_core.Literal):
                 yield atom.val
