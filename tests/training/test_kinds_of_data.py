@@ -160,7 +160,8 @@ def test_a_model_that_is_gone_leaves_nothing_behind(s4: dj.Strategy, kind: type[
     gc.collect()
     assert module() is None
     assert s4._runner.programs() == 0
-    assert len(jax.live_arrays()) <= before + 1  # what a step in flight is waited for by
+    # Each of the last steps may be unfinished: one array of it is kept to wait for.
+    assert len(jax.live_arrays()) <= before + s4._runner.steps_in_flight
 
 
 @pytest.mark.exhaustive
