@@ -135,6 +135,7 @@ def host(tree: Any) -> list[np.ndarray]:
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.exhaustive
 def test_every_strategy_restores_what_every_other_saved(tmp_path: Path) -> None:
     """Acceptance 80: bit by bit, and everything is placed as the target was before."""
     for i, name in enumerate(STRATEGIES):

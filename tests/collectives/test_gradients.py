@@ -141,6 +141,7 @@ def test_the_gradient_is_the_same_reduction_of_the_upstream_gradients(name: str)
         assert mean.tolist() == [2.5] * 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_gradient_that_passed_an_all_reduce_is_proved_mirrored(name: str):
     """So state may take it: no reduction is needed a second time."""

@@ -49,6 +49,7 @@ def test_a_vector_is_cut_into_equal_pieces_and_the_last_takes_the_rest(
     assert cuts(size, pieces) == wanted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packs", [0, 1, 2, 3, 50])
 @pytest.mark.parametrize("limit", [0, 1, 16, 1000])
 def test_what_was_packed_comes_back_in_its_shape_dtype_and_order(packs: int, limit: int):

@@ -35,6 +35,7 @@ def reduced(name: str, op: str, dtype: Any = np.float32) -> Any:
     return strategy.run(step, args=args)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("op", "wanted"),
     [

@@ -483,6 +483,7 @@ def one_after_the_other(mean: Mean, net: Net, x: jax.Array) -> jax.Array:
     return x
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "spelling",
     [

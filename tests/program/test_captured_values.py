@@ -719,6 +719,7 @@ def test_attributes_and_methods_of_a_dict_subclass_are_followed(
     assert float(s2.run(step)) == 7.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("layer", ["SpectralNorm", "WeightNorm"])
 def test_layers_of_flax_that_keep_arrays_in_dicts_train(replicas: int, layer: str):
@@ -878,6 +879,7 @@ def test_a_captured_array_that_changes_its_weak_type_is_another_program(s2: dj.M
     assert [y.dtype for y in s2.run(step, args=(x,))] == [jnp.bfloat16, jnp.float32]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("holder", ["cell", "attribute", "item"])
 @pytest.mark.parametrize("first", [jnp.ones(3), np.ones(20_000)], ids=["jax", "numpy"])
 def test_an_array_of_which_only_python_reads_something_is_not_stale(

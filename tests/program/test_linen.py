@@ -65,6 +65,7 @@ def arrays_of(state: State) -> list[jax.Array]:
     return jax.tree.leaves(state.replace(key=jax.random.key_data(state.key)))
 
 
+@pytest.mark.exhaustive
 def test_a_train_state_trains_as_on_one_device_and_the_old_ones_are_gone(strategy: dj.Strategy):
     """Three steps with synchronised batch norm: weights, momentum, statistics, step, key and loss."""
     state, losses = made(strategy, axis_name="data"), []
@@ -197,6 +198,7 @@ def test_unreduced_statistics_in_a_train_state_are_refused_by_name(s4: dj.Mirror
     assert 'all_reduce("mean", batch_stats)' in message
 
 
+@pytest.mark.exhaustive
 def test_statistics_of_each_replica_say_how_to_become_one(s4: dj.MirroredStrategy):
     """Returned beside the state they are ``PerReplica``: Flax refuses them, ``reduce`` averages them.
 

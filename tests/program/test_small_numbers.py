@@ -14,6 +14,7 @@ import distribute_jax as dj
 SMALL = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SMALL)
 def test_a_batch_of_small_numbers_runs_and_its_result_is_taken_again(
     strategy: dj.Strategy, name: str

@@ -81,6 +81,7 @@ def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(
     assert all(map(np.array_equal, before, after))
 
 
+@pytest.mark.exhaustive
 def test_the_advice_against_drifting_replicas_taken_wrongly_is_found(s4: dj.MirroredStrategy):
     """A sum of gradients of a mean, and a mean of gradients of parts of a mean."""
     model, optimizer = classifier(

@@ -344,6 +344,7 @@ def test_a_module_built_elsewhere_is_refused(s4: dj.MirroredStrategy):
         dj.Model(net)
 
 
+@pytest.mark.exhaustive
 def test_logits_are_not_taken_for_probabilities(s4: dj.MirroredStrategy):
     """Keras's name means probabilities; the first batch is looked at before anything is trained."""
     model = made(s4, loss="sparse_categorical_crossentropy")

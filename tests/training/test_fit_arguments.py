@@ -60,6 +60,7 @@ def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
     assert model.evaluate(X.tolist(), Y.tolist(), verbose=0) == pytest.approx(wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
 def test_metrics_that_a_train_step_of_ones_own_leaves_alone_are_not_reported(
     s4: dj.MirroredStrategy,

@@ -22,6 +22,7 @@ def made(strategy: dj.Strategy, optimizer: Any, **options: Any) -> dj.Model:
     return model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}])
 def test_a_transformation_that_needs_more_than_gradients_is_refused(
     s2: dj.Strategy, options: dict[str, Any]

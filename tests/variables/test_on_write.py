@@ -179,6 +179,7 @@ def test_scatter_sub_combines_dense_changes(
     assert variable.numpy().tolist() == wanted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("op", "start", "updates", "index", "wanted"),
     [
