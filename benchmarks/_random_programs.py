@@ -72,8 +72,8 @@ def _draw(
     draw()
 
 
-def searched(examples: int, programs: SearchStrategy[Any], look: Look) -> Counter[str]:
-    """Returns the figures of a search for a program at which ``look`` raises, made as small as it can be."""
+def searched(examples: int, programs: SearchStrategy[Any], look: Look, never: str) -> Counter[str]:
+    """Returns the figures of programs; fails at one that counts as ``never``, made as small as it can be."""
     figures: Counter[str] = Counter()
 
     @settings(
@@ -85,7 +85,11 @@ def searched(examples: int, programs: SearchStrategy[Any], look: Look) -> Counte
     )
     @given(programs)
     def search(statements: Any) -> None:
-        if not look(statements, figures, Counter()):
+        here: Counter[str] = Counter()
+        runs = look(statements, here, Counter())
+        assert not here[never], never
+        figures.update(here)
+        if not runs:
             reject()
 
     search()

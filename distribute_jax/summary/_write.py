@@ -175,12 +175,12 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
         True if it was written; False without a current writer, and in all processes but the first.
 
     Raises:
-        ValueError: ``data`` is not a scalar, or there is no step.
+        ValueError: ``data`` is not a scalar, or ``step`` is missing.
         TypeError: a per-replica value, or a value inside a step.
 
     Example:
         >>> import distribute_jax as dj
-        >>> dj.summary.scalar("loss", 0.5, step=1)  # there is no current writer
+        >>> dj.summary.scalar("loss", 0.5, step=1)  # without a current writer
         False
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/scalar
@@ -218,7 +218,7 @@ def histogram(
         True if it was written; see ``scalar``.
 
     Raises:
-        ValueError: a number is not finite, ``buckets`` is below 1, or there is no step.
+        ValueError: a number is not finite, ``buckets`` is below 1, or ``step`` is missing.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/histogram
     """
@@ -258,7 +258,7 @@ def image(
         True if they were written; see ``scalar``.
 
     Raises:
-        ValueError: ``data`` has another shape or dtype, or there is no step.
+        ValueError: ``data`` has another shape or dtype, or ``step`` is missing.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/image
     """
@@ -295,7 +295,7 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
         True if it was written; see ``scalar``.
 
     Raises:
-        ValueError: ``data`` is not made of strings, or there is no step.
+        ValueError: ``data`` is not made of strings, or ``step`` is missing.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/text
     """
@@ -312,7 +312,7 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
 
 
 def _current_writer(function: str, step: object) -> tuple[SummaryWriter, int] | None:
-    """Returns the current writer and the step; None where there is no writer."""
+    """Returns the current writer and the step; None without a writer."""
     current = _current.get()
     if current is None:
         return None

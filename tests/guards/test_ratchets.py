@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 38_750,
-    lines_of_tests: 38_557,
+    lines_of_tests: 38_535,
     files: 198,
     pieces: 0,
     private_words: 0,
