@@ -32,7 +32,7 @@ Each also derives from the builtin that a TensorFlow user would catch::
     │   └── PerReplicaAttributeError(…, AttributeError)  an attribute that only arrays have
     ├── PerReplicaTypeError(TypeError)      arithmetic on a per-replica value outside run
     ├── TracedValueError(TypeError)         Python needed the value of a traced number
-    ├── LoweringError(NotImplementedError)  the chosen lowering cannot run an operation of the step
+    ├── LoweringError(NotImplementedError)  the chosen lowering cannot run under the strategy
     └── UnsupportedError(NotImplementedError)  the strategy does not support an option
 
 The message for a step or its data says what failed, where in the tree, what was received, the rule, and
@@ -176,7 +176,7 @@ class TracedValueError(DistributeError, TypeError):
 
 
 class LoweringError(DistributeError, NotImplementedError):
-    """The chosen lowering cannot run an operation of the step, or would change its results."""
+    """The chosen lowering cannot run a step under this strategy."""
 
 
 class UnsupportedError(DistributeError, NotImplementedError):

@@ -25,7 +25,6 @@ from distribute_jax.program._binding import (
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
 from distribute_jax.program._failures import Notices
-from distribute_jax.program._lowerings import COMPILERS
 from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import (
@@ -185,19 +184,18 @@ class ProgramCache:
     ) -> tuple[Any, ...]:
         """Places state where it is stored between steps, and returns how each leaf is sharded."""
         mesh, shares = self._replicas.mesh, self._replicas.share_state
-        if shares and not COMPILERS[options.lowering].is_jit:
+        if shares and options.lowering == "pmap":
             raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
-        keeps_all = COMPILERS[options.lowering].keeps_sharding
         place_state(
             binding,
             self._replicas,
-            keeps=lambda variable: keeps_all or (shares and is_shared(variable)),
+            keeps=lambda variable: shares and is_shared(variable),
             warn=warn,
         )
         agree_on_values(step, binding, mesh)
         if shares:
             divide_state(binding, mesh)
-        return kept_shardings(binding, mesh) if keeps_all or shares else ()
+        return kept_shardings(binding, mesh) if shares else ()
 
     def _create(self, request: Request, call: Call, program: Program, *, may_create: bool) -> None:
         """Computes the first values of variables that a step makes."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.extend import core, source_info_util
 from jax.extend.core import Jaxpr, subjaxprs
 
@@ -45,6 +46,58 @@ CALLS = (
     *("linear_call", "composite", "compute_on", "xla_metadata_call", "cross_device_sum"),
 )
 """The primitives that run one body once, on their operands."""
+
+
+_AXES = ("axes", "axis_name")
+"""The parameters in which JAX's collectives name axes."""
+
+
+class RenamedAxis:
+    """Renames the user's axis in every collective to that of the mesh; equal jaxprs inside stay one."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def closed(self, closed: Any) -> Any:
+        """Returns a program with the other name."""
+        return closed.replace(jaxpr=self._jaxpr(closed.jaxpr))
+
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        if id(jaxpr) not in self._known:
+            new = jaxpr.replace(
+                eqns=[self.equation(eqn) for eqn in jaxpr.eqns], effects=self.effects(jaxpr)
+            )
+            self._known[id(jaxpr)] = jaxpr, new  # held, so that its id stays its own
+        return self._known[id(jaxpr)][1]
+
+    def equation(self, eqn: Any) -> Any:
+        """Returns an equation with the other name, also in the programs that it holds."""
+        params = {
+            key: jax.tree.map(self._axis if key in _AXES else self._inner, value)
+            for key, value in eqn.params.items()
+        }
+        return eqn.replace(params=params, effects=self.effects(eqn))
+
+    def effects(self, of: Any) -> Any:
+        """Returns the effects of an equation or program with the other name."""
+        return {
+            type(e)(self._new) if getattr(e, "name", None) == self._old else e for e in of.effects
+        }
+
+    def _axis(self, name: Any) -> Any:
+        return self._new if name == self._old else name
+
+    def _inner(self, value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return self.closed(value)
+        return self._jaxpr(value) if isinstance(value, Jaxpr) else value
+
+
+def names_axis(eqn: Any, axis: str) -> bool:
+    """Returns whether an equation itself speaks of an axis."""
+    named = [eqn.params.get(key) for key in _AXES]
+    return any(axis == n or (isinstance(n, tuple | frozenset) and axis in n) for n in named)
 
 
 def called_body(eqn: Any) -> Any:

@@ -1,11 +1,10 @@
-"""The lowerings of a step by name: ``shard_map``, ``vmap`` and ``pmap``, and what each cannot do."""
+"""The lowerings of a step by name: ``shard_map`` and ``pmap``."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from distribute_jax._errors import DistributeError, LoweringError
+from distribute_jax._errors import LoweringError
 from distribute_jax._jax_private import with_packed_numbers
-from distribute_jax._mesh import DATA, cores_per_replica, num_replicas, outside_mesh
-from distribute_jax.program._jaxprs import ClosedJaxpr, line, name
+from distribute_jax._mesh import DATA, cores_per_replica, inside_replica, num_replicas, outside_mesh
+from distribute_jax.program._jaxprs import RenamedAxis, names_axis
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._options import Lowering
 
@@ -52,7 +51,7 @@ def compile_for_mesh(
 def compile_shard_map(step: FlatStep) -> Compiled:
     """Compiles a step of one replica for the mesh; the result takes and gives flat global arrays."""
     if not maps_shards(step.mesh):
-        return compile_vmap(step)
+        return compile_for_mesh(step, _one_replica(step), _compiler_options(step))
     mapped = jax.shard_map(
         step.function,
         mesh=step.mesh,
@@ -79,53 +78,44 @@ def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
     return options or None
 
 
-def compile_vmap(step: FlatStep) -> Compiled:
-    """Compiles one program for the whole mesh, which XLA partitions by the shardings of its inputs."""
-    replicas, shardings = num_replicas(step.mesh), step.shardings
+def _one_replica(step: FlatStep) -> Compiled:
+    """Returns the step of the only replica over the global arrays, which are its parts."""
+    with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
+        body = jax.make_jaxpr(step.function, axis_env=[(DATA, 1)])(*step.avals)
+    function: Compiled = jex_core.jaxpr_as_fun(_WithoutAxis(DATA, "").closed(body))
+    return function
 
-    def one(*flat: jax.Array) -> list[jax.Array]:
-        outs = step.function(*flat)
-        return [
-            _any_copy(x) if same else x for x, same in zip(outs, shardings.mirrored, strict=True)
-        ]
 
-    mapped = jax.vmap(
-        one,
-        in_axes=tuple(0 if split else None for split in shardings.split),
-        out_axes=[None if same else 0 for same in shardings.mirrored],
-        axis_name=DATA,
-        axis_size=replicas,
-        spmd_axis_name=DATA,
-    )
+class _WithoutAxis(RenamedAxis):
+    """Removes an axis of size 1. Only the collectives go through ``vmap``, not what it cannot batch."""
 
-    def all_replicas(*flat: jax.Array) -> list[jax.Array]:
-        inputs = [
-            _apart(x, replicas) if s else x for x, s in zip(flat, shardings.split, strict=True)
-        ]
-        outs = mapped(*inputs)
-        return [
-            x if same else x.reshape(-1, *x.shape[2:])
-            for x, same in zip(outs, shardings.mirrored, strict=True)
-        ]
+    def equation(self, eqn: Any) -> Any:
+        """Returns what a collective over the axis computes as one equation that does not name it."""
+        if not names_axis(eqn, DATA):
+            return super().equation(eqn)
+        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        (call,) = jax.make_jaxpr(jax.jit(functools.partial(_over_one, eqn)))(*inputs).eqns
+        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
 
-    return compile_for_mesh(step, all_replicas)
+    def effects(self, of: Any) -> Any:
+        """Leaves out the effect of naming it."""
+        return {e for e in of.effects if getattr(e, "name", None) != DATA}
+
+
+def _over_one(eqn: Any, *values: jax.Array) -> Any:
+    groups = {"axis_index_groups": None} if "axis_index_groups" in eqn.params else {}
+
+    def bound(_: Any, *values: jax.Array) -> Any:
+        return eqn.primitive.bind(*values, **{**eqn.params, **groups})
+
+    # All is batched: JAX's all_to_all of what is not has another shape (JAX 0.10.2).
+    outs = jax.vmap(bound, axis_name=DATA)(jnp.zeros(1), *(x[None] for x in values))
+    return jax.tree.map(lambda x: x[0], outs)
 
 
 def _apart(array: Any, replicas: int) -> jax.Array:
     """Returns the replicas' parts, one after the other along dim 0, as a new dim."""
     return jnp.reshape(array, (replicas, array.shape[0] // replicas, *array.shape[1:]))
-
-
-@jax.custom_batching.custom_vmap
-def _any_copy(array: jax.Array) -> jax.Array:
-    """Returns ``vmap`` that all replicas have this value, which it cannot see of every mirrored one."""
-    return array
-
-
-@_any_copy.def_vmap
-def _first(axis_size: int, batched: list[bool], array: jax.Array) -> tuple[jax.Array, bool]:
-    del axis_size, batched  # it is called for batched values only
-    return array[0], False
 
 
 def compile_pmap(step: FlatStep) -> Compiled:
@@ -164,102 +154,7 @@ def compile_pmap(step: FlatStep) -> Compiled:
     return compiled
 
 
-Stack = tuple[Any, ...]
-"""An equation, after the equations that hold it."""
-
-_LINE = re.compile(r":\d+$")
-
-_REFUSED = """\
-RunOptions(lowering="vmap") cannot run {what}: {reason}
-This lowering runs the step as a vmap over the replicas. Use RunOptions(lowering="shard_map"), the \
-default, which runs every operation."""
-
-_KEYS = "under vmap, keys of this kind ({}) draw other numbers than on each replica by itself"
-_ONCE = "under vmap it may run once for all replicas, rather than once on each"
-
-
-@contextmanager
-def refusing_unbatchable(jaxpr: ClosedJaxpr, replicas: int) -> Iterator[None]:
-    """Refuses a jaxpr that gives other numbers under ``vmap``, or one that JAX fails to compile so."""
-    for stack in equations(jaxpr.jaxpr):
-        if reason := other_numbers(stack[-1]):
-            raise _refusal(stack, reason)
-    try:
-        yield
-    except (DistributeError, jax.errors.JaxRuntimeError):
-        raise
-    except Exception as error:
-        raise _refusal(_culprit(jaxpr.jaxpr, replicas), str(error).partition("\n")[0]) from error
-
-
-def _refusal(stack: Stack, reason: str) -> LoweringError:
-    # What JAX's own functions are made of has no line of the user's, but the call around it has.
-    lines = [found for eqn in reversed(stack) if _LINE.search(found := line(eqn))]
-    what = " at ".join([name(stack[-1]), *lines[:1]]) if stack else "this step"
-    return LoweringError(_REFUSED.format(what=what, reason=reason.rstrip(".!") + "."))
-
-
-def equations(jaxpr: jex_core.Jaxpr, around: Stack = ()) -> Iterator[Stack]:
-    """Returns every equation, after those it holds, as the last of the equations that hold it."""
-    for eqn in jaxpr.eqns:
-        stack = (*around, eqn)
-        for inner in jex_core.subjaxprs(jaxpr.replace(eqns=[eqn])):
-            yield from equations(inner, stack)
-        yield stack
-
-
-def other_numbers(eqn: Any) -> str | None:
-    """Returns why an equation by itself gives other numbers than on each replica; None if it does not."""
-    primitive = eqn.primitive.name
-    if primitive in {"rng_bit_generator", "rng_uniform"}:
-        return _KEYS.format(primitive)
-    if primitive == "random_bits" and "rbg" in str(eqn.invars[0].aval.dtype):
-        return _KEYS.format(eqn.invars[0].aval.dtype)
-    return _ONCE if primitive == "io_callback" else None
-
-
-def _culprit(jaxpr: jex_core.Jaxpr, replicas: int) -> Stack:
-    """Finds the first equation that does not work under ``vmap`` by itself."""
-    stacks = equations(jaxpr)
-    return next((stack for stack in stacks if not _works_alone(jaxpr, stack[-1], replicas)), ())
-
-
-def _works_alone(jaxpr: jex_core.Jaxpr, eqn: Any, replicas: int) -> bool:
-    reads = dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
-    if not all(isinstance(v.aval, jax.core.ShapedArray) for v in (*reads, *eqn.outvars)):
-        return True  # a ref cannot leave the program that made it
-    alone = jaxpr.replace(constvars=[], invars=list(reads), outvars=eqn.outvars, eqns=[eqn])
-    step = jax.vmap(
-        jex_core.jaxpr_as_fun(ClosedJaxpr(alone, ())),
-        axis_name=DATA,
-        axis_size=replicas,
-        spmd_axis_name=DATA,
-    )
-    inputs = [jax.ShapeDtypeStruct((replicas, *v.aval.shape), v.aval.dtype) for v in reads]
-    try:
-        jax.eval_shape(step, *inputs)
-    except Exception:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class Compiler:
-    """One way to compile a traced step for all replicas."""
-
-    compile: Compile
-    """Makes a program over flat global arrays."""
-    is_jit: bool = True
-    """Whether it can take over the memory of inputs, scan several steps, and share state."""
-    keeps_sharding: bool = False
-    """Whether state that is sharded over the replicas stays so."""
-
-
-COMPILERS: dict[Lowering, Compiler] = {
-    "shard_map": Compiler(compile_shard_map),
-    "vmap": Compiler(compile_vmap, keeps_sharding=True),
-    "pmap": Compiler(compile_pmap, is_jit=False),
-}
+COMPILERS: dict[Lowering, Compile] = {"shard_map": compile_shard_map, "pmap": compile_pmap}
 
 
 def with_token(step: FlatStep) -> FlatStep:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import check_choice
 
-Lowering = Literal["shard_map", "vmap", "pmap"]
+Lowering = Literal["shard_map", "pmap"]
 Verify = Literal["off", "auto", "first", "always"]
 
 _VARIABLE = "DISTRIBUTE_JAX_VERIFY"
@@ -39,10 +39,8 @@ class RunOptions:
     """
 
     lowering: Lowering = "shard_map"
-    """What the traced step is compiled through. ``"vmap"`` runs it as a ``vmap`` over the replicas in
-    one program that XLA partitions, and keeps state sharded where it is sharded over ``"data"``; it
-    refuses by name the few operations that JAX cannot batch. ``"pmap"`` is for comparison, and
-    donates nothing."""
+    """What the traced step is compiled through. ``"pmap"`` is for comparison: it donates nothing, and has
+    neither replicas of several cores nor shared optimizer state."""
     check_sync: bool = True
     """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
     verify: Verify = field(default_factory=_from_environment)

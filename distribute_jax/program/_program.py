@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._errors import StepFailedError
-from distribute_jax._mesh import num_replicas
 from distribute_jax._messages import error_text, listed
 from distribute_jax.program._layout import FlatStep, by_equation, flat_step, in_one_equation
 from distribute_jax.program._lowerings import (
     COMPILERS,
     Compile,
     maps_shards,
-    refusing_unbatchable,
     with_token,
 )
 from distribute_jax.program._options import RunOptions
@@ -116,22 +113,21 @@ class Program:
 
 def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
     """Traces, proves, lowers and compiles a step."""
-    compiler, arrays = COMPILERS[options.lowering], call.binding.captured()
+    compile_, arrays = COMPILERS[options.lowering], call.binding.captured()
+    is_jit = options.lowering == "shard_map"
     traced = trace(call)
     decided = plan(call, traced, options)
-    keeps = replicas.share_state or compiler.keeps_sharding
-    sharded = kept_shardings(call.binding, call.mesh) if keeps else ()
-    shares = any(sharded) and not compiler.keeps_sharding
-    in_shards = options.lowering == "shard_map" and maps_shards(call.mesh) and not shares
+    sharded = kept_shardings(call.binding, call.mesh) if replicas.share_state else ()
+    shares = any(sharded)
+    in_shards = is_jit and maps_shards(call.mesh) and not shares
     order, kept, read = _input_order(traced)
     evaluate = in_one_equation if in_shards else by_equation
     step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
     donated_state = 0
-    if options.donate_state and compiler.is_jit and _can_donate(traced):
+    if options.donate_state and is_jit and _can_donate(traced):
         donated_state = len(traced.old_inputs)
-    more = _donated_arguments(call, traced, step) if options.donate_args and compiler.is_jit else []
+    more = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
     step = replace(step, donated=(*range(donated_state), *more))
-    compile_ = compiler.compile
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     if shares:
@@ -139,9 +135,7 @@ def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
     has_token = len(step.shardings.mirrored) == step.shardings.state
     if has_token:
         step = with_token(step)
-    batched = options.lowering == "vmap"
-    with refusing_unbatchable(traced.jaxpr, num_replicas(call.mesh)) if batched else nullcontext():
-        compiled = compile_(step)
+    compiled = compile_(step)
     nests = [jax.tree.structure(variable.get_raw_value()) for variable in call.binding.variables]
     return Program(
         traced, decided, compiled, order, donated_state, tuple(step.donated), traced.written, kept, read,

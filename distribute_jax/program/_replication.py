@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError, OutOfSyncError
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
-from distribute_jax.program._jaxprs import ClosedJaxpr, is_ref, line, name, opened
+from distribute_jax.program._jaxprs import ClosedJaxpr, is_ref, line, name, names_axis, opened
 from distribute_jax.program._replication_rules import (
     MIRRORED,
     RULES,
@@ -254,10 +254,7 @@ _BODY = (Jaxpr, ClosedJaxpr)
 
 def collectives(eqn: Any, axis: str) -> Iterator[Any]:
     """Yields the collectives over ``axis`` in and below an equation that has no rule."""
-    named = [eqn.params.get("axes"), eqn.params.get("axis_name")]
-    if eqn.primitive.name != "axis_index" and any(
-        axis == names or (isinstance(names, tuple | frozenset) and axis in names) for names in named
-    ):
+    if eqn.primitive.name != "axis_index" and names_axis(eqn, axis):
         yield eqn
     for body in _bodies(list(eqn.params.values())):
         for inner in opened(body).eqns:

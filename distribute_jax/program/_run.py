@@ -19,7 +19,6 @@ from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import without_jit
 from distribute_jax.program._failures import failed, named
-from distribute_jax.program._lowerings import COMPILERS
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
@@ -206,7 +205,7 @@ class Runner:
         self, fn: StepFunction, batches: list[Arguments], steps: int, options: RunOptions
     ) -> Any:
         asked = options.verify in ("first", "always")
-        if can_scan(batches, steps) and not asked and COMPILERS[options.lowering].is_jit:
+        if can_scan(batches, steps) and not asked and options.lowering != "pmap":
             request = Request(fn, batches[0], options)
             entry = self.entry(request)
             if options.verify not in entry.program.verified:

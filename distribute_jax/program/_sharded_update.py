@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
-from distribute_jax.program._jaxprs import ClosedJaxpr
+from distribute_jax.program._jaxprs import ClosedJaxpr, equations
 from distribute_jax.program._layout import FlatStep
-from distribute_jax.program._lowerings import Compiled, compile_for_mesh, equations, other_numbers
+from distribute_jax.program._lowerings import Compiled, compile_for_mesh
 from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
 from distribute_jax.program._state_placement import share_dim, share_sharding, share_spec
@@ -304,9 +304,15 @@ def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
     if any(collectives(eqn, DATA)) or _has_effects(eqn):
         return True
     return any(
-        stack[-1].primitive.name in _PLACED or other_numbers(stack[-1])
-        for stack in equations(jaxpr.replace(eqns=[eqn]))
+        inner.primitive.name in _PLACED or _draws_by_shape(inner)
+        for inner in equations(jaxpr.replace(eqns=[eqn]))
     )
+
+
+def _draws_by_shape(eqn: Any) -> bool:
+    """Returns whether an equation draws other numbers where XLA divides it, as ``rbg`` keys do."""
+    of_rbg = eqn.primitive.name == "random_bits" and "rbg" in str(eqn.invars[0].aval.dtype)
+    return of_rbg or eqn.primitive.name in {"rng_bit_generator", "rng_uniform"}
 
 
 def _has_effects(eqn: Any) -> bool:

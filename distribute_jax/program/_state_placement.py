@@ -174,7 +174,7 @@ Build the model and the optimizer inside `with strategy.scope():`, so that they 
 _SHARDED = """\
 {n} variables were sharded over the replicas, and are now whole on each:
 {lines}
-This lowering needs them whole. RunOptions(lowering="vmap") keeps them sharded."""
+This strategy keeps them whole."""
 
 
 @dataclass(frozen=True)

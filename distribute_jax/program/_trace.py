@@ -38,7 +38,7 @@ from distribute_jax.program._binding import (
 )
 from distribute_jax.program._capture import is_library
 from distribute_jax.program._dataflow import is_unchanged
-from distribute_jax.program._jaxprs import ClosedJaxpr
+from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica_context import ReplicaContext
 from distribute_jax.program._results import Results, sort_results
@@ -165,7 +165,7 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
             raws, [abstract(array) for array in arrays], shares, counts
         )
     if name != DATA:
-        jaxpr = _Renaming(name).closed(jaxpr)
+        jaxpr = RenamedAxis(name, DATA).closed(jaxpr)
     if recorder.rebuilt:
         jaxpr = recorder.without_rebuilt(jaxpr, len(jax.tree.leaves(raws)))
     _check_constants(jaxpr, arrays, older)
@@ -361,44 +361,3 @@ def _belongs_to_library(constant: jax.Array) -> bool:
         )
         for holder in holders
     )
-
-
-_NAMES = ("axes", "axis_name")
-"""The parameters in which JAX's collectives name axes."""
-
-
-class _Renaming:
-    """Renames the user's axis in every collective to that of the mesh; equal jaxprs inside stay one."""
-
-    def __init__(self, old: str) -> None:
-        self._old = old
-        self._known: dict[int, tuple[Any, Any]] = {}
-
-    def closed(self, closed: Any) -> Any:
-        return closed.replace(jaxpr=self._jaxpr(closed.jaxpr))
-
-    def _jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self._known:
-            new = jaxpr.replace(
-                eqns=[self._equation(eqn) for eqn in jaxpr.eqns], effects=self._effects(jaxpr)
-            )
-            self._known[id(jaxpr)] = jaxpr, new  # held, so that its id stays its own
-        return self._known[id(jaxpr)][1]
-
-    def _equation(self, eqn: Any) -> Any:
-        params = {
-            key: jax.tree.map(self._axis if key in _NAMES else self._inner, value)
-            for key, value in eqn.params.items()
-        }
-        return eqn.replace(params=params, effects=self._effects(eqn))
-
-    def _effects(self, of: Any) -> Any:
-        return {type(e)(DATA) if getattr(e, "name", None) == self._old else e for e in of.effects}
-
-    def _axis(self, name: Any) -> Any:
-        return DATA if name == self._old else name
-
-    def _inner(self, value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return self.closed(value)
-        return self._jaxpr(value) if isinstance(value, jex_core.Jaxpr) else value

@@ -25,7 +25,7 @@ from distribute_jax.testing._strategies import (
 )
 from distribute_jax.testing.conformance import CHECKS, Fact, Subject, error_line
 
-_LOWERINGS = ("shard_map", "vmap", "pmap")
+_LOWERINGS = ("shard_map", "pmap")
 _log = logging.getLogger("distribute_jax")
 _SHOWN = 8
 """Wrong facts of one check that are listed."""
@@ -60,8 +60,8 @@ class StrategyReport:
     lowerings: tuple[str, ...]
     """The lowerings of ``RunOptions``."""
     refused: tuple[str, ...]
-    """The checks that a lowering did not run, as ``"training, 4 replicas, vmap: "`` and the reason:
-    vmap refuses by name the operations that JAX cannot batch."""
+    """The checks that a lowering did not run, as ``"training, 4 replicas, pmap: "`` and the reason:
+    pmap has neither replicas of several cores nor shared optimizer state."""
 
 
 @dataclass(frozen=True)

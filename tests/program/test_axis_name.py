@@ -51,7 +51,7 @@ def trained(strategy: dj.Strategy, axis: str, options: dj.RunOptions | None = No
 
 
 @pytest.mark.parametrize(
-    "lowering", ["shard_map", "vmap", pytest.param("pmap", marks=pytest.mark.exhaustive)]
+    "lowering", ["shard_map", pytest.param("pmap", marks=pytest.mark.exhaustive)]
 )
 def test_the_axis_has_the_name_that_the_strategy_was_given(lowering: Any):
     """To the last bit what the same step computes over "data", in every lowering."""

@@ -172,10 +172,9 @@ def test_one_device_equals_plain_flax_and_optax():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("lowering", ["vmap", "pmap"])
-def test_the_other_lowerings_train_alike(strategy: dj.Strategy, lowering: Any):
+def test_pmap_trains_as_shard_map_does(strategy: dj.Strategy):
     usual = by_shard_map(strategy.num_replicas_in_sync)
-    other = train(strategy, ("adam",), np.float32, dj.RunOptions(lowering=lowering))
+    other = train(strategy, ("adam",), np.float32, dj.RunOptions(lowering="pmap"))
     np.testing.assert_allclose(usual[0]["adam"], other[0]["adam"], rtol=1e-6)
     assert_close(usual[1], other[1], 1e-6)
 
@@ -183,7 +182,7 @@ def test_the_other_lowerings_train_alike(strategy: dj.Strategy, lowering: Any):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("replicas", "lowering"),
-    [(n, lowering) for n in (1, 4) for lowering in ("shard_map", "vmap", "pmap")],
+    [(n, lowering) for n in (1, 4) for lowering in ("shard_map", "pmap")],
 )
 def test_central_storage_trains_as_one_device(replicas: int, lowering: Any):
     strategy = dj.CentralStorageStrategy(list(range(replicas)), parameter_device=7)

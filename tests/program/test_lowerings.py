@@ -1,23 +1,22 @@
-"""The lowerings: one traced step, the same numbers through shard_map, vmap and pmap."""
+"""The lowerings: one traced step, the same numbers by shard_map, pmap and on one replica of cores."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import distribute_jax as dj
+from distribute_jax.program._layout import FlatStep, StepShardings
+from distribute_jax.program._lowerings import compile_shard_map
 
-VMAP = dj.RunOptions(lowering="vmap")
 ROWS = 8  # a multiple of every number of replicas that the tests use
 
 Step = Callable[[jax.Array], Any]
@@ -57,6 +56,10 @@ def changed_in_a_ref(x: jax.Array) -> jax.Array:
 
 def looked_up(x: jax.Array) -> jax.Array:
     return jnp.searchsorted(jnp.sort(x[0]), x[-1])
+
+
+def rbg_key() -> jax.Array:
+    return jax.random.fold_in(jax.random.key(0, impl="rbg"), replica_id())
 
 
 SAME: dict[str, Step] = {
@@ -133,24 +136,21 @@ def on_host(strategy: dj.Strategy, result: object) -> list[tuple[type, list[np.n
     ]
 
 
-def ran(strategy: dj.Strategy, step: Step, lowering: Any) -> Any:
+def ran(strategy: dj.Strategy, step: Step, lowering: Any = "shard_map") -> Any:
     batch = np.random.default_rng(0).normal(size=(2 * ROWS, ROWS)).astype(np.float32)
     (x,) = strategy.distribute_dataset([batch])
     return strategy.run(step, args=(x,), options=dj.RunOptions(lowering=lowering))
 
 
-def outcome(strategy: dj.Strategy, step: Step, lowering: Any) -> list[Any]:
-    return on_host(strategy, ran(strategy, step, lowering))
-
-
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", range(3))
-def test_vmap_gives_the_numbers_of_shard_map(strategy: dj.Strategy, group: int):
+def test_pmap_gives_the_numbers_of_shard_map(s4: dj.MirroredStrategy, group: int):
     """Collectives, their gradients, branches, loops and draws are those of the usual lowering."""
     cases = dict(list(SAME.items())[group::3])  # many in one program, which compiles once
     step = lambda x: {name: case(x) for name, case in cases.items()}  # noqa: E731
-    usual, other = (ran(strategy, step, lowering) for lowering in ("shard_map", "vmap"))
+    usual, other = (ran(s4, step, lowering) for lowering in ("shard_map", "pmap"))
     for name in cases:
-        wanted, found = on_host(strategy, usual[name]), on_host(strategy, other[name])
+        wanted, found = on_host(s4, usual[name]), on_host(s4, other[name])
         for (kind, values), (own, mine) in zip(wanted, found, strict=True):
             assert kind is own, name
             for a, b in zip(values, mine, strict=True):
@@ -158,82 +158,74 @@ def test_vmap_gives_the_numbers_of_shard_map(strategy: dj.Strategy, group: int):
                 assert (a.shape, a.dtype) == (b.shape, b.dtype), name
 
 
-def called_back(x: jax.Array) -> jax.Array:
-    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+def one_replica_of_two_cores() -> dj.TPUStrategy:
+    resolver = dj.cluster_resolver.TPUClusterResolver("local")
+    topology = dj.initialize_tpu_system(resolver)
+    cores = dj.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 1, 2], None, 1)
+    return dj.TPUStrategy(resolver, cores)
 
 
-def rbg_key() -> jax.Array:
-    return jax.random.fold_in(jax.random.key(0, impl="rbg"), replica_id())
-
-
-HALVES = [[0, 1], [2, 3]]
-REFUSED: dict[str, tuple[str, Step]] = {
-    "psum in groups": ("psum", lambda x: jax.lax.psum(x, "data", axis_index_groups=HALVES)),
-    "all_gather in groups": (
-        "all_gather",
-        lambda x: jax.jit(lambda y: jax.lax.all_gather(y, "data", axis_index_groups=HALVES))(x),
+ALONE: dict[str, Step] = {
+    "groups": lambda x: jax.lax.psum(x, "data", axis_index_groups=[[0]]),
+    "a callback": lambda x: jax.pure_callback(
+        np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x + replica_id()
     ),
-    "a permutation that leaves some out": (
-        "ppermute",
-        lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 2)]),
+    "a callback with effects": lambda x: (
+        x + io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
     ),
-    "a callback that takes no batches": ("pure_callback", called_back),
-    "a callback with effects": (
-        "io_callback",
-        lambda x: x + io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32)),
-    ),
-    "keys whose numbers depend on the batch": (
-        "random_bits",
-        lambda x: x + jax.random.uniform(rbg_key(), x.shape),
-    ),
-    "the hardware's random numbers": (
-        "rng_bit_generator",
-        lambda x: (
-            x
-            + jax.lax.rng_bit_generator(jnp.uint32(replica_id()) + jnp.zeros(4, "uint32"), (3,))[1][
-                0
-            ]
-        ),
+    "rbg keys": lambda x: x + jax.random.uniform(rbg_key(), x.shape),
+    "a sum in bfloat16": lambda x: jax.lax.psum(x.astype(jnp.bfloat16), "data"),
+    "all_to_all of what is equal": lambda x: jax.lax.all_to_all(
+        jnp.ones((4, 1)), "data", 0, 1, tiled=True
     ),
 }
+"""What ``vmap`` does not run, or not as on each replica by itself."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_vmap_cannot_run_is_refused_by_name_with_the_cure(s4: dj.MirroredStrategy, name: str):
-    """JAX lacks some rules, and gives other numbers for others: no traceback of JAX, no other number."""
-    primitive, step = REFUSED[name]
-    message = rf'cannot run {primitive} at test_lowerings\.py:\d+: .*\n.*lowering="shard_map"'
-    with pytest.raises(NotImplementedError, match=message) as raised:
-        outcome(s4, step, "vmap")
-    assert isinstance(raised.value, dj.LoweringError)
-    assert outcome(s4, step, "shard_map")
+def test_one_replica_of_two_cores_has_the_bits_of_one_device():
+    """No collective is left, on which XLA would fail; nothing else is batched. Several steps, too."""
+    cases = SAME | ALONE
+    step = lambda x: {name: case(x) for name, case in cases.items()}  # noqa: E731
+    cores, device = one_replica_of_two_cores(), dj.OneDeviceStrategy(0)
+    mine, wanted = (ran(strategy, step) for strategy in (cores, device))
+    for name in cases:
+        for (_, (a,)), (_, (b,)) in zip(
+            on_host(device, wanted[name]), on_host(cores, mine[name]), strict=True
+        ):
+            np.testing.assert_array_equal(b, a, err_msg=name)
+            assert a.dtype == b.dtype, name
+    steps = cores.run_steps(lambda x: jax.lax.psum(x, "data"), iter([(1.0,), (2.0,)]), 2)
+    assert steps.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ops", [None, dj.RingAllReduce(), dj.NcclAllReduce()])
-def test_vmap_sums_by_the_operation_of_the_strategy(ops: Any):
-    """Also what is equal on all replicas, what the user maps, and the derivative."""
-    strategy = dj.MirroredStrategy([0, 1, 2, 3], cross_device_ops=ops)
+def test_one_replica_of_two_cores_keeps_state_divided_over_them():
+    """Weights that each core holds a half of stay so, and no step puts them together."""
+    mesh = one_replica_of_two_cores().mesh
+    halves = NamedSharding(mesh, PartitionSpec(None, "model"))
 
-    def step(x: jax.Array):
-        total = lambda v: dj.get_replica_context().all_reduce("sum", v)  # noqa: E731
-        weighed = jax.grad(lambda v: jnp.sum(total(v**2) * (1.0 + replica_id())))(x)
-        return total(x), total(jnp.arange(3.0)), jax.vmap(total)(x), weighed
+    def step(w: jax.Array, x: jax.Array) -> list[jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return [w - jax.lax.pmean(grad, "data"), jax.lax.psum(loss, "data")]
 
-    wanted, got = (outcome(strategy, step, lowering) for lowering in ("shard_map", "vmap"))
-    for (_, values), (_, mine) in zip(wanted, got, strict=True):
-        np.testing.assert_allclose(mine, values, rtol=2e-5)
+    w, x = np.ones((8, 6), np.float32), np.arange(32, dtype=np.float32).reshape(4, 8) / 8
+    shardings = StepShardings(
+        (False, False),
+        (False, True),
+        (True, True),
+        1,
+        sharded_in={0: halves},
+        sharded_out={0: halves},
+    )
+    compiled = compile_shard_map(FlatStep(step, mesh, shardings, [w, x]))
+    assert "all-gather" not in compiled.as_text()
+    new, loss = compiled(jax.device_put(w, halves), x)
+    assert new.sharding == halves
+    assert new.addressable_shards[0].data.shape == (8, 3)
+    np.testing.assert_allclose(new, 1 - 2 * x.T @ (x @ w) / 24, rtol=1e-6)
+    np.testing.assert_allclose(loss, np.mean((x @ w) ** 2), rtol=1e-6)
 
 
-@pytest.mark.parametrize("ops", [dj.HierarchicalCopyAllReduce(), dj.ReductionToOneDevice()])
-def test_operations_that_vmap_cannot_run_are_refused(ops: Any):
-    """They send to some replicas only, which JAX cannot batch."""
-    strategy = dj.MirroredStrategy([0, 1, 2, 3], cross_device_ops=ops)
-    with pytest.raises(dj.LoweringError, match=r"at test_lowerings\.py:\d+"):
-        outcome(strategy, lambda x: dj.get_replica_context().all_reduce("sum", x), "vmap")
-
-
-@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+@pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
 @pytest.mark.parametrize("kind", [dj.MirroredStrategy, dj.CentralStorageStrategy])
 def test_variables_with_components_keep_one_on_each_replica(kind: Any, lowering: Any):
     """ON_READ components differ between replicas, so they are neither shared nor central."""
@@ -257,33 +249,19 @@ def test_variables_with_components_keep_one_on_each_replica(kind: Any, lowering:
     assert float(shared.read_value()) == 15.0
 
 
-def test_vmap_traces_the_users_python_once(s4: dj.MirroredStrategy):
-    """The lowering compiles what was traced; it does not call the step again."""
-    traces = []
-
-    def step() -> jax.Array:
-        traces.append(1)
-        return jnp.ones(3) * replica_id()
-
-    for _ in range(2):
-        s4.run(step, options=VMAP)
-    assert len(traces) == 1
-
-
-def test_vmap_takes_a_value_of_each_replica(strategy: dj.Strategy):
+def test_pmap_takes_a_value_of_each_replica(strategy: dj.Strategy):
     """Per-replica arguments that are no batch are taken apart, too."""
     own = strategy.experimental_distribute_values_from_function(
         lambda context: np.float32(context.replica_id_in_sync_group)
     )
-    got = strategy.run(lambda v: v * 2 + 1, args=(own,), options=VMAP)
+    got = strategy.run(lambda v: v * 2 + 1, args=(own,), options=dj.RunOptions(lowering="pmap"))
     values = [float(v) for v in strategy.experimental_local_results(got)]
     assert values == [2.0 * i + 1 for i in range(strategy.num_replicas_in_sync)]
 
 
-@pytest.mark.parametrize("lowering", ["vmap", "pmap"])
-def test_padding_that_leaks_is_found_in_every_lowering(s4: dj.MirroredStrategy, lowering: Any):
+def test_padding_that_leaks_is_found_under_pmap(s4: dj.MirroredStrategy):
     """The check of a partial batch runs the program, whatever compiled it."""
-    options = dj.RunOptions(lowering=lowering)
+    options = dj.RunOptions(lowering="pmap")
     (x,) = s4.distribute_dataset([np.arange(5, dtype=np.float32)])
     with pytest.raises(dj.PaddingLeakError, match="result"):
         s4.run(lambda x: jax.lax.psum(x.sum(), "data"), args=(x,), options=options)
@@ -292,151 +270,21 @@ def test_padding_that_leaks_is_found_in_every_lowering(s4: dj.MirroredStrategy, 
     assert float(s4.run(step, args=(x,), options=options)) == 10.0
 
 
-@pytest.mark.parametrize("lowering", ["vmap", "pmap"])
-def test_a_step_to_which_nothing_is_split_runs_in_every_lowering(
-    strategy: dj.Strategy, lowering: Any
-):
+def test_a_step_to_which_nothing_is_split_runs_under_pmap(strategy: dj.Strategy):
     """Nothing in its arguments says how many replicas there are."""
     step = lambda: (replica_id() + 1, dj.get_replica_context().all_reduce("sum", 2.0))  # noqa: E731
-    own, total = strategy.run(step, options=dj.RunOptions(lowering=lowering))
+    own, total = strategy.run(step, options=dj.RunOptions(lowering="pmap"))
     numbers = [int(i) for i in strategy.experimental_local_results(own)]
     assert numbers == list(range(1, strategy.num_replicas_in_sync + 1))
     assert float(total) == 2.0 * strategy.num_replicas_in_sync
 
 
-class Net(nnx.Module):
-    """Two layers, each dim a multiple of 8."""
-
-    def __init__(self) -> None:
-        self.first = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
-        self.second = nnx.Linear(128, 32, rngs=nnx.Rngs(1))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.second(nnx.relu(self.first(x)))
-
-
-def sharded_over_data(tree: object, strategy: dj.Strategy) -> None:
-    """Divides every array of a module or optimizer over the replicas, along dim 0."""
-    sharding = NamedSharding(strategy.mesh, PartitionSpec("data"))
-    nnx.update(
-        tree,
-        jax.tree.map(lambda x: jax.device_put(x, sharding) if x.ndim else x, nnx.state(tree)),
-    )
-
-
-def bytes_per_device(*trees: object) -> int:
-    """Returns the bytes of state on the fullest device."""
-    used: dict[jax.Device, int] = {}
-    for array in jax.tree.leaves([nnx.state(tree) for tree in trees]):
-        for shard in array.addressable_shards:
-            used[shard.device] = used.get(shard.device, 0) + shard.data.nbytes
-    return max(used.values())
-
-
-def trained(strategy: dj.Strategy, options: dj.RunOptions | None, *, sharded: bool, steps: int = 1):
-    """Trains for six batches; gives the losses, the parameters, and the objects."""
-    with strategy.scope():
-        model = Net()
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    if sharded:
-        sharded_over_data(model, strategy)
-        sharded_over_data(optimizer, strategy)
-
-    def step(x: jax.Array, y: jax.Array):
-        def loss_fn(model: Net):
-            return dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
-        return dj.get_replica_context().all_reduce("sum", loss)
-
-    rng = np.random.default_rng(0)
-    data = [
-        (rng.normal(size=(16, 64)).astype("f"), rng.normal(size=(16, 32)).astype("f"))
-        for _ in range(6)
-    ]
-    iterator = iter(strategy.distribute_dataset(data))
-    losses: list[float] = []
-    for _ in range(6 // steps):
-        if steps == 1:
-            losses.append(float(strategy.run(step, args=next(iterator), options=options)))
-        else:
-            losses += strategy.run_steps(step, iterator, steps=steps, options=options).tolist()
-    params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    return losses, params, model, optimizer
-
-
-@functools.cache
-def _mirrored(replicas: int) -> Any:
-    return trained(dj.MirroredStrategy(list(range(replicas))), None, sharded=False)
-
-
-def mirrored(strategy: dj.Strategy) -> Any:
-    """What mirrored state gives, once for each number of replicas."""
-    return _mirrored(strategy.num_replicas_in_sync)
-
-
-@pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_sharded_parameters_and_optimizer_state_stay_sharded_and_train_alike(
-    strategy: dj.Strategy, steps: int
+def test_state_that_was_sharded_over_the_replicas_is_made_whole_with_a_warning(
+    s4: dj.MirroredStrategy,
 ):
-    """A 2-layer Adam step: each of N devices holds an Nth of the state, and the numbers are the same."""
-    losses, params, *whole = mirrored(strategy)
-    found, mine, *divided = trained(strategy, VMAP, sharded=True, steps=steps)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mine), strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6)
-    scalars = 8  # bytes of Adam's two counts, whole on each device
-    share = (bytes_per_device(*whole) - scalars) / strategy.num_replicas_in_sync
-    assert bytes_per_device(*divided) == share + scalars
-
-
-def test_the_program_of_sharded_state_takes_a_quarter_of_the_arguments(s4: dj.MirroredStrategy):
-    """Not only between steps: what XLA allocates for the arguments of a device is a quarter, too."""
-    kept = trained(s4, VMAP, sharded=True)
-    divided = _argument_bytes(s4)
-    other = dj.MirroredStrategy([0, 1, 2, 3])
-    also_kept = trained(other, VMAP, sharded=False)
-    assert divided < 0.27 * _argument_bytes(other)
-    del kept, also_kept
-
-
-def _argument_bytes(strategy: dj.Strategy) -> int:
-    (program,) = strategy._runner.cache.programs.values()
-    return program.compiled.memory_analysis().argument_size_in_bytes
-
-
-def test_models_that_lie_otherwise_have_programs_of_their_own(s4: dj.MirroredStrategy):
-    """Running a mirrored model neither divides it nor gathers a sharded one."""
-
-    def step(model: Net):
-        model.second.bias[...] += 1.0
-
-    with s4.scope():
-        whole, divided = Net(), Net()
-    sharded_over_data(divided, s4)
-    for _ in range(2):
-        for model in (whole, divided):
-            s4.run(step, args=(model,), options=VMAP)
-    assert s4._runner.programs() == 2
-    assert whole.second.bias.get_raw_value().sharding.is_fully_replicated
-    assert divided.second.bias.get_raw_value().addressable_shards[0].data.shape == (8,)
-    np.testing.assert_allclose(whole.second.bias[...], divided.second.bias[...])
-
-
-def test_sharded_state_that_shard_map_must_gather_is_told(s4: dj.MirroredStrategy):
-    """The usual lowering needs state whole, and says which lowering does not."""
-    with s4.scope():
-        model = Net()
-    sharded_over_data(model, s4)
-    with pytest.warns(UserWarning, match=r'sharded over the replicas(.|\n)*lowering="vmap"'):
-        s4.run(lambda m: m(jnp.ones((1, 64))).sum(), args=(model,))
-    assert model.first.kernel.get_raw_value().sharding.is_fully_replicated
-
-
-@pytest.mark.exhaustive
-def test_verify_works_on_sharded_state(s4: dj.MirroredStrategy):
-    """The step on one device starts from the same, gathered state."""
-    options = dj.RunOptions(lowering="vmap", verify="always")
-    losses, *_ = trained(s4, options, sharded=True)
-    np.testing.assert_allclose(losses, trained(s4, None, sharded=False)[0], rtol=1e-5)
+    """A mirrored strategy has state whole on each replica."""
+    divided = NamedSharding(s4.mesh, PartitionSpec("data"))
+    variable = nnx.Variable(jax.device_put(jnp.arange(8.0), divided))
+    with pytest.warns(UserWarning, match=r"sharded over the replicas, and are now whole"):
+        assert float(s4.run(lambda: variable.sum())) == 28.0
+    assert variable.get_raw_value().sharding.is_fully_replicated

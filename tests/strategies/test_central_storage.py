@@ -121,7 +121,6 @@ def state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]:
         *(
             pytest.param(*values, marks=pytest.mark.exhaustive)
             for values in [
-                (dj.RunOptions(lowering="vmap"), 3),
                 (dj.RunOptions(donate_state=False), 3),
                 (None, 3),
                 (dj.RunOptions(donate_state=False), 1),
@@ -184,8 +183,7 @@ def test_an_array_that_was_given_away_is_named(central: dj.CentralStorageStrateg
 
 
 @pytest.mark.parametrize("parameter_device", [CENTRE, 0])
-@pytest.mark.parametrize("lowering", ["shard_map", "vmap"])
-def test_arrays_that_two_variables_share_are_given_away_once(parameter_device: Any, lowering: Any):
+def test_arrays_that_two_variables_share_are_given_away_once(parameter_device: Any):
     """Clones start from one array; each ends with its own value."""
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device)
     with strategy.scope():
@@ -199,8 +197,7 @@ def test_arrays_that_two_variables_share_are_given_away_once(parameter_device: A
         second[...] += 2.0
         return alone.sum()
 
-    options = dj.RunOptions(lowering=lowering)
-    assert [float(strategy.run(step, options=options)) for _ in range(2)] == [3.0, 3.0]
+    assert [float(strategy.run(step)) for _ in range(2)] == [3.0, 3.0]
     assert first[...].tolist() == [2.0, 3.0, 4.0]
     assert second[...].tolist() == [4.0, 5.0, 6.0]
 

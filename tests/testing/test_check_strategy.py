@@ -60,7 +60,7 @@ def test_tpu_strategy_passes_every_check(name: str, replicas: int):
     dj.testing.check_strategy(getattr(tpu_factories, name), [replicas])
 
 
-LOWERINGS = ("shard_map", "vmap", "pmap")
+LOWERINGS = ("shard_map", "pmap")
 CELLS = [
     *(("one_device", 1, lowering) for lowering in LOWERINGS),
     *((name, n, lowering) for name in FACTORIES for n in (1, 2, 4, 8) for lowering in LOWERINGS),
@@ -70,23 +70,24 @@ CELLS = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "replicas", "lowering"), CELLS)
 def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: str):
-    """Only vmap refuses some, and only for the operations that JAX cannot batch."""
+    """Neither lowering refuses one."""
     factory = FACTORIES.get(name, dj.OneDeviceStrategy)
     report = dj.testing.check_strategy(factory, [replicas], lowerings=[lowering])
-    assert report.checks == tuple(CHECKS)
-    unbatched = name == "hierarchical" or (name == "to_one" and replicas > 1)
-    assert bool(report.refused) == (unbatched and lowering == "vmap")
+    assert (report.checks, report.refused) == (tuple(CHECKS), ())
 
 
 def test_what_a_lowering_refuses_is_reported_and_logged(caplog: pytest.LogCaptureFixture):
     """Also where the check wanted to see an error of another kind."""
-    factory, only = FACTORIES["hierarchical"], ["gather", "all_reduce_is_proved", "verify_option"]
-    report = dj.testing.check_strategy(factory, [2], lowerings=["vmap"], only=only)
+    factory, only = (
+        tpu_factories.tpu_two_cores,
+        ["all_reduce_is_proved", "dataset", "verify_option"],
+    )
+    report = dj.testing.check_strategy(factory, [2], lowerings=["pmap"], only=only)
     assert [line.partition(": ")[0] for line in report.refused] == [
-        "all_reduce_is_proved, 2 replicas, vmap",
-        "verify_option, 2 replicas, vmap",
+        "all_reduce_is_proved, 2 replicas, pmap",
+        "verify_option, 2 replicas, pmap",
     ]
-    assert all("cannot run reduce_scatter: axis_index_groups" in line for line in report.refused)
+    assert all("replicas of 2 cores" in line for line in report.refused)
     assert "2 of 3 checks were not run" in caplog.text
 
 
@@ -217,11 +218,11 @@ WRONG = {
     ),
     "lowering": (
         lambda: dj.testing.check_strategy(dj.MirroredStrategy, lowerings=["jit"]),
-        "'shard_map', 'vmap', 'pmap'",
+        "'shard_map', 'pmap'",
     ),
     "lowering as text": (
-        lambda: dj.testing.check_strategy(dj.MirroredStrategy, lowerings="vmap"),
-        "'shard_map', 'vmap', 'pmap'",
+        lambda: dj.testing.check_strategy(dj.MirroredStrategy, lowerings="pmap"),
+        "'shard_map', 'pmap'",
     ),
 }
 

@@ -172,7 +172,7 @@ def test_no_communication_and_state_in_place(s4: dj.MirroredStrategy):
     assert variable.get_raw_value().addressable_shards[0].data.shape == (1, 1000)
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "vmap", "pmap"])
+@pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
 def test_every_lowering_keeps_components(s4: dj.MirroredStrategy, lowering: Any):
     """Components are the same under each lowering, and over several steps in one program."""
     variable = made(s4, Agg.SUM, 0.0)
