@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,24 +126,15 @@ def _transpose(cotangent: Any, value: Any, **params: Any) -> list[Any]:
     return [cotangent if type(cotangent) is ad.Zero else sum_p.bind(cotangent, **params)]
 
 
-def _batch(
-    axis: Any, values: Any, dims: Any, *, function: Any, name: str, jaxpr: Any
-) -> tuple[Any, Any]:
+def _batch(values: Any, dims: Any, *, function: Any, name: str, **_: Any) -> tuple[Any, Any]:
     (value,), (dim,) = values, dims
-    if axis.name == DATA:  # the replicas themselves are mapped, so this is where they are summed
-        run = functools.partial(_run, jaxpr=jaxpr)
-        every = jax.vmap(run, in_axes=dim, axis_name=DATA, axis_size=axis.size)(value)
-        return every[0], None
-    if dim is None:
-        return sum_p.bind(value, function=function, name=name, jaxpr=jaxpr), None
     return _bind(name, jax.vmap(function, in_axes=dim, out_axes=dim), value), dim
 
 
 sum_p.def_impl(_run)
 sum_p.def_abstract_eval(lambda value, *, jaxpr, **_: jaxpr.out_avals[0])
 mlir.register_lowering(sum_p, mlir.lower_fun(_run, multiple_results=False))
-# The one kind of rule that is told which axis is mapped.
-batching.fancy_primitive_batchers[sum_p] = _batch
+batching.primitive_batchers[sum_p] = _batch
 ad.primitive_jvps[sum_p] = _jvp
 ad.primitive_transposes[sum_p] = _transpose
 

@@ -388,3 +388,11 @@ def test_a_copied_strategy_keeps_its_operation():
     strategy = copy.deepcopy(strategy_with(dj.ReductionToOneDevice("cpu:1"), 2))
     assert isinstance(strategy._cross_device_ops, dj.ReductionToOneDevice)
     assert float(strategy.run(lambda: context().all_reduce("sum", 2.0))) == 4.0
+
+
+def test_a_ring_under_a_vmap_that_hides_the_axis_is_an_error():
+    """It would add up the rows of one replica, and the proof would take that as equal on all."""
+    strategy = strategy_with(dj.RingAllReduce(), 2)
+    hidden = jax.vmap(lambda v: context().all_reduce("sum", v), axis_name="data")
+    with pytest.raises(ValueError, match="ppermute"):
+        strategy.run(lambda: hidden(jnp.arange(3.0)))
