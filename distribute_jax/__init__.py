@@ -74,6 +74,7 @@ from distribute_jax.program import (
 )
 from distribute_jax.strategies import (
     CentralStorageStrategy,
+    FullyShardedStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
@@ -148,6 +149,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DonatedError",
+    "FullyShardedStrategy",
     "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",

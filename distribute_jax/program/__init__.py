@@ -3,14 +3,16 @@
 In the order of a call: ``_run`` looks a program up (``_arguments``, ``_binding``, ``_cache``) or has
 ``_program`` build it. ``_capture``, ``_graph`` and ``_places`` find what the function reaches, ``_trace``
 makes a jaxpr of it, ``_replication`` proves which values are equal on all replicas, ``_plan`` decides how
-state and results are combined, ``_lowerings`` and ``_layout`` make a program for the mesh, and ``_call``
-executes it. ``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
+state and results are combined, ``_lowerings`` and ``_layout`` make a program for the mesh, with
+``_sharded_update`` and ``_gather`` where ``_placement`` divides state, and ``_call`` executes it.
+``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
 """
 
 from distribute_jax.program._aggregation import Combine, register_aggregation
 from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
 from distribute_jax.program._options import RunOptions, library_options
+from distribute_jax.program._placement import PlacedLeaf, path_text
 from distribute_jax.program._random import same_on_all_replicas
 from distribute_jax.program._replica_context import MergedValues, ReplicaContext
 from distribute_jax.program._results import per_example
@@ -23,6 +25,7 @@ __all__ = [
     "MergeRule",
     "MergedValues",
     "ParameterDevice",
+    "PlacedLeaf",
     "ReplicaContext",
     "Replicas",
     "RunOptions",
@@ -31,6 +34,7 @@ __all__ = [
     "library_options",
     "moments_combined",
     "one_at_a_time",
+    "path_text",
     "per_example",
     "register_aggregation",
     "register_merge",

@@ -30,8 +30,6 @@ from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import (
     Replicas,
     divide_state,
-    is_shared,
-    kept_shardings,
     place_state,
 )
 from distribute_jax.program._trace import Call, give_first_values
@@ -183,19 +181,13 @@ class ProgramCache:
         self, step: str, binding: Binding, options: RunOptions, *, warn: bool
     ) -> tuple[Any, ...]:
         """Places state where it is stored between steps, and returns how each leaf is sharded."""
-        mesh, shares = self._replicas.mesh, self._replicas.share_state
-        if shares and options.lowering == "pmap":
+        shardings = self._replicas.placement.shardings(binding.names, binding.variables)
+        if any(shardings) and options.lowering == "pmap":
             raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
-        place_state(
-            binding,
-            self._replicas,
-            keeps=lambda variable: shares and is_shared(variable),
-            warn=warn,
-        )
-        agree_on_values(step, binding, mesh)
-        if shares:
-            divide_state(binding, mesh)
-        return kept_shardings(binding, mesh) if shares else ()
+        place_state(binding, self._replicas, shardings, warn=warn)
+        agree_on_values(step, binding, self._replicas.mesh)
+        divide_state(binding, shardings)
+        return shardings
 
     def _create(self, request: Request, call: Call, program: Program, *, may_create: bool) -> None:
         """Computes the first values of variables that a step makes."""

@@ -28,7 +28,6 @@ from distribute_jax.program._sharded_update import compile_shares, on_shares
 from distribute_jax.program._state_placement import (
     ParameterDevice,
     Replicas,
-    kept_shardings,
     on_parameter_device,
 )
 from distribute_jax.program._trace import Call, Traced, trace
@@ -117,7 +116,7 @@ def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
     is_jit = options.lowering == "shard_map"
     traced = trace(call)
     decided = plan(call, traced, options)
-    sharded = kept_shardings(call.binding, call.mesh) if replicas.share_state else ()
+    sharded = replicas.placement.shardings(call.binding.names, call.binding.variables)
     shares = any(sharded)
     in_shards = is_jit and maps_shards(call.mesh) and not shares
     order, kept, read = _input_order(traced)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -19,12 +21,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
-from distribute_jax.program._jaxprs import ClosedJaxpr, equations
+from distribute_jax.program._gather import Gathering, Share, scatter, without_forwarding
+from distribute_jax.program._jaxprs import equations
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compiled, compile_for_mesh
+from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
+from distribute_jax.program._placement import data_dim, share_dim, share_sharding, share_spec
 from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
-from distribute_jax.program._state_placement import share_dim, share_sharding, share_spec
 
 _NOT_REPLICATED = frozenset({"a divided input"})
 
@@ -38,11 +42,14 @@ def on_shares(step: FlatStep) -> FlatStep:
     """Returns a step of all replicas, over global arrays, from that of one; sharded state is shared."""
     mesh, shardings = step.mesh, step.shardings
     marks = [_NOT_REPLICATED if split else MIRRORED for split in shardings.split]
-    halves = SplitStep(_traced(step), marks, shardings.mirrored, num_replicas(mesh))
+    shares = {i: data_dim(to.spec) for i, to in shardings.sharded_in.items()}
+    halves = SplitStep(_traced(step), marks, shardings.mirrored, num_replicas(mesh), shares)
     first: Callable[..., Any] = jax.shard_map(
         lambda *inputs: halves.first(inputs),
         mesh=mesh,
-        in_specs=tuple(share_spec(0 if shardings.split[i] else None) for i in halves.reads),
+        in_specs=tuple(
+            share_spec(0 if shardings.split[i] else shares.get(i)) for i in halves.reads
+        ),
         out_specs=[share_spec(value.dim) for value in halves.handed()],
         axis_names={DATA},
         check_vma=False,
@@ -70,7 +77,7 @@ def _traced(step: FlatStep) -> Any:
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
         if any(map(_is_talking_jit, body.jaxpr.eqns)):
             body = jax.make_jaxpr(flat(body), axis_env=[(DATA, replicas)])(*shares)
-    return body
+    return without_forwarding(body)
 
 
 def _settled(new: jax.Array, computed: bool, *, mesh: Mesh, kept: bool) -> jax.Array:
@@ -113,9 +120,16 @@ class SplitStep:
     """The two halves of a jaxpr of one replica; outputs that are not mirrored are stacked along dim 0."""
 
     def __init__(
-        self, body: Any, marks: Sequence[Mark], mirrored: Sequence[bool], replicas: int
+        self,
+        body: Any,
+        marks: Sequence[Mark],
+        mirrored: Sequence[bool],
+        replicas: int,
+        shares: Mapping[int, int | None] | None = None,
     ) -> None:
+        """Splits a step; ``shares`` are the inputs that the replicas divide, each with its dim."""
         self.body, self.jaxpr, self.replicas = body, body.jaxpr, replicas
+        self._shares = shares or {}
         self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
         self._walk = Walk(DATA, replicas)
         self._first: list[Any] = []
@@ -195,28 +209,35 @@ class SplitStep:
     def first(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the first half on one replica, from the inputs that it reads."""
         read: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
+        for i, dim in self._shares.items():
+            if i in read and dim is not None:
+                read[i] = Share(read[i], dim)
         values = start(self.body, [read.get(i) for i in range(len(self.jaxpr.invars))])
-        run_piece(self.jaxpr, self._first, values, [*self.passed, *self._needed])
-        self._sum(values)
-        inner = [value for branches in self._branches.values() for value in branches.first(values)]
-        return [*(values[v] for v in self.passed), *inner]
-
-    def _sum(self, values: Values) -> None:
-        """Adds up over the replicas; of an array that is divided, each gets only its share."""
-        pairs = [
+        total = sum(prod(self.jaxpr.invars[i].aval.shape) for i in self._shares)
+        gathering = Gathering(self.replicas, total)
+        sums = [
             (x, out)
             for eqn in self._sums
             for x, out in zip(eqn.invars, eqn.outvars, strict=True)
             if out in self.passed
         ]
-        undivided = [pair for pair in pairs if self.passed[pair[1]].dim is None]
-        sums = jax.lax.psum([value_of(x, values) for x, _ in undivided], DATA) if undivided else []
-        values.update(zip([out for _, out in undivided], sums, strict=True))
-        for x, out in pairs:
-            if (dim := self.passed[out].dim) is not None:
-                values[out] = jax.lax.psum_scatter(
-                    value_of(x, values), DATA, scatter_dimension=dim, tiled=True
-                )
+        wanted = [*self.passed, *self._needed]
+        uses = Counter(v for eqn in (*self._first, *self._sums) for v in set(variables(eqn.invars)))
+        scattered = {
+            x: dim
+            for x, out in sums
+            if (dim := self.passed[out].dim) and uses[x] == 1 and x not in self.passed
+        }
+        gathering.run(self.jaxpr, self._first, values, wanted, scattered)
+        _sum(sums, self.passed, values)
+        inner = [
+            value
+            for branches in self._branches.values()
+            for value in branches.first(
+                gathering.whole([value_of(v, values) for v in branches.reads])
+            )
+        ]
+        return [*gathering.whole([values[v] for v in self.passed]), *inner]
 
     def rest(
         self, inputs: Sequence[Any], handed: Sequence[Any], settle: Mapping[int, Settle]
@@ -266,9 +287,9 @@ class Branches:
         """Returns what the first halves of all branches return."""
         return [value for halves in self.halves for value in halves.handed()]
 
-    def first(self, values: Values) -> list[Any]:
+    def first(self, reads: Sequence[Any]) -> list[Any]:
         """Runs the first half of the branch that is taken; those of the others give zeros."""
-        index, *operands = (value_of(v, values) for v in self.reads)
+        index, *operands = reads
 
         def branch(number: int, *operands: Any) -> list[Any]:
             operand = dict(zip(self._operands, operands, strict=True))
@@ -297,6 +318,19 @@ class Branches:
         branches = [functools.partial(branch, number) for number in range(len(self.halves))]
         outs = jax.lax.switch(index, branches, inputs, parts)
         values.update(zip(self.eqn.outvars, outs, strict=True))
+
+
+def _sum(
+    sums: Sequence[tuple[Any, Any]], passed: Mapping[Any, BoundaryValue], values: Values
+) -> None:
+    """Adds up over the replicas; of an array that is divided, each gets only its share."""
+    undivided = [(x, out) for x, out in sums if passed[out].dim is None]
+    totals = jax.lax.psum([value_of(x, values) for x, _ in undivided], DATA) if undivided else []
+    values.update(zip([out for _, out in undivided], totals, strict=True))
+    for x, out in sums:
+        if (dim := passed[out].dim) is not None:
+            value = value_of(x, values)
+            values[out] = value.local if isinstance(value, Share) else scatter(value, dim)
 
 
 def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
@@ -329,43 +363,6 @@ def _is_sum(eqn: Any) -> bool:
 
 def _is_cond(eqn: Any) -> bool:
     return eqn.primitive.name == "cond" and not _has_effects(eqn)
-
-
-Values = dict[Any, Any]
-"""What the variables of a jaxpr stand for."""
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the variables among operands or results, each once."""
-    return list(dict.fromkeys(v for v in atoms if not isinstance(v, jex_core.Literal)))
-
-
-def value_of(atom: Any, values: Values) -> Any:
-    """Returns what an operand stands for."""
-    if isinstance(atom, jex_core.Literal):
-        literal: Any = atom
-        return jnp.asarray(literal.val, literal.aval.dtype)
-    return values[atom]
-
-
-def run_piece(
-    jaxpr: jex_core.Jaxpr, eqns: Sequence[Any], values: Values, wanted: Iterable[Any]
-) -> None:
-    """Runs some equations, and adds what is wanted of their results to the values."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    outs = [v for v in variables(wanted) if v in made]
-    if not outs and not any(eqn.effects for eqn in eqns):
-        return
-    reads = [v for v in variables(v for eqn in eqns for v in eqn.invars) if v not in made]
-    piece = jaxpr.replace(constvars=[], invars=reads, outvars=outs, eqns=list(eqns))
-    results = jex_core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*(values[v] for v in reads))
-    values.update(zip(outs, results, strict=True))
-
-
-def start(body: Any, args: Sequence[Any]) -> Values:
-    """Returns the values that a jaxpr starts from: its constants and its inputs."""
-    inner = body.jaxpr
-    return dict(zip([*inner.constvars, *inner.invars], [*body.consts, *args], strict=True))
 
 
 def flat(body: Any) -> Callable[..., list[Any]]:

@@ -1,59 +1,57 @@
-"""Where state is stored: mirrored over the mesh, sharded over the replicas, or on one device.
-
-In a sharded update a leaf is divided along its largest dim that the number of replicas divides. One without
-such a dim stays whole on each replica: padding it would change what an optax transformation sees of it.
-"""
+"""Where state is stored: mirrored over the mesh, divided over it, or on one device."""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
-from distribute_jax._mesh import DATA, mirrored_sharding, num_replicas, outside_mesh, put
+from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, put
 from distribute_jax._messages import is_donated, leaf_text, listed
 from distribute_jax._user_frames import warn_user
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compile, Compiled
+from distribute_jax.program._placement import Placement
 from distribute_jax.variables import Variable, on_replicas
 
 
 def place_state(
     binding: Binding,
     replicas: Replicas,
+    shardings: Sequence[NamedSharding | None],
     *,
-    keeps: Callable[[nnx.Variable[Any]], bool],
     warn: bool,
 ) -> None:
     """Places every variable where state is stored; maybe with one warning where it was made elsewhere.
 
-    A variable that ``keeps`` selects stays sharded over the mesh, if it is.
+    What is divided already, as ``shardings`` has it for each leaf, stays so; the rest is made whole.
     """
-    mesh, wanted = replicas.mesh, replicas.state
+    mesh, wanted, divided = replicas.mesh, replicas.state, iter(shardings)
     raws = read_raw(binding.variables)
     _check_state(binding, raws, mesh)
 
     placed, moved = [], []
     for variable, name, raw in zip(binding.variables, binding.names, raws, strict=True):
+        leaves, treedef = jax.tree.flatten(raw)
+        to = list(itertools.islice(divided, len(leaves)))
         if keeps_own_values(variable):
             placed.append(on_replicas(cast("Variable", variable), mesh))
             continue
-        leaves, treedef = jax.tree.flatten(raw)
         new = [
-            leaf if keeps(variable) and _over_mesh(leaf, mesh) else _placed(leaf, wanted)
-            for leaf in leaves
+            leaf if there is not None and _is_placed(leaf, there) else _placed(leaf, wanted)
+            for leaf, there in zip(leaves, to, strict=True)
         ]
         placed.append(jax.tree.unflatten(treedef, new))
         if any(map(operator.is_not, leaves, new)):
@@ -61,15 +59,6 @@ def place_state(
     write_raw(binding.variables, placed)
     if moved and warn and num_replicas(mesh) > 1:
         _warn(moved, mesh, replicas.parameter_device)
-
-
-def kept_shardings(binding: Binding, mesh: Mesh) -> tuple[NamedSharding | None, ...]:
-    """Returns how each leaf of state that all replicas see is sharded over the mesh; else None."""
-    return tuple(
-        None if keeps_own_values(variable) else _over_mesh(leaf, mesh)
-        for variable in binding.variables
-        for leaf in jax.tree.leaves(variable.get_raw_value())
-    )
 
 
 def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
@@ -82,11 +71,17 @@ def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
     return NamedSharding(mesh, sharding.spec) if same else None
 
 
+def _is_placed(leaf: Any, wanted: Sharding) -> bool:
+    """Returns whether an array is there; what was donated is refused by name if the step reads it."""
+    return isinstance(leaf, jax.Array) and (
+        is_donated(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+    )
+
+
 def _placed(leaf: Any, wanted: Sharding) -> Any:
+    if _is_placed(leaf, wanted):
+        return leaf
     if isinstance(leaf, jax.Array):
-        # What was donated is refused by name if the step reads it.
-        if is_donated(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
-            return leaf
         return put(fresh_copy(leaf), wanted)
     return put(jnp.asarray(leaf), wanted)
 
@@ -203,8 +198,13 @@ class Replicas:
     mesh: Mesh
     parameter_device: ParameterDevice | None = None
     """None where state is mirrored over the mesh."""
-    share_state: bool = False
-    """Whether the replicas share the state of optimizers, rather than all hold it."""
+    shared: tuple[type[nnx.Variable[Any]], ...] = ()
+    """The kinds of variables of which each replica keeps its share only."""
+
+    @property
+    def placement(self) -> Placement:
+        """How each leaf of state is divided."""
+        return Placement(self.mesh, self.shared)
 
     @property
     def state(self) -> Sharding:
@@ -255,46 +255,15 @@ def _sent(flat: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     return sent
 
 
-LEAST_ELEMENTS = 1024
-"""Smaller arrays stay whole: what they take is nothing beside the collectives that sharing them costs."""
-
-
-def share_dim(shape: Sequence[int], replicas: int) -> int | None:
-    """Returns the dim along which an array is divided; None where it stays whole."""
-    fits = [dim for dim, size in enumerate(shape) if size and size % replicas == 0]
-    if replicas == 1 or not fits or prod(shape) < LEAST_ELEMENTS:
-        return None
-    return max(fits, key=lambda dim: shape[dim])
-
-
-def share_spec(dim: int | None) -> PartitionSpec:
-    """Returns the placement of an array that is divided along a dim, or whole."""
-    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, DATA)
-
-
-def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
-    """Returns the sharding of the shares of an array; None where it stays replicated."""
-    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
-    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return None
-    dim = share_dim(shape, num_replicas(mesh))
-    return None if dim is None else NamedSharding(mesh, share_spec(dim))
-
-
-def is_shared(variable: nnx.Variable[Any]) -> bool:
-    """Returns whether the replicas share a variable: the state of an optimizer."""
-    return isinstance(variable, nnx.OptState)
-
-
-def divide_state(binding: Binding, mesh: Mesh) -> None:
-    """Leaves each replica its share of the optimizer's state; nothing keeps the whole arrays."""
-    shared = [variable for variable in binding.variables if is_shared(variable)]
+def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) -> None:
+    """Leaves each device its part of what is divided; nothing keeps the whole arrays."""
+    parts = iter(shardings)
 
     def divided(leaf: Any) -> Any:
-        to = share_sharding(leaf, mesh)
-        if to is None or is_donated(leaf) or leaf.sharding.is_equivalent_to(to, leaf.ndim):
-            return leaf
-        return put(leaf, to)
+        to = next(parts)
+        return leaf if to is None or _is_placed(leaf, to) else put(leaf, to)
 
-    for variable, raw in zip(shared, read_raw(shared), strict=True):
-        write_raw([variable], [jax.tree.map(divided, raw)])
+    for variable, raw in zip(binding.variables, read_raw(binding.variables), strict=True):
+        new = jax.tree.map(divided, raw)
+        if any(map(operator.is_not, jax.tree.leaves(raw), jax.tree.leaves(new))):
+            write_raw([variable], [new])

@@ -10,6 +10,7 @@ from distribute_jax.strategies._current import (
     has_strategy,
     in_cross_replica_context,
 )
+from distribute_jax.strategies._fully_sharded import FullyShardedStrategy
 from distribute_jax.strategies._mirrored import MirroredStrategy
 from distribute_jax.strategies._multi_worker import MultiWorkerMirroredStrategy
 from distribute_jax.strategies._one_device import OneDeviceStrategy
@@ -17,6 +18,7 @@ from distribute_jax.strategies._tpu import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "FullyShardedStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

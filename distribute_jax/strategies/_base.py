@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ContextError
+from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._lazy import answering
 from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
@@ -19,7 +20,14 @@ from distribute_jax._user_frames import frames_hidden, hide_frames
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import check_barrier, job_of
-from distribute_jax.program import ParameterDevice, Replicas, Runner, RunOptions
+from distribute_jax.program import (
+    ParameterDevice,
+    PlacedLeaf,
+    Replicas,
+    Runner,
+    RunOptions,
+    path_text,
+)
 from distribute_jax.strategies._cross_replica import (
     gather_value,
     is_value,
@@ -64,7 +72,7 @@ class Strategy(InputMethods, OlderNames):
         *,
         steps_in_flight: int | None,
         parameter_device: ParameterDevice | None = None,
-        shares: bool = False,
+        shared: tuple[type[nnx.Variable[Any]], ...] = (),
         axis_name: str = DATA,
     ) -> None:
         """Takes the devices along the mesh's ``"data"`` axis as replicas.
@@ -73,12 +81,12 @@ class Strategy(InputMethods, OlderNames):
             mesh: the devices; one replica for each index along ``"data"``.
             steps_in_flight: how many steps may be unfinished; None for 2 on CPU, no limit elsewhere.
             parameter_device: where state is stored between steps; None for mirrored over the mesh.
-            shares: whether the replicas share the state of optimizers.
+            shared: the kinds of variables of which each replica keeps its share.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
         self._mesh = mesh
-        self._replicas = Replicas(mesh, parameter_device, share_state=shares)
+        self._replicas = Replicas(mesh, parameter_device, shared)
         self._axis_name = checked_axis_name(axis_name, mesh, type(self).__name__)
         self._runner = Runner(self, self._replicas, steps_in_flight)
 
@@ -227,6 +235,40 @@ class Strategy(InputMethods, OlderNames):
         except BaseException as error:
             hide_frames(error)
             raise
+
+    @final
+    @frames_hidden
+    def placement(self, model: Any) -> list[PlacedLeaf]:
+        """Returns how the devices divide the state of a model, before anything runs.
+
+        Args:
+            model: a module, an optimizer, or a nest of them, in ``tuple``, ``list`` or ``dict``.
+
+        Returns:
+            For each array, by path: ``path``, ``shape`` of the whole array, ``spec``, the ``PartitionSpec``
+            over :attr:`mesh` (empty where each device has the whole), and ``why``.
+
+        Raises:
+            ValueError: ``model`` holds no state.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> from flax import nnx
+            >>> layer = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
+            >>> dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).placement(layer)[0].spec
+            PartitionSpec(None, 'data')
+        """
+        named = [
+            (path_text(path), value)
+            for path, value in nnx.iter_graph(model)
+            if isinstance(value, nnx.Variable)
+        ]
+        if not named:
+            raise ArgumentError(
+                f"strategy.placement got {type(model).__name__}, which holds no nnx.Variable. Pass the "
+                "model, or (model, optimizer)."
+            )
+        return self._replicas.placement.rows(*zip(*named, strict=True))
 
     def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""
@@ -388,7 +430,7 @@ class Strategy(InputMethods, OlderNames):
 
     def __repr__(self) -> str:
         names = ", ".join(map(str, self._mesh.devices.flat))
-        sharded = ", shard_optimizer_state=True" if self._replicas.share_state else ""
+        sharded = ", shard_optimizer_state=True" if self._replicas.shared == (nnx.OptState,) else ""
         return f"{type(self).__name__}([{names}]{sharded})"
 
     def _enter_program(self, name: str) -> None:

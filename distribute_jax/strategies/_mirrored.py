@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
@@ -63,11 +64,12 @@ class MirroredStrategy(Strategy):
         name = type(self).__name__
         replicas = find_devices(devices)
         note_cluster_ignored(name)
+        shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
         self._cross_device_ops = _placed(cross_device_ops, replicas)
         super().__init__(
             replica_mesh(replicas),
             steps_in_flight=steps_in_flight,
-            shares=check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state),
+            shared=(nnx.OptState,) if shares else (),
             axis_name=axis_name,
         )
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import final
 
 import jax
+from flax import nnx
 
 from distribute_jax import processes
 from distribute_jax._errors import ArgumentError
@@ -88,7 +89,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(
             replica_mesh(devices),
             steps_in_flight=steps_in_flight,
-            shares=shares,
+            shared=(nnx.OptState,) if shares else (),
             axis_name=axis_name,
         )
 

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.program import _state_placement
+from distribute_jax.program import _placement
 
 REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
 
@@ -533,15 +533,16 @@ def test_the_option_is_shown_and_checked() -> None:
         ((1020,), 4, None),  # too small
         ((1025,), 4, None),  # indivisible
         ((32, 64), 4, 1),
-        ((64, 32), 4, 0),
-        ((64, 64), 4, 0),
+        ((64, 32), 4, 1),  # the first is that of stacked layers
+        ((8, 128, 64), 4, 1),
+        ((8, 32, 31), 4, None),  # too small for one layer
         ((4, 333), 4, 0),  # the larger dim does not divide
         ((0, 4096), 4, None),
     ],
 )
 def test_which_dim_is_divided(shape: tuple[int, ...], replicas: int, dim: int | None) -> None:
-    """The largest that N divides, of arrays that are worth it."""
-    assert _state_placement.share_dim(shape, replicas) == dim
+    """The largest that N divides, of arrays that are worth it; the first of several only if no other."""
+    assert _placement.share_dim(shape, replicas) == dim
 
 
 CHECKS = ["training", "training_with_dj_optimizer", "run_steps", "donation"]
@@ -555,7 +556,7 @@ def test_the_conformance_suite_passes(
     only: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every array divided that can be: the suite's are smaller than what is worth it."""
-    monkeypatch.setattr(_state_placement, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(_placement, "LEAST_ELEMENTS", 1)
     report = dj.testing.check_strategy(
         lambda devices: dj.MirroredStrategy(devices, shard_optimizer_state=True), [4], only=only
     )

@@ -1,0 +1,278 @@
+"""State of which each replica keeps a share, although the step sees all of it: gathered where it is read.
+
+A traced step knows nothing of shares. Where an equation reads one, the whole array is gathered right there
+and freed after it; the backward pass gathers it again. What treats every element by itself (a cast, a
+transposition) is done to the share. In the body of a scan over layers, or of a rematerialised block, the
+gather is in the body, so no more than a layer is whole at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from distribute_jax._mesh import DATA
+from distribute_jax.program._jaxprs import (
+    ClosedJaxpr,
+    called_body,
+    consts_and_carries,
+    name,
+    opened,
+)
+from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One replica's share of an array."""
+
+    local: Any
+    dim: int
+    """The dim along which the replicas divide the array."""
+
+    def whole(self, after: Any = None) -> Any:
+        """Gathers the array; not before ``after`` is computed, so that one gather is ahead of its use."""
+        local = self.local
+        if after is not None:
+            local, _ = jax.lax.optimization_barrier((local, after))
+        return jax.lax.all_gather(local, DATA, axis=self.dim, tiled=True)
+
+
+_INLINED = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+_EACH_ELEMENT = frozenset({
+    "convert_element_type", "copy", "copy_p", "name", "neg", "reduce_precision", "stop_gradient",
+})  # fmt: skip
+
+_BY_A_NUMBER = frozenset({"add", "div", "mul", "sub"})
+
+
+class Gathering:
+    """Runs equations on one replica, some of whose operands are shares."""
+
+    def __init__(self, replicas: int, total: int, *, keeps: bool = False) -> None:
+        """Starts with nothing gathered.
+
+        ``total`` is the size of all that is divided. What one body ``keeps`` is gathered once for it.
+        """
+        self._replicas, self._total, self._keeps = replicas, total, keeps
+        self._last: Any = None
+        self._gathered: dict[int, tuple[Share, Any]] = {}
+
+    def run(
+        self,
+        jaxpr: jex_core.Jaxpr,
+        eqns: Sequence[Any],
+        values: Values,
+        wanted: Iterable[Any],
+        scattered: Mapping[Any, int] | None = None,
+    ) -> None:
+        """Runs equations, and adds their results to the values.
+
+        ``scattered`` are results of scans that are summed over the replicas next, each with the dim along
+        which the sum is divided: they become shares of the sum inside the scan.
+        """
+        scattered = scattered or {}
+        needed = set(variables([*wanted, *(v for eqn in eqns for v in eqn.invars)]))
+        piece: list[Any] = []
+        for eqn in eqns:
+            operands = [values.get(v) for v in variables(eqn.invars)]
+            to_scatter = name(eqn) == "scan" and any(v in scattered for v in eqn.outvars)
+            if not to_scatter and not any(isinstance(x, Share) for x in operands):
+                piece.append(eqn)
+                continue
+            run_piece(jaxpr, piece, values, needed)
+            piece = []
+            args = [self._known(value_of(v, values)) for v in eqn.invars]
+            outs = self._apply(jaxpr, eqn, args, needed, scattered)
+            values.update(zip(eqn.outvars, outs, strict=True))
+        run_piece(jaxpr, piece, values, needed)
+
+    def whole(self, values: Sequence[Any]) -> list[Any]:
+        """Returns values of which every share is gathered."""
+        outs = [self._whole(x) if isinstance(x, Share) else x for x in values]
+        ready = [
+            x for x in values
+            if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+        ]  # fmt: skip
+        if ready:
+            self._last = min(ready, key=lambda x: x.size)
+        return outs
+
+    def _whole(self, share: Share) -> Any:
+        if not self._keeps:
+            return share.whole(self._last)
+        if id(share) not in self._gathered:
+            self._gathered[id(share)] = share, share.whole()
+        return self._gathered[id(share)][1]
+
+    def _known(self, value: Any) -> Any:
+        return self._gathered[id(value)][1] if id(value) in self._gathered else value
+
+    def _body(self, body: Any, args: Sequence[Any]) -> list[Any]:
+        values, jaxpr = start(body, args), opened(body)
+        self.run(jaxpr, jaxpr.eqns, values, jaxpr.outvars)
+        return [value_of(v, values) for v in jaxpr.outvars]
+
+    def _apply(
+        self,
+        jaxpr: jex_core.Jaxpr,
+        eqn: Any,
+        args: list[Any],
+        needed: set[Any],
+        scattered: Mapping[Any, int],
+    ) -> list[Any]:
+        """Returns the results of an equation; of its operands some are shares."""
+        share = self._on_share(eqn, args)
+        if share is not None:
+            return [share]
+        body = called_body(eqn)
+        if body is not None and name(eqn) in _INLINED:
+            return self._body(body, args)
+        if body is not None and name(eqn) == "checkpoint":
+            return self._remat(eqn, args)
+        if name(eqn) == "scan":
+            return self._scan(eqn, args, needed, scattered)
+        values = dict(zip(eqn.invars, self.whole(args), strict=True))
+        values = {v: x for v, x in values.items() if not isinstance(v, jex_core.Literal)}
+        run_piece(jaxpr, [eqn], values, eqn.outvars)
+        return [values.get(v) for v in eqn.outvars]
+
+    def _on_share(self, eqn: Any, args: Sequence[Any]) -> Share | None:
+        """Returns what an equation makes of one share without the others; None if it needs them."""
+        shares = [x for x in args if isinstance(x, Share)]
+        if len(shares) != 1 or len(eqn.outvars) != 1:
+            return None
+        share, primitive = shares[0], name(eqn)
+        numbers = all(x is share or jnp.ndim(x) == 0 for x in args)
+        if primitive in _EACH_ELEMENT or (primitive in _BY_A_NUMBER and numbers):
+            local = [x.local if x is share else x for x in args]
+            return Share(eqn.primitive.bind(*local, **eqn.params), share.dim)
+        if primitive == "transpose":
+            order = eqn.params["permutation"]
+            return Share(jax.lax.transpose(share.local, order), order.index(share.dim))
+        if primitive == "reshape" and eqn.params.get("dimensions") is None:
+            return self._reshaped(share, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
+        return None
+
+    def _reshaped(self, share: Share, old: Sequence[int], new: Sequence[int]) -> Share | None:
+        """Returns the share of a reshaped array, where one new dim begins as the divided one does."""
+        before = prod(old[: share.dim])
+        for dim, size in enumerate(new):
+            if size and prod(new[:dim]) == before and size % self._replicas == 0:
+                sizes = [*new[:dim], size // self._replicas, *new[dim + 1 :]]
+                return Share(jax.lax.reshape(share.local, sizes), dim)
+        return None
+
+    def _remat(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+        """Runs a rematerialised block whose gathers are inside, so that they are done again too."""
+        dims = [x.dim if isinstance(x, Share) else None for x in args]
+        local = [x.local if isinstance(x, Share) else x for x in args]
+        out_dims: list[int | None] = []
+
+        def body(*operands: Any) -> list[Any]:
+            again = [x if d is None else Share(x, d) for x, d in zip(operands, dims, strict=True)]
+            inner = Gathering(self._replicas, self._total, keeps=True)
+            outs = inner._body(eqn.params["jaxpr"], again)
+            out_dims[:] = [x.dim if isinstance(x, Share) else None for x in outs]
+            return [x.local if isinstance(x, Share) else x for x in outs]
+
+        closed = jax.make_jaxpr(body)(*local)
+        jaxpr = closed.jaxpr
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        outs = eqn.primitive.bind(*closed.consts, *local, **{**eqn.params, "jaxpr": jaxpr})
+        return [x if dim is None else Share(x, dim) for x, dim in zip(outs, out_dims, strict=True)]
+
+    def _scan(
+        self, eqn: Any, args: Sequence[Any], needed: set[Any], scattered: Mapping[Any, int]
+    ) -> list[Any]:
+        """Runs a scan whose layers are gathered, and whose gradients are summed, one by one."""
+        num_consts, num_carry = consts_and_carries(eqn)
+        first = num_consts + num_carry
+        consts, carry, xs = args[:num_consts], self.whole(args[num_consts:first]), args[first:]
+        held = sum(x.local.size * self._replicas for x in consts if isinstance(x, Share))
+        if held <= self._total / 2:  # else it is the model, as where gradients are accumulated
+            consts = self.whole(consts)
+        xs = [self._whole(x) if isinstance(x, Share) and x.dim == 0 else x for x in xs]
+        dims = [x.dim - 1 if isinstance(x, Share) else None for x in xs]
+        stacked = eqn.outvars[num_carry:]
+        out_dims: list[int | None] = []
+
+        def one(carry: Any, xs: Any) -> Any:
+            layer = [x if d is None else Share(x, d) for x, d in zip(xs, dims, strict=True)]
+            inner = Gathering(self._replicas, self._total, keeps=True)
+            outs = inner._body(eqn.params["jaxpr"], [*consts, *carry, *layer])
+            ys = [
+                y if v in needed else None for v, y in zip(stacked, outs[num_carry:], strict=True)
+            ]
+            for i, v in enumerate(stacked):
+                if (dim := scattered.get(v, 0)) > 0:
+                    ys[i] = Share(scatter(ys[i], dim - 1), dim - 1)
+            out_dims[:] = [y.dim + 1 if isinstance(y, Share) else None for y in ys]
+            return inner.whole(outs[:num_carry]), [
+                y.local if isinstance(y, Share) else y for y in ys
+            ]
+
+        params = {key: eqn.params[key] for key in ("reverse", "length", "unroll")}
+        local = [x.local if isinstance(x, Share) else x for x in xs]
+        carry, ys = jax.lax.scan(one, carry, local, **params)
+        return [
+            *carry,
+            *(y if d is None else Share(y, d) for y, d in zip(ys, out_dims, strict=True)),
+        ]
+
+
+def scatter(array: Any, dim: int) -> Any:
+    """Sums an array over the replicas, and leaves each its share along a dim."""
+    return jax.lax.psum_scatter(array, DATA, scatter_dimension=dim, tiled=True)
+
+
+def without_forwarding(body: Any) -> Any:
+    """Returns a jaxpr that reads an operand itself where an equation only returns it.
+
+    ``nnx.scan`` and ``nnx.remat`` return all variables that they take, most of them unchanged.
+    """
+    jaxpr, same = body.jaxpr, _forwarded(body.jaxpr)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [v if isinstance(v, jex_core.Literal) else same.get(v, v) for v in atoms]
+
+    eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in jaxpr.eqns]
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=read(jaxpr.outvars)), body.consts)
+
+
+def _forwarded(jaxpr: jex_core.Jaxpr) -> dict[Any, Any]:
+    """Returns the results of equations that are one of their operands, with that operand."""
+    same: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        inputs = _forwarded_inputs(eqn)
+        for out, i in zip(eqn.outvars, inputs, strict=False):
+            if i is not None and not isinstance(v := eqn.invars[i], jex_core.Literal):
+                same[out] = same.get(v, v)
+    return same
+
+
+def _forwarded_inputs(eqn: Any) -> list[int | None]:
+    """Returns for each result the number of the operand that it is; None where it is another value."""
+    is_scan = name(eqn) == "scan"
+    body = eqn.params["jaxpr"] if is_scan else called_body(eqn)
+    if body is None or (not is_scan and name(eqn) not in {*_INLINED, "checkpoint"}):
+        return []
+    jaxpr = opened(body)
+    inside = _forwarded(jaxpr)
+    at = {v: i for i, v in enumerate(jaxpr.invars)}
+    outs = [
+        None if isinstance(v, jex_core.Literal) else at.get(inside.get(v, v)) for v in jaxpr.outvars
+    ]
+    if is_scan:
+        num_consts, num_carry = consts_and_carries(eqn)
+        first = num_consts + num_carry
+        carries = [i if i == num_consts + k else None for k, i in enumerate(outs[:num_carry])]
+        return [*carries, *(i if i is not None and i >= first else None for i in outs[num_carry:])]
+    return outs

@@ -1,0 +1,47 @@
+"""Runs some of the equations of a jaxpr, in place of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from distribute_jax.program._jaxprs import ClosedJaxpr, opened
+
+Values = dict[Any, Any]
+"""What the variables of a jaxpr stand for."""
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the variables among operands or results, each once."""
+    return list(dict.fromkeys(v for v in atoms if not isinstance(v, jex_core.Literal)))
+
+
+def value_of(atom: Any, values: Values) -> Any:
+    """Returns what an operand stands for."""
+    if isinstance(atom, jex_core.Literal):
+        literal: Any = atom
+        return jnp.asarray(literal.val, literal.aval.dtype)
+    return values[atom]
+
+
+def run_piece(
+    jaxpr: jex_core.Jaxpr, eqns: Sequence[Any], values: Values, wanted: Iterable[Any]
+) -> None:
+    """Runs some equations, and adds what is wanted of their results to the values."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    outs = [v for v in variables(wanted) if v in made]
+    if not outs and not any(eqn.effects for eqn in eqns):
+        return
+    reads = [v for v in variables(v for eqn in eqns for v in eqn.invars) if v not in made]
+    piece = jaxpr.replace(constvars=[], invars=reads, outvars=outs, eqns=list(eqns))
+    results = jex_core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*(values[v] for v in reads))
+    values.update(zip(outs, results, strict=True))
+
+
+def start(body: Any, args: Sequence[Any]) -> Values:
+    """Returns the values that a jaxpr starts from: its constants and its inputs."""
+    inner, consts = opened(body), getattr(body, "consts", ())
+    return dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))

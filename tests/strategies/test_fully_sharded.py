@@ -1,0 +1,331 @@
+"""``FullyShardedStrategy``: the bits of mirrored state, with an Nth of the model on each device."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def long(value: Any) -> Any:
+    """A case of the exhaustive suite."""
+    return pytest.param(value, marks=pytest.mark.exhaustive)
+
+
+REPLICAS = [4, *map(long, (1, 2, 8))]
+WIDTH, VOCABULARY, LAYERS = 64, 96, 2
+
+
+class Block(nnx.Module):
+    """A residual block of two layers, with dropout."""
+
+    def __init__(self, rate: float, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        new = self.down(nnx.gelu(self.up(self.norm(x))))
+        return x + (new if self.dropout is None else self.dropout(new))
+
+
+class Language(nnx.Module):
+    """Blocks in a loop, in a scan, or in a scan of rematerialised ones; the embedding is tied."""
+
+    def __init__(self, mode: str, rate: float = 0.0) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.mode = mode
+        if mode == "loop":
+            self.blocks: Any = nnx.List([Block(rate, rngs) for _ in range(LAYERS)])
+        else:
+            make = nnx.vmap(lambda rngs: Block(rate, rngs))
+            self.blocks = nnx.split_rngs(splits=LAYERS)(make)(rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        if self.mode == "loop":
+            for block in self.blocks:
+                x = block(x)
+        else:
+            one: Any = lambda x, block: block(x)  # noqa: E731
+            one = nnx.remat(one) if self.mode == "remat" else one
+            x = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        return self.embed.attend(x)
+
+
+class Net(nnx.Module):
+    """A convolution, a batch norm and a head."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(4, WIDTH, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        image = jax.nn.one_hot(tokens % 4, 4)[:, :, None, :] * jnp.ones((1, 1, 4, 1))
+        x = nnx.relu(self.norm(self.conv(image)))
+        return jnp.broadcast_to(self.head(x.mean((1, 2)))[:, None], (*tokens.shape, VOCABULARY))
+
+
+MODELS: dict[str, Callable[[], nnx.Module]] = {
+    "loop": lambda: Language("loop"),
+    "scan": lambda: Language("scan"),
+    "remat": lambda: Language("remat"),
+    "dropout": lambda: Language("remat", 0.1),
+    "convolution": Net,
+}
+
+
+def momentum() -> optax.GradientTransformation:
+    """The optimizer whose bits are promised."""
+    return optax.sgd(0.1, momentum=0.9)
+
+
+def made(
+    strategy: dj.Strategy, make: Callable[[], Any], tx: Callable[[], Any] = momentum
+) -> tuple[Any, nnx.Optimizer[Any]]:
+    """A model and its optimizer."""
+    with strategy.scope():
+        model = make()
+        return model, nnx.Optimizer(model, tx(), wrt=nnx.Param)
+
+
+def update(model: Any, optimizer: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    """The step of one replica, which knows nothing of shares."""
+
+    def loss_fn(model: Any) -> jax.Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets)
+        return dj.compute_average_loss(losses.mean(1))
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
+    optimizer.update(model, grads)
+    return loss
+
+
+def batches(sizes: tuple[int, ...] = (16, 16, 16)) -> list[Any]:
+    """Batches of tokens and what follows them; with fewer tokens XLA multiplies small matrices otherwise."""
+    rng = np.random.default_rng(3)
+    tokens = [rng.integers(0, VOCABULARY, (size, 32)).astype(np.int32) for size in sizes]
+    return [(t, np.roll(t, -1, 1)) for t in tokens]
+
+
+def trained(strategy: dj.Strategy, model: Any, optimizer: Any, sizes: Any = (16, 16, 16)) -> Any:
+    """Losses, and the numbers of the model and the optimizer."""
+
+    def step(tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return update(model, optimizer, tokens, targets)
+
+    losses = [
+        float(strategy.run(step, args=batch))
+        for batch in strategy.distribute_dataset(batches(sizes))
+    ]
+    return losses, values((model, optimizer))
+
+
+def values(tree: Any) -> Any:
+    """The numbers of modules and optimizers; keys as their data."""
+
+    def on_host(x: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(on_host, nnx.to_pure_dict(nnx.state(tree)))
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    """Two nests have the same bits."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
+    differing = [jax.tree_util.keystr(path) for (path, x), y in pairs if not np.array_equal(x, y)]
+    assert not differing
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("name", [*map(long, ("loop", "scan", "dropout", "convolution")), "remat"])
+def test_bits_of_mirrored_state(name: str, replicas: int) -> None:
+    """Three steps end with the bits of MirroredStrategy, on models that loop, scan and rematerialise."""
+    runs = [
+        trained(strategy, *made(strategy, MODELS[name]))
+        for strategy in (
+            dj.MirroredStrategy(list(range(replicas))),
+            dj.FullyShardedStrategy(list(range(replicas))),
+        )
+    ]
+    assert_same_bits(*runs)
+    assert runs[0][0][-1] != runs[0][0][0]
+
+
+def test_every_device_keeps_its_share() -> None:
+    """Parameters and momentum that are large enough take a quarter of their bytes on each of 4 devices."""
+    strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
+    model, optimizer = made(strategy, MODELS["scan"])
+    trained(strategy, model, optimizer)
+    rows = strategy.placement(model)
+    divided = [row for row in rows if row.spec]
+    assert {row.path for row in divided} == {
+        "embed.embedding", "blocks.up.kernel", "blocks.down.kernel",
+    }  # fmt: skip
+    for part in (model, optimizer.opt_state):
+        leaves = jax.tree.leaves(nnx.state(part))
+        kept = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        whole = sum(leaf.nbytes for leaf in leaves if leaf.is_fully_replicated)
+        shares = sum(leaf.nbytes for leaf in leaves if not leaf.is_fully_replicated)
+        assert kept == whole + shares / 4
+        assert shares > whole
+
+
+def program(strategy: dj.Strategy) -> Any:
+    """The last compiled program."""
+    return list(strategy._runner.cache.programs.values())[-1]
+
+
+def collectives(strategy: dj.Strategy) -> Counter[str]:
+    """The collectives of the last program as it is lowered, loop bodies once."""
+    step = program(strategy).step
+    text = jax.jit(step.function).lower(*step.avals).as_text()
+    return Counter(
+        re.findall(r"stablehlo\.(all_gather|reduce_scatter|all_reduce|all_to_all)\b", text)
+    )
+
+
+def test_layers_are_gathered_in_the_scan_and_summed_there() -> None:
+    """A scan of rematerialised blocks gathers each kernel in the body, forward and backward."""
+    strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
+    trained(strategy, *made(strategy, MODELS["remat"]), (16,))
+    # Two kernels forward and, with what rematerialisation computes again, two backward; the embedding is
+    # read by the lookup, and forward and backward where logits are computed from it.
+    found = collectives(strategy)
+    assert (found["all_gather"], found["reduce_scatter"], found["all_to_all"]) == (7, 3, 0)
+
+
+def clipped() -> optax.GradientTransformation:
+    """Clips by the norm of all gradients."""
+    return optax.chain(optax.clip_by_global_norm(0.1), momentum())
+
+
+@pytest.mark.parametrize("tx", [clipped, long(lambda: optax.MultiSteps(momentum(), 2))])
+def test_optimizers_that_see_all_gradients(tx: Callable[[], Any]) -> None:
+    """A norm over all gradients, and gradients collected over steps, are those of mirrored state."""
+    strategies = dj.MirroredStrategy([0, 1]), dj.FullyShardedStrategy([0, 1])
+    runs = [trained(strategy, *made(strategy, MODELS["loop"], tx)) for strategy in strategies]
+    for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_partial_batches_and_several_steps() -> None:
+    """A partial batch, and several steps in one program, leave the bits of mirrored state."""
+    runs = []
+    for strategy in (dj.MirroredStrategy([0, 1, 2, 3]), dj.FullyShardedStrategy([0, 1, 2, 3])):
+        model, optimizer = made(strategy, MODELS["scan"])
+        step = lambda t, y, m=model, o=optimizer: update(m, o, t, y)  # noqa: E731
+        iterator = iter(strategy.distribute_dataset(batches((16, 16, 13, 16))))
+        first = strategy.run_steps(step, iterator, 2)
+        rest = [strategy.run(step, args=batch) for batch in iterator]
+        runs.append((np.asarray(first), list(map(float, rest)), values((model, optimizer))))
+    assert_same_bits(*runs)
+
+
+def test_a_condition_an_average_and_frozen_parameters() -> None:
+    """An update under lax.cond, an average of the parameters, and parameters that no update touches."""
+    runs = []
+    for strategy in (dj.MirroredStrategy([0, 1]), dj.FullyShardedStrategy([0, 1])):
+        with strategy.scope():
+            model = Language("loop")
+            trainable = nnx.All(nnx.Param, nnx.PathContains("blocks"))
+            optimizer = nnx.Optimizer(model, momentum(), wrt=trainable)
+            average = nnx.clone(model)
+
+        def step(
+            tokens: Any, targets: Any, m: Any = model, o: Any = optimizer, a: Any = average
+        ) -> Any:
+            def loss_fn(m: Any) -> jax.Array:
+                losses = optax.softmax_cross_entropy_with_integer_labels(m(tokens), targets)
+                return dj.compute_average_loss(losses.mean(1))
+
+            wrt = nnx.DiffState(0, o.wrt)
+            loss, grads = nnx.value_and_grad(loss_fn, argnums=wrt)(m)
+            loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
+            nnx.cond(loss > 0, lambda m, o: [o.update(m, grads)][:0], lambda m, o: [], m, o)
+            mixed = jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, nnx.state(a), nnx.state(m))
+            nnx.update(a, mixed)
+            return loss
+
+        losses = [float(strategy.run(step, args=b)) for b in strategy.distribute_dataset(batches())]
+        runs.append((losses, values((model, optimizer, average))))
+    assert_same_bits(*runs)
+
+
+@pytest.mark.exhaustive
+def test_verify_compares_with_one_device_and_finds_a_mean() -> None:
+    """verify="first" passes for a right step, and refuses sums of means, as with mirrored state."""
+    strategy = dj.FullyShardedStrategy([0, 1])
+    model, optimizer = made(strategy, MODELS["loop"])
+    options = dj.RunOptions(verify="first")
+    [batch] = strategy.distribute_dataset(batches((16,)))
+    strategy.run(lambda t, y: update(model, optimizer, t, y), args=batch, options=options)
+
+    def wrong(tokens: jax.Array, targets: jax.Array) -> None:
+        def loss_fn(model: Any) -> jax.Array:
+            losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets)
+            return losses.mean()
+
+        grads = nnx.grad(loss_fn)(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+
+    with pytest.raises(dj.NotEqualError, match="is not the step on one device"):
+        strategy.run(wrong, args=batch, options=options)
+
+
+LAYOUTS: dict[str, Callable[[], dj.Strategy]] = {
+    "mirrored": lambda: dj.MirroredStrategy([0, 1, 2, 3]),
+    "sharded update": lambda: dj.MirroredStrategy([0, 1], shard_optimizer_state=True),
+    "one device": lambda: dj.OneDeviceStrategy(0),
+    "fewer": lambda: dj.FullyShardedStrategy([0, 1]),
+    "more": lambda: dj.FullyShardedStrategy(list(range(8))),
+}
+
+
+def test_checkpoints_go_into_any_other_layout(tmp_path: Path) -> None:
+    """What is saved on 4 devices is restored on 1, 2, 4 and 8, mirrored or divided, bit by bit."""
+    strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
+    model, optimizer = made(strategy, MODELS["scan"])
+    _, expected = trained(strategy, model, optimizer)
+    manager = dj.CheckpointManager(tmp_path)
+    manager.save(1, {"model": model, "optimizer": optimizer})
+    for make in LAYOUTS.values():
+        other = make()
+        model, optimizer = made(other, MODELS["scan"])
+        manager.restore(1, {"model": model, "optimizer": optimizer})
+        assert_same_bits(values((model, optimizer)), expected)
+        trained(other, model, optimizer, (16,))
+
+
+def test_a_model_that_cannot_be_divided_is_refused() -> None:
+    """Where no parameter divides, the message names them; small models are just whole."""
+    strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
+    with strategy.scope():
+        layer = nnx.Linear(33, 35, rngs=nnx.Rngs(0))
+        small = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    message = r"(?s)can divide none.*layer\.kernel: \[33, 35\].*multiples of 4"
+    with pytest.raises(ValueError, match=message):
+        strategy.run(lambda: layer(jnp.ones((1, 33))).sum())
+    strategy.run(lambda: small(jnp.ones((1, 3))).sum())
+    whys = {row.path: row.why for row in strategy.placement(layer)}
+    assert whys["kernel"] == "no dim is a multiple of 4"
+    assert whys["bias"] == "less than 1024 elements"
+    with pytest.raises(ValueError, match=r"holds no nnx\.Variable"):
+        strategy.placement([3])
