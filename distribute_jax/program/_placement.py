@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, num_replicas
-from distribute_jax._messages import is_key, listed
+from distribute_jax._messages import listed
 from distribute_jax.program._aggregation import keeps_own_values
 
 LEAST_ELEMENTS = 1024
@@ -75,7 +76,7 @@ class Placement:
             return row("each replica has its value")
         if not isinstance(variable, self.shared):
             return row("mirrored")
-        if is_key(leaf):
+        if _is_key(leaf):
             return row("a random key")
         if moved_at_once(shape) < LEAST_ELEMENTS:
             return row(f"less than {LEAST_ELEMENTS} elements")
@@ -143,5 +144,10 @@ def data_dim(spec: PartitionSpec) -> int | None:
 
 def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
     """Returns the sharding of the shares of an array; None where it stays replicated."""
-    dim = None if is_key(value) else share_dim(jnp.shape(value), num_replicas(mesh))
+    dim = None if _is_key(value) else share_dim(jnp.shape(value), num_replicas(mesh))
     return None if dim is None else NamedSharding(mesh, share_spec(dim))
+
+
+def _is_key(leaf: Any) -> bool:
+    """Returns whether an array, or what stands for one, is of random keys."""
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.extended)
