@@ -65,9 +65,12 @@ from distribute_jax.data import (
 )
 from distribute_jax.processes import ClusterOptions, is_chief, report_step
 from distribute_jax.program import (
+    PlanTable,
     ReplicaContext,
     RunOptions,
+    StepPlan,
     per_example,
+    plan,
     register_aggregation,
     same_on_all_replicas,
     snapshot,
@@ -174,6 +177,7 @@ __all__ = [
     "PerReplicaAttributeError",
     "PerReplicaError",
     "PerReplicaTypeError",
+    "PlanTable",
     "ProcessFailedError",
     "ProcessesDifferError",
     "ReduceOp",
@@ -184,6 +188,7 @@ __all__ = [
     "ServiceError",
     "StaleCaptureError",
     "StepFailedError",
+    "StepPlan",
     "Strategy",
     "TFConfigError",
     "TPUStrategy",
@@ -212,6 +217,7 @@ __all__ = [
     "losses",
     "metrics",
     "per_example",
+    "plan",
     "register_aggregation",
     "report_step",
     "same_on_all_replicas",

@@ -132,6 +132,25 @@ def is_between_steps() -> bool:
     return _stack.batches_taken == 1
 
 
+_show_program: list[Callable[[Callable[[int | None], Any]], None]] = []
+
+
+@contextmanager
+def showing_first_program(show: Callable[[Callable[[int | None], Any]], None]) -> Iterator[None]:
+    """Calls ``show`` in place of compiling the next step, with what plans that for a number of replicas."""
+    _show_program.append(show)
+    try:
+        yield
+    finally:
+        _show_program.clear()
+
+
+def show_program(plan: Callable[[int | None], Any]) -> None:
+    """Shows a step that is about to be compiled, if that was asked for."""
+    if _show_program:
+        _show_program.pop()(plan)
+
+
 def require_loop(method: str) -> None:
     """Raises in a thread that reads batches ahead of the loop, which would wait for the loop itself."""
     if _stack.reads_ahead:

@@ -37,6 +37,12 @@ def replica_mesh(devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]])
     return Mesh(grid.reshape(len(grid), *cores), (DATA, *names), axis_types=kinds)
 
 
+def with_replicas(mesh: Mesh, replicas: int) -> Mesh:
+    """Returns a mesh like this one, of any number of replicas, whose devices need not be there."""
+    sizes = tuple(replicas if name == DATA else size for name, size in mesh.shape.items())
+    return cast("Mesh", AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types))
+
+
 def factors(number: int) -> list[int]:
     """Returns the prime factors of a number from small to large; none of 1."""
     least = next((i for i in range(2, number + 1) if number % i == 0), None)

@@ -1,4 +1,4 @@
-"""The command ``distribute-jax``: ``launch``, ``doctor`` and ``demo``."""
+"""The command ``distribute-jax``: ``launch``, ``plan``, ``doctor`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from distribute_jax._errors import DistributeError
-from distribute_jax.cli import _demo, _doctor, _launch
+from distribute_jax.cli import _demo, _doctor, _launch, _plan
 from distribute_jax.launch import say
 
 __all__ = ["main"]
@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the name of the command; that of this process if None.
     """
     parser = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
-    commands = parser.add_subparsers(required=True, metavar="{launch,doctor,demo}")
-    for command in (_launch, _doctor, _demo):
+    commands = parser.add_subparsers(required=True, metavar="{launch,plan,doctor,demo}")
+    for command in (_launch, _plan, _doctor, _demo):
         command.add_to(commands)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of all commands
@@ -35,4 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-_DESCRIPTION = "Starts training programs in many processes, and finds out why they do not start."
+_DESCRIPTION = (
+    "Starts training programs in many processes, plans them, and finds out why they do not start."
+)

@@ -61,7 +61,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Launches the program and returns the exit code of the job."""
-    _check_program(options.program, is_module=options.module)
+    check_program(options.program, is_module=options.module)
     program = ["-m", options.program] if options.module else [options.program]
     return supervise(
         [sys.executable, *program, *options.arguments],
@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
     )
 
 
-def _check_program(program: str, *, is_module: bool) -> None:
+def check_program(program: str, *, is_module: bool, command: str = "launch") -> None:
+    """Raises if there is no such program."""
     path = Path(program)
     missing = ""
     if is_module:
@@ -87,8 +88,8 @@ def _check_program(program: str, *, is_module: bool) -> None:
         missing = f"no file {program!r} in {Path.cwd()}"
     if missing:
         raise ArgumentError(
-            f"launch: there is {missing}. Give the path of a Python script, or the name of a module behind "
-            "-m; options of the launcher come before it."
+            f"{command}: there is {missing}. Give the path of a Python script, or the name of a module "
+            f"behind -m; options of {command} come before it."
         )
 
 

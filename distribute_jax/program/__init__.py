@@ -9,6 +9,12 @@ state and results are combined, ``_lowerings`` and ``_layout`` make a program fo
 """
 
 from distribute_jax.program._aggregation import Combine, register_aggregation
+from distribute_jax.program._ahead_of_time import (
+    Collective,
+    PlanTable,
+    StepPlan,
+    plan,
+)
 from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
 from distribute_jax.program._options import RunOptions, library_options
@@ -21,21 +27,25 @@ from distribute_jax.program._snapshot import snapshot
 from distribute_jax.program._state_placement import ParameterDevice, Replicas
 
 __all__ = [
+    "Collective",
     "Combine",
     "MergeRule",
     "MergedValues",
     "ParameterDevice",
     "PlacedLeaf",
+    "PlanTable",
     "ReplicaContext",
     "Replicas",
     "RunOptions",
     "Runner",
+    "StepPlan",
     "is_runtime_failure",
     "library_options",
     "moments_combined",
     "one_at_a_time",
     "path_text",
     "per_example",
+    "plan",
     "register_aggregation",
     "register_merge",
     "same_on_all_replicas",

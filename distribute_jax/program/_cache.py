@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from distribute_jax._errors import ArgumentError, LoweringError
+from distribute_jax import _context
+from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._user_frames import warn_user
 from distribute_jax.processes import COMPILING, doing
 from distribute_jax.program._across_processes import Calls, agree_on_values, check_same_program
+from distribute_jax.program._ahead_of_time import StepPlan, plan_step
 from distribute_jax.program._arguments import Arguments, check_function
 from distribute_jax.program._binding import (
     Binding,
@@ -32,7 +34,7 @@ from distribute_jax.program._state_placement import (
     divide_state,
     place_state,
 )
-from distribute_jax.program._trace import Call, give_first_values
+from distribute_jax.program._trace import Call, give_first_values, made_again
 from distribute_jax.program._trace_errors import compilable, step_name
 
 _MOST_PROGRAMS = 64
@@ -41,12 +43,6 @@ _WHOLE = """\
 RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
 share the state of optimizers. Use RunOptions(lowering="shard_map"), the default, or make the strategy \
 without shard_optimizer_state=True."""
-
-
-_MADE_AGAIN = """\
-The step makes the variables {names} each time that it is traced. A step may make variables in its first \
-run only: make them once, as with `if self.v is None: self.v = dj.Variable(0.0)`, or before, under \
-strategy.scope()."""
 
 
 class Request:
@@ -93,11 +89,18 @@ class ProgramCache:
         """Returns what is traced for a request."""
         return Call(request.fn, binding, request.arguments, self._strategy, self._replicas.mesh)
 
+    def plan(
+        self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, number: int | None
+    ) -> StepPlan:
+        """Compiles a step for a number of replicas, without running it."""
+        return plan_step(self._strategy, self._replicas, fn, arguments, options, number)
+
     def bind(self, request: Request, *, warn: bool = True, may_create: bool = True) -> BoundProgram:
         """Binds a program to what a call reaches, and builds it where none serves it."""
         fn, arguments, head = request.fn, request.arguments, request.head
         name = step_name(fn)
         check_function(fn)
+        _context.show_program(functools.partial(self.plan, fn, arguments, request.options))
         self.forget_dead()
         binding = Binding(fn, arguments)
         check_leaked_tracers(binding)
@@ -196,8 +199,7 @@ class ProgramCache:
         arrays = self._execute(entry, entry.flat_inputs(request.values, call.arguments))
         give_first_values(created, entry.wrap(arrays))
         if not may_create:
-            names = ", ".join(str(variable.name) for variable in created)
-            raise ArgumentError(_MADE_AGAIN.format(names=names))
+            raise made_again(created)
 
     def forget_dead(self) -> None:
         """Removes what no call can use again: a model that it was compiled for is gone."""

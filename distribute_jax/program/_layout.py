@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax import export
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 
@@ -18,7 +20,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
 from distribute_jax.program._jaxprs import ClosedJaxpr
 from distribute_jax.program._plan import Plan
-from distribute_jax.program._trace import Call, Traced, abstract
+from distribute_jax.program._trace import Call, Traced, abstract, global_value
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
 """Returns the function that a jaxpr is."""
@@ -93,6 +95,28 @@ def _step_shardings(
     )
 
 
+class AheadOfTime:
+    """Compiles for the devices of an abstract mesh, as many as there are, on one that is here."""
+
+    def __init__(self, device: jax.Device) -> None:
+        self.device = device
+        self.compiled: Any = None
+        self.times = [time.perf_counter()]
+        """When it began, was traced, lowered and compiled."""
+
+    def compile(self, traced: Any, devices: int, options: dict[str, bool | str] | None) -> Any:
+        """Lowers and compiles what ``jax.jit`` has traced."""
+        platform = self.device.platform
+        if platform == "gpu":  # which is cuda or rocm
+            platform = export.default_export_platform()
+        self.times.append(time.perf_counter())
+        lowered = traced.lower(lowering_platforms=(platform,))
+        self.times.append(time.perf_counter())
+        self.compiled = lowered.compile(options, device_assignment=(self.device,) * devices)
+        self.times.append(time.perf_counter())
+        return self.compiled
+
+
 @dataclass(frozen=True, eq=False)
 class FlatStep:
     """A step as a function of flat arrays, and what to compile it for."""
@@ -107,6 +131,14 @@ class FlatStep:
     """The inputs whose memory the outputs may take."""
     runs_once: bool = False
     """Whether compiling takes longer than running."""
+    ahead: AheadOfTime | None = None
+    """What compiles it if the mesh is abstract."""
+
+    @property
+    def platform(self) -> str:
+        """The kind of devices to compile for."""
+        device = self.ahead.device if self.ahead else self.mesh.devices.flat[0]
+        return str(device.platform)
 
 
 def flat_step(
@@ -159,7 +191,7 @@ def flat_step(
 
 def _input_avals(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """Returns the abstract value of each flat global input."""
-    values: list[Any] = [v.get_raw_value() for v in call.binding.variables]
+    values: list[Any] = [global_value(v, call.mesh) for v in call.binding.variables]
     values += arrays
     values += [v.global_array if isinstance(v, PerReplica) else v for v in call.arguments.data]
     avals: list[Any] = jax.tree.leaves([abstract(value) for value in values])

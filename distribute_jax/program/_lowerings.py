@@ -44,6 +44,9 @@ def compile_for_mesh(
         out_shardings=step.shardings.out_shardings(step.mesh),
         donate_argnums=tuple(step.donated),
     )
+    if step.ahead is not None:
+        ahead: Compiled = step.ahead.compile(jitted.trace(*step.avals), step.mesh.size, options)
+        return ahead
     compiled: Compiled = with_packed_numbers(jitted.lower(*step.avals).compile(options), step.avals)
     return compiled
 
@@ -70,7 +73,7 @@ def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
     and 0.12). Without it the CPU adds bfloat16 itself.
     """
     mesh, options = step.mesh, dict[str, bool | str]()
-    if mesh.devices.flat[0].platform == "cpu":
+    if step.platform == "cpu":
         if mesh.size > num_replicas(mesh):
             options["xla_disable_hlo_passes"] = "all-reduce-promotion"
         if step.runs_once:

@@ -14,7 +14,13 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import StepFailedError
 from distribute_jax._messages import error_text, listed
-from distribute_jax.program._layout import FlatStep, by_equation, flat_step, in_one_equation
+from distribute_jax.program._layout import (
+    AheadOfTime,
+    FlatStep,
+    by_equation,
+    flat_step,
+    in_one_equation,
+)
 from distribute_jax.program._lowerings import (
     COMPILERS,
     Compile,
@@ -110,8 +116,10 @@ class Program:
         return self.traced.results
 
 
-def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
-    """Traces, proves, lowers and compiles a step."""
+def build(
+    call: Call, options: RunOptions, replicas: Replicas, ahead: AheadOfTime | None = None
+) -> Program:
+    """Traces, proves, lowers and compiles a step; ``ahead`` of time if the mesh is abstract."""
     compile_, arrays = COMPILERS[options.lowering], call.binding.captured()
     is_jit = options.lowering == "shard_map"
     traced = trace(call)
@@ -126,7 +134,7 @@ def build(call: Call, options: RunOptions, replicas: Replicas) -> Program:
     if options.donate_state and is_jit and _can_donate(traced):
         donated_state = len(traced.old_inputs)
     more = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
-    step = replace(step, donated=(*range(donated_state), *more))
+    step = replace(step, donated=(*range(donated_state), *more), ahead=ahead)
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     if shares:

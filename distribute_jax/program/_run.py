@@ -12,8 +12,10 @@ from typing import Any
 import jax
 
 from distribute_jax._messages import StepFunction
+from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
+from distribute_jax.program._ahead_of_time import StepPlan
 from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
@@ -100,6 +102,24 @@ class Runner:
             entry = self.entry(request)
             with self.cache.tracing(request):
                 return find_non_batched_results(self.cache.call(request, entry.binding), entry)
+
+    def plan(
+        self,
+        fn: StepFunction,
+        args: Any,
+        kwargs: Any,
+        options: RunOptions | None,
+        number: int | None,
+    ) -> StepPlan:
+        """Compiles a step for a number of replicas, without running it."""
+        check_call(args, kwargs, call="strategy.plan(step")
+        options = checked_run_options(options)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica))
+        # The batch may be distributed by another strategy: its shares are what counts.
+        mesh = next((x.mesh for x in leaves if isinstance(x, PerReplica)), self._mesh)
+        with one_at_a_time:
+            arguments = take_apart(tuple(args), kwargs or {}, mesh)
+            return self.cache.plan(without_jit(fn), arguments, options, number)
 
     def programs(self) -> int:
         """Counts the compiled programs that are kept for objects still alive."""

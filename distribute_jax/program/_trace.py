@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import StaleCaptureError
+from distribute_jax._errors import ArgumentError, StaleCaptureError
 from distribute_jax._jax_private import adopt, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._messages import is_key, leaf_text, listed
@@ -107,6 +107,17 @@ class Call:
         return abstract(value)
 
 
+class StandIn:
+    """Stands in for a strategy while its step is traced for another number of replicas."""
+
+    def __init__(self, strategy: Any, replicas: int) -> None:
+        self.stands_for = strategy
+        self.num_replicas_in_sync = replicas
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stands_for, name)
+
+
 def abstract(value: Any) -> Any:
     """Returns shape, dtype and weakness of an array; numbers and nests stay what they are."""
 
@@ -117,6 +128,14 @@ def abstract(value: Any) -> Any:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype(leaf), weak_type=weak)
 
     return jax.tree.map(one, value)
+
+
+def global_value(variable: nnx.Variable[Any], mesh: Mesh) -> Any:
+    """Returns the abstract raw value of a variable on all replicas of a mesh."""
+    raw = abstract(variable.get_raw_value())
+    if not keeps_own_values(variable):
+        return raw
+    return jax.ShapeDtypeStruct((num_replicas(mesh), *raw.shape[1:]), raw.dtype)
 
 
 def own_value(variable: nnx.Variable[Any]) -> Any:
@@ -305,6 +324,17 @@ def give_first_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
     adopt(variables)
     pairs = zip(variables, values, strict=True)
     write_raw(variables, [_raw(variable, value) for variable, value in pairs])
+
+
+_MADE_AGAIN = """\
+The step makes the variables {names} each time that it is traced. A step may make variables in its first \
+run only: make them once, as with `if self.v is None: self.v = dj.Variable(0.0)`, or before, under \
+strategy.scope()."""
+
+
+def made_again(created: Sequence[Any]) -> ArgumentError:
+    """Returns the error of a step that makes variables in its second trace as well."""
+    return ArgumentError(_MADE_AGAIN.format(names=", ".join(str(v.name) for v in created)))
 
 
 def _raw(variable: Any, value: Any) -> Any:

@@ -47,7 +47,7 @@ from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._program import build
 from distribute_jax.program._result_rows import per_example_results
 from distribute_jax.program._state_placement import Replicas
-from distribute_jax.program._trace import Call
+from distribute_jax.program._trace import Call, StandIn
 from distribute_jax.program._verify_float64 import in_float64
 from distribute_jax.program._verify_outputs import (
     as_read,
@@ -91,18 +91,6 @@ _TOO_SMALL = (
 )
 
 _log = logging.getLogger("distribute_jax")
-
-
-class _OneReplica:
-    """Stands in for a strategy while its step runs on one device."""
-
-    num_replicas_in_sync = 1
-
-    def __init__(self, strategy: Any) -> None:
-        self.stands_for = strategy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stands_for, name)
 
 
 def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunOptions) -> bool:
@@ -369,7 +357,7 @@ def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]
     mesh = first_replica(call.mesh)
     batches = [_global_batch(value, mesh) for value in call.arguments.data]
     arguments = call.arguments.with_data(batches)
-    strategy = _OneReplica(call.strategy)
+    strategy = StandIn(call.strategy, 1)
     single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
     shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
     programs = entry.program.on_one_device

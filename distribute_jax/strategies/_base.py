@@ -26,6 +26,7 @@ from distribute_jax.program import (
     Replicas,
     Runner,
     RunOptions,
+    StepPlan,
     path_text,
 )
 from distribute_jax.strategies._cross_replica import (
@@ -106,9 +107,10 @@ class Strategy(InputMethods, OlderNames):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are combined."""
         top = _context.entered()
-        # A step that is compared with one device runs there as one replica.
-        alone = top is not None and getattr(top.strategy, "stands_for", None) is self
-        return 1 if alone else num_replicas(self._mesh)
+        # A step that is compared with one device runs there as one replica, and plans are for any number.
+        if top is not None and getattr(top.strategy, "stands_for", None) is self:
+            return int(top.strategy.num_replicas_in_sync)
+        return num_replicas(self._mesh)
 
     @property
     def cluster_resolver(self) -> Any:
@@ -269,6 +271,45 @@ class Strategy(InputMethods, OlderNames):
                 "model, or (model, optimizer)."
             )
         return self._replicas.placement.rows(*zip(*named, strict=True))
+
+    @final
+    @frames_hidden
+    def plan(
+        self,
+        step: StepFunction,
+        args: tuple[Any, ...] = (),
+        kwargs: Kwargs | None = None,
+        options: RunOptions | None = None,
+        *,
+        replicas: int | None = None,
+    ) -> StepPlan:
+        """Compiles a step for any number of replicas, and returns what it takes; nothing runs.
+
+        The variables that the step reaches keep their values and their places. The devices of the
+        replicas need not be there: XLA compiles for the kind of device that the strategy has.
+
+        Args:
+            step: the step of one replica, as for :meth:`run`.
+            args: positional arguments. A batch keeps its size for each replica.
+            kwargs: keyword arguments, likewise.
+            options: how to compile and check.
+            replicas: the number of replicas; those of the strategy if None.
+
+        Returns:
+            Bytes on each device, collectives and placements, which ``print`` shows as a table.
+
+        Raises:
+            ValueError: as for :meth:`run`; or ``replicas`` is not a positive int.
+
+        Example:
+            >>> import distribute_jax as dj, jax.numpy as jnp
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> plan = strategy.plan(lambda x: 2 * x, args=(jnp.ones(256),), replicas=64)
+            >>> plan.replicas, plan.argument_bytes
+            (64, 1024)
+        """
+        self._enter_program("strategy.plan")
+        return self._runner.plan(step, args, kwargs, options, replicas)
 
     def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""

@@ -1,0 +1,62 @@
+"""``distribute-jax plan``: what the first step of a program takes on each device, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distribute_jax import _context
+from distribute_jax.cli._launch import check_program
+from distribute_jax.launch import say
+from distribute_jax.program import PlanTable, StepPlan
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser."""
+    text = "print what the first step of a program takes on each device, without running it"
+    command = commands.add_parser("plan", help=text, description=_DESCRIPTION, allow_abbrev=False)
+    command.set_defaults(run=run, command=command)
+    add = command.add_argument
+    add(
+        "--replicas",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(),
+        metavar="N,…",
+        help="numbers of replicas, as 8,64,1024 (those of the program's strategy)",
+    )
+    add(
+        "--memory", type=float, metavar="GIB", help="memory of one device, to print which plans fit"
+    )
+    add("-m", dest="module", action="store_true", help="run the program as a module")
+    add("program", help="a Python script, or a module with -m")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the program up to its first step, and prints the plan of that."""
+    check_program(options.program, is_module=options.module, command="plan")
+    memory = None if options.memory is None else int(options.memory * 2**30)
+
+    def show(plan: Callable[[int | None], StepPlan]) -> NoReturn:
+        plans = [plan(number) for number in options.replicas or (None,)]
+        print(plans[0] if len(plans) == 1 and memory is None else PlanTable(tuple(plans), memory))
+        raise SystemExit(0)
+
+    sys.argv = [options.program, *options.arguments]
+    sys.path.insert(0, "" if options.module else str(Path(options.program).resolve().parent))
+    with _context.showing_first_program(show):
+        runner: Any = runpy.run_module if options.module else runpy.run_path
+        runner(options.program, run_name="__main__")
+    say(f"plan: {options.program} has ended without a call of strategy.run.")
+    return 1
+
+
+_DESCRIPTION = """\
+Runs a program up to its first strategy.run, or to the first step of fit, compiles that step without running
+it, and prints the bytes, collectives and seconds that it takes on each device. The devices of the replicas
+need not be there.
+"""

@@ -1,0 +1,353 @@
+"""Plans: what a step takes on each device, for any number of replicas, compiled and not run.
+
+The step goes the way of ``run``, through ``build``, with an abstract mesh in place of the strategy's and
+abstract values in place of the state and the batch. XLA compiles it for as many devices as there would be,
+of which each is this process's first, so that no other has to be there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from distribute_jax._errors import LoweringError
+from distribute_jax._jax_private import adopt, write_raw
+from distribute_jax._mesh import num_replicas, outside_mesh, with_replicas
+from distribute_jax._messages import check_int
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._aggregation import keeps_own_values
+from distribute_jax.program._arguments import Arguments, check_function
+from distribute_jax.program._binding import Binding, check_leaked_tracers, contents_of, restore
+from distribute_jax.program._layout import AheadOfTime
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._placement import PlacedLeaf
+from distribute_jax.program._program import Program, build
+from distribute_jax.program._state_placement import Replicas
+from distribute_jax.program._trace import Call, StandIn, abstract, made_again, own_value
+from distribute_jax.program._trace_errors import compilable, step_name
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind in a compiled step."""
+
+    kind: str
+    """As XLA calls it, such as ``"all-reduce"``."""
+    number: int
+    """How many there are in the program; one in a loop counts once."""
+    bytes: int
+    """What all of them leave on each device, once around a loop."""
+    in_loop: bool
+    """Whether they are in the body of a loop, as of ``nnx.scan``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What a step takes on each device, found out by compiling it; ``str`` shows it as a table.
+
+    Bytes are those of one device, as XLA counts them for the platform that it was compiled for.
+    """
+
+    step: str
+    """The name of the step's function."""
+    strategy: str
+    """The strategy's class, and how it divides state."""
+    replicas: int
+    """The number of replicas that it was compiled for."""
+    platform: str
+    """What it was compiled for, such as ``"cpu"``; temporaries and collectives depend on it."""
+    state_bytes: Mapping[str, int]
+    """Bytes of the variables that the step reaches: ``parameters``, ``optimizer`` and ``other``."""
+    argument_bytes: int
+    """Bytes of state and batch that the program takes."""
+    temporary_bytes: int
+    """Bytes that it needs while it runs: activations, gradients, what is gathered."""
+    output_bytes: int
+    """Bytes of new state and results."""
+    alias_bytes: int
+    """Bytes of these outputs that take the place of arguments."""
+    flops: float
+    """Operations of one device, with the body of a loop once."""
+    collectives: tuple[Collective, ...]
+    """What the devices send each other."""
+    placements: tuple[PlacedLeaf, ...]
+    """Where each array of the state is, as ``strategy.placement`` has it."""
+    seconds: Mapping[str, float]
+    """How long it took to ``trace``, ``lower`` and ``compile`` the step."""
+
+    @property
+    def device_bytes(self) -> int:
+        """The memory that the step needs on each device: arguments, temporaries and new outputs."""
+        new = self.output_bytes - self.alias_bytes
+        return self.argument_bytes + self.temporary_bytes + new
+
+    def __str__(self) -> str:
+        state = ", ".join(f"{kind} {_size(size)}" for kind, size in self.state_bytes.items())
+        seconds = ", ".join(f"{stage} {time:.1f}" for stage, time in self.seconds.items())
+        rows = [
+            ("state", f"{_size(sum(self.state_bytes.values()))}: {state}"),
+            ("arguments", _size(self.argument_bytes)),
+            ("temporaries", _size(self.temporary_bytes)),
+            ("outputs", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it in place"),
+            ("total", _size(self.device_bytes)),
+            ("flops", f"{self.flops:.3g}"),
+            *((c.kind + " in a loop" * c.in_loop, f"{c.number}: {_size(c.bytes)}") for c in self.collectives),
+            ("state divided", _divided(self.placements)),
+            ("seconds", seconds),
+        ]  # fmt: skip
+        title = f"{self.step}: {self.strategy}, {self.replicas} replicas; on each {self.platform} device"
+        return "\n".join([title, *_aligned(rows)])
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """Plans of one step under several strategies and numbers of replicas; ``str`` shows them in rows."""
+
+    plans: tuple[StepPlan, ...]
+    """The plans, by strategy and then by number of replicas."""
+    device_memory_bytes: int | None = None
+    """The memory of one device, if it was given."""
+
+    @property
+    def fitting(self) -> tuple[StepPlan, ...]:
+        """The plans that fit in the memory of a device; all of them if it was not given."""
+        memory = self.device_memory_bytes
+        return tuple(p for p in self.plans if memory is None or p.device_bytes <= memory)
+
+    def __str__(self) -> str:
+        head = (
+            "strategy",
+            "replicas",
+            "state",
+            "arguments",
+            "temporaries",
+            "total",
+            "collectives",
+        )
+        rows = [head, *map(_row, self.plans)]
+        if self.device_memory_bytes is not None:
+            fits = [plan in self.fitting for plan in self.plans]
+            marks = [
+                f"fits {_size(self.device_memory_bytes)}",
+                *("yes" if f else "no" for f in fits),
+            ]
+            rows = [(*row, mark) for row, mark in zip(rows, marks, strict=True)]
+        return "\n".join(_aligned(rows))
+
+
+def _row(plan: StepPlan) -> tuple[str, ...]:
+    sizes = (
+        sum(plan.state_bytes.values()), plan.argument_bytes, plan.temporary_bytes, plan.device_bytes,
+        sum(collective.bytes for collective in plan.collectives),
+    )  # fmt: skip
+    return plan.strategy, str(plan.replicas), *map(_size, sizes)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _size(count: int) -> str:
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while value >= 1024 and (larger := next(units, None)):
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
+def _divided(placements: Sequence[PlacedLeaf]) -> str:
+    whole = Counter(leaf.why for leaf in placements if not leaf.spec)
+    reasons = "".join(f"; {why}: {number}" for why, number in whole.items())
+    return f"{len(placements) - whole.total()} of {len(placements)} arrays{reasons}"
+
+
+def plan(
+    step: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    options: RunOptions | None = None,
+    *,
+    strategies: Iterable[Any],
+    replicas: Iterable[int] = (8, 64, 1024),
+    device_memory_bytes: int | None = None,
+) -> PlanTable:
+    """Plans a step under several strategies and numbers of replicas, and runs none of them.
+
+    Args:
+        step: the step of one replica, as for ``strategy.run``.
+        args: positional arguments; a batch keeps its size for each replica.
+        kwargs: keyword arguments.
+        options: how to compile.
+        strategies: the strategies to compare; a batch may be distributed by any of them.
+        replicas: the numbers of replicas; no more devices than one have to be there.
+        device_memory_bytes: the memory of one device, to see in the table what fits.
+
+    Returns:
+        The plans, which ``print`` shows as a table.
+
+    Raises:
+        ValueError: as for ``strategy.plan``.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> strategy = dj.OneDeviceStrategy("cpu:0")
+        >>> table = dj.plan(lambda x: x * 2, (jnp.ones(256),), strategies=[strategy], replicas=(1, 64))
+        >>> [plan.argument_bytes for plan in table.plans]
+        [1024, 1024]
+    """
+    numbers = list(replicas)
+    plans = [
+        strategy.plan(step, args, kwargs, options, replicas=number)
+        for strategy in strategies
+        for number in numbers
+    ]
+    return PlanTable(tuple(plans), device_memory_bytes)
+
+
+def plan_step(
+    strategy: Any,
+    replicas: Replicas,
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    options: RunOptions,
+    number: int | None,
+) -> StepPlan:
+    """Compiles a step for a number of replicas; variables and what they hold stay as they are."""
+    if options.lowering == "pmap":
+        raise LoweringError(
+            'strategy.plan: what RunOptions(lowering="pmap") compiles is made when it runs. Leave it out.'
+        )
+    check_function(fn)
+    number = num_replicas(replicas.mesh) if number is None else check_int("replicas", number)
+    mesh = with_replicas(replicas.mesh, number)
+    local = [d for d in replicas.mesh.devices.flat if d.process_index == jax.process_index()]
+    data = [_on_replicas(value, mesh) for value in arguments.data]
+    arguments = arguments.with_data(data)
+    abstract_replicas = replace(replicas, mesh=mesh, parameter_device=None)
+    binding = Binding(fn, arguments)
+    tables = [vars(node) for ref in binding.nodes if (node := ref()) is not None]
+    contents = contents_of([*binding.watch.containers, *tables])
+    try:
+        with outside_mesh(), compilable(step_name(fn)):
+            for may_create in (True, False):
+                check_leaked_tracers(binding)
+                ahead = AheadOfTime(local[0])
+                call = Call(fn, binding, arguments, StandIn(strategy, number), mesh)
+                program = build(call, options, abstract_replicas, ahead)
+                if not program.traced.created:
+                    break
+                if not may_create:
+                    raise made_again(program.traced.created)
+                _give_shapes(program.traced.created, number)
+                binding = Binding(fn, arguments)
+            return _planned(strategy, call, program, ahead, abstract_replicas)
+    finally:
+        restore(contents)
+
+
+def _on_replicas(value: Any, mesh: Any) -> Any:
+    """Returns a batch as that of as many replicas as a mesh has, each with as much as now."""
+    if not isinstance(value, PerReplica):
+        return value
+    number, shape = num_replicas(mesh), value.part_shape
+    joined = value.layout is Layout.JOINED
+    shape = (number * shape[0], *shape[1:]) if joined else (number, *shape)
+    array: Any = jax.ShapeDtypeStruct(shape, value.dtype)
+    return PerReplica(array, mesh, layout=value.layout, counts=value.counts)
+
+
+def _give_shapes(created: Sequence[nnx.Variable[Any]], number: int) -> None:
+    """Lets variables that a step made when it was traced hold shapes, in place of first values."""
+    adopt(created)
+    for variable in created:
+        raw = abstract(variable.get_raw_value())
+        if keeps_own_values(variable):
+            raw = jax.ShapeDtypeStruct((number, *raw.shape), raw.dtype)
+        write_raw([variable], [raw])
+
+
+def _planned(
+    strategy: Any, call: Call, program: Program, ahead: AheadOfTime, replicas: Replicas
+) -> StepPlan:
+    """Puts together what is known of a compiled program."""
+    binding = call.binding
+    placements = replicas.placement.rows(binding.names, binding.variables)
+    rows = iter(placements)
+    state = Counter({"parameters": 0, "optimizer": 0, "other": 0})
+    for variable in binding.variables:
+        for leaf in jax.tree.leaves(own_value(variable)):
+            sharding = NamedSharding(call.mesh, next(rows).spec)
+            local = sharding.shard_shape(jnp.shape(leaf))
+            state[_kind(variable)] += prod(local) * getattr(leaf, "dtype", jnp.int32.dtype).itemsize
+    sharded = "(shard_optimizer_state=True)" if replicas.shared == (nnx.OptState,) else ""
+    memory = ahead.compiled.memory_analysis()
+    times = zip(("trace", "lower", "compile"), pairwise(ahead.times), strict=True)
+    return StepPlan(
+        step=step_name(call.fn),
+        strategy=type(strategy).__name__ + sharded,
+        replicas=num_replicas(call.mesh),
+        platform=ahead.device.platform,
+        state_bytes=dict(state),
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        flops=float((ahead.compiled.cost_analysis() or {}).get("flops", 0.0)),
+        collectives=tuple(_collectives(ahead.compiled.as_text())),
+        placements=tuple(placements),
+        seconds={stage: end - start for stage, (start, end) in times},
+    )
+
+
+def _kind(variable: nnx.Variable[Any]) -> str:
+    if isinstance(variable, nnx.OptState):
+        return "optimizer"
+    return "parameters" if isinstance(variable, nnx.Param) else "other"
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(", re.MULTILINE)
+_COLLECTIVE = re.compile(
+    r" = (\(.*?\)|\S+) "
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-done)?\("
+)
+"""One that starts and is done later counts where it is done, where its type is that of the result alone."""
+_ARRAY = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
+
+
+def _collectives(text: str) -> Iterator[Collective]:
+    """Returns the collectives of a compiled program, those in loops apart."""
+    _, *pieces = _COMPUTATION.split(text)
+    bodies = dict(zip(pieces[::2], pieces[1::2], strict=True))
+    loops = [name for body in bodies.values() for name in re.findall(r" body=%([\w.\-]+)", body)]
+    in_loop: set[str] = set()
+    while loops:
+        name = loops.pop()
+        if name in bodies and name not in in_loop:
+            in_loop.add(name)
+            loops += re.findall(r"%([\w.\-]+)", bodies[name])
+    counts: Counter[tuple[str, bool]] = Counter()
+    sizes: Counter[tuple[str, bool]] = Counter()
+    for name, body in bodies.items():
+        for result, kind in _COLLECTIVE.findall(body):
+            counts[kind, name in in_loop] += 1
+            sizes[kind, name in in_loop] += sum(
+                map(_array_bytes, *zip(*_ARRAY.findall(result), strict=True))
+            )
+    for (kind, loop), count in sorted(counts.items()):
+        yield Collective(kind, count, sizes[kind, loop], loop)
+
+
+def _array_bytes(dtype: str, dims: str) -> int:
+    bits = int(re.sub(r"\D", "", dtype) or 8)  # pred has no number
+    return prod(map(int, filter(None, dims.split(",")))) * bits // 8

@@ -1,0 +1,236 @@
+"""Plans: what a step takes for any number of replicas, as the program that runs takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax import _context
+
+DIVIDED = {"all-reduce", "all-gather", "reduce-scatter"}
+X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+
+
+class Training:
+    """A model with statistics, dropout, a scan and a counter of each replica, and its step."""
+
+    def __init__(self, strategy: dj.Strategy) -> None:
+        self.calls = 0
+        with strategy.scope():
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.Sequential(
+                nnx.Linear(64, 256, rngs=rngs), nnx.BatchNorm(256, rngs=rngs), nnx.relu,
+                nnx.Dropout(0.1, rngs=rngs), nnx.Linear(256, 64, rngs=rngs),
+            )  # fmt: skip
+            self.optimizer = nnx.Optimizer(self.layers, optax.adam(1e-2), wrt=nnx.Param)
+            on_read, added = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
+            self.seen = dj.Variable(jnp.zeros(1000), synchronization=on_read, aggregation=added)
+        self.batch = next(iter(strategy.distribute_dataset([(X, X)])))
+
+    def step(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        self.calls += 1
+
+        def loss_of(model: nnx.Module) -> jax.Array:
+            return dj.compute_average_loss(((model(x) - y) ** 2).mean(axis=-1))
+
+        loss, gradients = nnx.value_and_grad(loss_of)(self.layers)
+        loss, gradients = dj.get_replica_context().all_reduce("sum", (loss, gradients))
+        self.optimizer.update(self.layers, gradients)
+        self.seen.assign_add(jnp.ones(1000))
+        return loss
+
+    @property
+    def arrays(self) -> list[Any]:
+        state = nnx.state((self.layers, self.optimizer, self.seen))
+        return [
+            variable.get_raw_value() for variable in jax.tree.leaves(state, is_leaf=_is_variable)
+        ]
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
+
+
+STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
+    "mirrored": (dj.MirroredStrategy, {"all-reduce"}, 0),
+    "optimizer": (lambda: dj.MirroredStrategy(shard_optimizer_state=True), DIVIDED, 4),
+    "fully": (dj.FullyShardedStrategy, DIVIDED, 6),
+}
+"""How each is made, what its step sends, and how many arrays are divided."""
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> None:
+    """Of each kind, for the eight replicas that there are; the state is where the plan says."""
+    make, sent, divided = STRATEGIES[kind]
+    strategy = make()
+    training = Training(strategy)
+    plan = strategy.plan(training.step, training.batch)
+    strategy.run(training.step, training.batch)
+    (program,) = strategy._runner.cache.programs.values()
+    memory = program.compiled.memory_analysis()
+    assert plan.replicas == 8
+    assert [plan.argument_bytes, plan.temporary_bytes, plan.output_bytes, plan.alias_bytes] == [
+        memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+    ]  # fmt: skip
+    held = sum(
+        array.addressable_shards[0].data.nbytes for array in training.arrays if not _is_key(array)
+    )
+    assert (
+        held <= sum(plan.state_bytes.values()) <= held + 100
+    )  # keys have bytes that JAX does not count
+    assert {collective.kind for collective in plan.collectives} == sent
+    assert sum(bool(leaf.spec) for leaf in plan.placements) == divided
+
+
+def _is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def test_a_plan_is_for_any_number_of_replicas() -> None:
+    """From eight devices for 1024 replicas: optimizer state is divided by their number while it can be."""
+    strategy = dj.MirroredStrategy(shard_optimizer_state=True)
+    training = Training(strategy)
+    plans = {n: strategy.plan(training.step, training.batch, replicas=n) for n in (1, 64, 1024)}
+    moments = {n: plan.state_bytes["optimizer"] for n, plan in plans.items()}
+    kernels = 2 * 2 * 64 * 256 * 4
+    assert moments[1] - moments[64] == kernels - kernels // 64
+    assert moments[1024] == moments[1]
+    assert "no dim is a multiple of 1024: 4" in str(plans[1024])
+    (scattered,) = (c for c in plans[64].collectives if c.kind == "reduce-scatter")
+    assert (scattered.number, scattered.bytes) == (2, kernels // 2 // 64)
+    assert {plan.state_bytes["parameters"] for plan in plans.values()} == {
+        plans[1].state_bytes["parameters"]
+    }
+
+
+def test_a_plan_changes_nothing() -> None:
+    """Arrays are the same objects, Python's side effects are undone, and the program of run is kept."""
+    strategy = dj.MirroredStrategy([0, 1], shard_optimizer_state=True)
+    training = Training(strategy)
+    before = training.arrays
+    strategy.plan(training.step, training.batch, replicas=16)
+    assert all(new is old for new, old in zip(training.arrays, before, strict=True))
+    assert training.calls == 0
+    strategy.run(training.step, training.batch)
+    strategy.plan(training.step, training.batch, replicas=16)
+    strategy.run(training.step, training.batch)
+    assert (training.calls, strategy._runner.programs()) == (1, 1)
+
+
+def test_the_step_sees_the_number_of_replicas_that_is_planned() -> None:
+    """Through the context and the strategy, so that shapes that depend on it are those of that many."""
+    strategy = dj.MirroredStrategy([0, 1])
+
+    def step(x: jax.Array) -> Any:
+        replica = dj.get_replica_context()
+        return replica.all_gather(x, 0), jnp.ones(strategy.num_replicas_in_sync) * x.sum()
+
+    (x,) = strategy.distribute_dataset([np.ones((2, 256), np.float32)])
+    plan = strategy.plan(step, (x,), replicas=64)
+    assert plan.output_bytes == pytest.approx((64 * 256 + 64) * 4, abs=64)
+    assert [(c.kind, c.bytes, c.in_loop) for c in plan.collectives] == [
+        ("all-gather", 64 * 256 * 4, False)
+    ]
+
+
+def test_collectives_in_a_loop_are_told_apart() -> None:
+    """A sum in a scan counts once, and as one in a loop."""
+    strategy = dj.MirroredStrategy([0, 1])
+
+    def step(x: jax.Array) -> jax.Array:
+        inside = jax.lax.scan(lambda c, _: (jax.lax.psum(c, "data") / 2, None), x, length=5)[0]
+        return jax.lax.psum(inside.sum(), "data")
+
+    (x,) = strategy.distribute_dataset([np.ones((2, 256), np.float32)])
+    plan = strategy.plan(step, (x,))
+    assert set(plan.collectives) == {("all-reduce", 1, 4, False), ("all-reduce", 1, 1024, True)}
+
+
+def test_a_step_that_makes_variables_is_planned(s2: dj.MirroredStrategy) -> None:
+    """As if they were there; afterwards they are not."""
+
+    class Counter(nnx.Module):
+        def __init__(self) -> None:
+            self.total: Any = nnx.data(None)
+
+        def __call__(self) -> None:
+            if self.total is None:
+                self.total = dj.Variable(jnp.zeros(1000))
+            self.total.assign_add(jnp.ones(1000))
+
+    counter = Counter()
+    assert s2.plan(counter, replicas=8).state_bytes["other"] == 4000
+    assert counter.total is None
+    with pytest.raises(dj.ArgumentError, match="each time that it is traced"):
+        s2.plan(lambda: setattr(counter, "total", dj.Variable(0.0)))
+
+
+REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
+    "no number": (lambda s: s.plan(abs, (1.0,), replicas=0), "replicas must be"),
+    "a lowering": (
+        lambda s: s.plan(abs, (1.0,), options=dj.RunOptions(lowering="pmap")), "made when it runs"
+    ),
+    "no tuple": (lambda s: s.plan(abs, 1.0), r"strategy.plan\(step, args="),
+    "no function": (lambda s: s.plan(1, (1.0,)), "fn is a plain function"),
+    "inside run": (lambda s: s.run(lambda: s.plan(abs, (1.0,))), "strategy.plan was called inside"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_planned_is_refused(case: str, s2: dj.MirroredStrategy) -> None:
+    """With the name of the method that was called."""
+    call, text = REFUSED[case]
+    with pytest.raises(dj.DistributeError, match=text):
+        call(s2)
+
+
+def test_an_error_of_the_step_is_that_of_run(s2: dj.MirroredStrategy) -> None:
+    """A step whose replicas drift apart is refused by plan as by run, with the same text."""
+    training = Training(s2)
+
+    def drifting(x: jax.Array, y: jax.Array) -> None:
+        training.layers.layers[0].bias[...] += x.sum()
+
+    texts = []
+    for call in (s2.plan, s2.run):
+        with pytest.raises(dj.OutOfSyncError) as error:
+            call(drifting, training.batch)
+        texts.append(str(error.value))
+    assert texts[0] == texts[1]
+
+
+def test_a_table_says_what_fits(s2: dj.MirroredStrategy) -> None:
+    """Of a batch of one strategy for another one, and for numbers of which there are no devices."""
+    training = Training(s2)
+    strategies = [s2, dj.MirroredStrategy([0, 1, 2, 3], shard_optimizer_state=True)]
+    table = dj.plan(
+        training.step,
+        training.batch,
+        strategies=strategies,
+        replicas=(2, 64),
+        device_memory_bytes=400_000,
+    )
+    fitting = [(plan.strategy, plan.replicas) for plan in table.fitting]
+    assert fitting == [("MirroredStrategy(shard_optimizer_state=True)", 64)]
+    head, *rows = str(table).splitlines()
+    assert head.startswith("strategy ")
+    assert [row.split()[-1] for row in rows] == ["no", "no", "no", "yes"]
+
+
+def test_the_first_step_can_be_shown_in_place_of_run(s2: dj.MirroredStrategy) -> None:
+    """Once: what is asked for is the first step, and the next one runs."""
+    training, shown = Training(s2), []
+    with _context.showing_first_program(lambda plan: shown.append(plan(64))):
+        s2.run(training.step, training.batch)
+        s2.run(lambda: None)
+    assert [plan.replicas for plan in shown] == [64]
