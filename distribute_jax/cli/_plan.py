@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from distribute_jax import _context
 from distribute_jax.cli._launch import check_program
 from distribute_jax.launch import say
-from distribute_jax.program import PlanTable, StepPlan
+from distribute_jax.program import StepPlan, plan_table
 
 
 def add_to(commands: Any) -> None:
@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
     memory = None if options.memory is None else int(options.memory * 2**30)
 
     def show(plan: Callable[[int | None], StepPlan]) -> NoReturn:
-        plans = [plan(number) for number in options.replicas or (None,)]
-        print(plans[0] if len(plans) == 1 and memory is None else PlanTable(tuple(plans), memory))
+        table = plan_table([plan], options.replicas or (None,), memory)
+        print(table if len(options.replicas) > 1 or memory is not None else table.plans[0])
         raise SystemExit(0)
 
     sys.argv = [options.program, *options.arguments]

@@ -14,6 +14,7 @@ from distribute_jax.program._ahead_of_time import (
     PlanTable,
     StepPlan,
     plan,
+    plan_table,
 )
 from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
@@ -46,6 +47,7 @@ __all__ = [
     "path_text",
     "per_example",
     "plan",
+    "plan_table",
     "register_aggregation",
     "register_merge",
     "same_on_all_replicas",

@@ -7,11 +7,11 @@ of which each is this process's first, so that no other has to be there.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from distribute_jax._errors import LoweringError
+from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._jax_private import adopt, write_raw
 from distribute_jax._mesh import num_replicas, outside_mesh, with_replicas
 from distribute_jax._messages import check_int
@@ -32,7 +32,7 @@ from distribute_jax.program._layout import AheadOfTime
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import PlacedLeaf
 from distribute_jax.program._program import Program, build
-from distribute_jax.program._state_placement import Replicas
+from distribute_jax.program._state_placement import Replicas, check_arrays
 from distribute_jax.program._trace import Call, StandIn, abstract, made_again, own_value
 from distribute_jax.program._trace_errors import compilable, step_name
 
@@ -116,6 +116,8 @@ class PlanTable:
     """The plans, by strategy and then by number of replicas."""
     device_memory_bytes: int | None = None
     """The memory of one device, if it was given."""
+    refused: tuple[DistributeError, ...] = ()
+    """Why there is no plan for the other strategies and numbers of replicas."""
 
     @property
     def fitting(self) -> tuple[StepPlan, ...]:
@@ -141,7 +143,8 @@ class PlanTable:
                 *("yes" if f else "no" for f in fits),
             ]
             rows = [(*row, mark) for row, mark in zip(rows, marks, strict=True)]
-        return "\n".join(_aligned(rows))
+        reasons = [f"no plan: {str(error).splitlines()[0]}" for error in self.refused]
+        return "\n".join([*_aligned(rows), *reasons])
 
 
 def _row(plan: StepPlan) -> tuple[str, ...]:
@@ -197,7 +200,7 @@ def plan(
         The plans, which ``print`` shows as a table.
 
     Raises:
-        ValueError: as for ``strategy.plan``.
+        ValueError: as for ``strategy.plan``, if no strategy can run it with any of these numbers.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -206,13 +209,30 @@ def plan(
         >>> [plan.argument_bytes for plan in table.plans]
         [1024, 1024]
     """
-    numbers = list(replicas)
-    plans = [
-        strategy.plan(step, args, kwargs, options, replicas=number)
+    planned = [
+        lambda number, strategy=strategy: strategy.plan(
+            step, args, kwargs, options, replicas=number
+        )
         for strategy in strategies
-        for number in numbers
     ]
-    return PlanTable(tuple(plans), device_memory_bytes)
+    return plan_table(planned, replicas, device_memory_bytes)
+
+
+def plan_table(
+    planned: Iterable[Callable[[int | None], StepPlan]],
+    numbers: Iterable[int | None],
+    device_memory_bytes: int | None,
+) -> PlanTable:
+    """Plans for each number of replicas; raises only if there is no plan at all."""
+    plans, refused, numbers = [], [], list(numbers)
+    for plan_for, number in itertools.product(planned, numbers):
+        try:
+            plans.append(plan_for(number))
+        except DistributeError as error:
+            refused.append(error)
+    if refused and not plans:
+        raise refused[0]
+    return PlanTable(tuple(plans), device_memory_bytes, tuple(refused))
 
 
 def plan_step(
@@ -242,6 +262,7 @@ def plan_step(
         with outside_mesh(), compilable(step_name(fn)):
             for may_create in (True, False):
                 check_leaked_tracers(binding)
+                check_arrays(binding, jax.ShapeDtypeStruct)
                 ahead = AheadOfTime(local[0])
                 call = Call(fn, binding, arguments, StandIn(strategy, number), mesh)
                 program = build(call, options, abstract_replicas, ahead)
@@ -292,7 +313,7 @@ def _planned(
             state[_kind(variable)] += prod(local) * getattr(leaf, "dtype", jnp.int32.dtype).itemsize
     sharded = "(shard_optimizer_state=True)" if replicas.shared == (nnx.OptState,) else ""
     memory = ahead.compiled.memory_analysis()
-    times = zip(("trace", "lower", "compile"), pairwise(ahead.times), strict=True)
+    times = zip(("trace", "lower", "compile"), itertools.pairwise(ahead.times), strict=True)
     return StepPlan(
         step=step_name(call.fn),
         strategy=type(strategy).__name__ + sharded,

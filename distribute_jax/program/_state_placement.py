@@ -40,7 +40,8 @@ def place_state(
     """
     mesh, wanted, divided = replicas.mesh, replicas.state, iter(shardings)
     raws = read_raw(binding.variables)
-    _check_state(binding, raws, mesh)
+    check_arrays(binding)
+    _check_one_strategy(binding, raws, mesh)
 
     placed, moved = [], []
     for variable, name, raw in zip(binding.variables, binding.names, raws, strict=True):
@@ -121,21 +122,32 @@ def _warn(
             warn_user(text.format(n=len(names), lines=listed(names, 3), where=where))
 
 
-def _check_state(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
-    """Refuses state that is not arrays, or is mirrored over the devices of another strategy."""
-    others: list[str] = []
-    mixed: dict[str, str] = {}
-    for name, raw in zip(binding.names, raws, strict=True):
-        for leaf in jax.tree.leaves(raw):
-            if (other := _other_mesh(leaf, mesh)) is not None:
-                mixed[name] = f"{name}: mirrored over {_devices(other)}"
-            elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-                others.append(f"{name}: {leaf_text(leaf)}")
+_ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+def check_arrays(binding: Binding, *more: type) -> None:
+    """Refuses state that is not arrays, nor of one of ``more`` types."""
+    others = [
+        f"{name}: {leaf_text(leaf)}"
+        for name, raw in zip(binding.names, read_raw(binding.variables), strict=True)
+        for leaf in jax.tree.leaves(raw)
+        if not isinstance(leaf, (*_ARRAYS, *more))
+    ]
     if others:
         raise ArgumentError(
             f"strategy.run found variables that hold no array:\n{listed(others)}\nThe state of a step "
             "is made of arrays and numbers. Keep other values as plain attributes of the module."
         )
+
+
+def _check_one_strategy(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
+    """Refuses state that is mirrored over the devices of another strategy."""
+    mixed = {
+        name: f"{name}: mirrored over {_devices(other)}"
+        for name, raw in zip(binding.names, raws, strict=True)
+        for leaf in jax.tree.leaves(raw)
+        if (other := _other_mesh(leaf, mesh)) is not None
+    }
     if mixed:
         lines = listed(list(mixed.values()))
         raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -175,12 +176,14 @@ def test_a_step_that_makes_variables_is_planned(s2: dj.MirroredStrategy) -> None
         s2.plan(lambda: setattr(counter, "total", dj.Variable(0.0)))
 
 
+TEXT = nnx.Variable("text")
 REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     "no number": (lambda s: s.plan(abs, (1.0,), replicas=0), "replicas must be"),
     "a lowering": (
         lambda s: s.plan(abs, (1.0,), options=dj.RunOptions(lowering="pmap")), "made when it runs"
     ),
     "no tuple": (lambda s: s.plan(abs, 1.0), r"strategy.plan\(step, args="),
+    "no array": (lambda s: s.plan(lambda: TEXT.get_value()), "TEXT: str 'text'"),
     "no function": (lambda s: s.plan(1, (1.0,)), "fn is a plain function"),
     "inside run": (lambda s: s.run(lambda: s.plan(abs, (1.0,))), "strategy.plan was called inside"),
 }  # fmt: skip
@@ -225,6 +228,38 @@ def test_a_table_says_what_fits(s2: dj.MirroredStrategy) -> None:
     head, *rows = str(table).splitlines()
     assert head.startswith("strategy ")
     assert [row.split()[-1] for row in rows] == ["no", "no", "no", "yes"]
+
+
+def test_a_table_leaves_out_what_cannot_be(s2: dj.MirroredStrategy) -> None:
+    """With the reason; if nothing can be planned, that is the error."""
+    training = Training(s2)
+    strategy = dj.FullyShardedStrategy([0, 1])
+    plan = functools.partial(dj.plan, training.step, training.batch, strategies=[strategy])
+    table = plan(replicas=(2, 1024))
+    assert [plan.replicas for plan in table.plans] == [2]
+    assert "no plan: FullyShardedStrategy can divide none" in str(table)
+    with pytest.raises(dj.ArgumentError, match="can divide none"):
+        plan(replicas=(1024,))
+
+
+def test_a_model_of_shapes_is_planned() -> None:
+    """A model that fits nowhere is made with nnx.eval_shape, which no array of it is there for."""
+    strategy = dj.FullyShardedStrategy()
+
+    def make() -> tuple[nnx.Module, nnx.Optimizer]:
+        model = nnx.Linear(2**16, 2**16, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    model, optimizer = nnx.eval_shape(make)
+
+    def step(x: jax.Array) -> None:
+        gradients = nnx.grad(lambda model: model(x).sum())(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", gradients))
+
+    (x,) = strategy.distribute_dataset([np.ones((8, 2**16), np.float32)])
+    state = strategy.plan(step, (x,), replicas=1024).state_bytes
+    assert state["parameters"] == 4 * (2**32 + 2**16) // 1024
+    assert isinstance(model.kernel.get_raw_value(), jax.ShapeDtypeStruct)
 
 
 def test_the_first_step_can_be_shown_in_place_of_run(s2: dj.MirroredStrategy) -> None:
