@@ -315,7 +315,7 @@ def _planned(
     memory = ahead.compiled.memory_analysis()
     times = zip(("trace", "lower", "compile"), itertools.pairwise(ahead.times), strict=True)
     return StepPlan(
-        step=step_name(call.fn),
+        step=getattr(call.fn, "__qualname__", type(call.fn).__name__),
         strategy=type(strategy).__name__ + sharded,
         replicas=num_replicas(call.mesh),
         platform=ahead.device.platform,
