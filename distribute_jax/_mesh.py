@@ -2,7 +2,9 @@
 
 A replica of several cores has them along further axes, which are automatic inside ``run``: ``"model"``, or
 ``"model_0"``, ``"model_1"``, … where their number is not a prime, one axis for each prime factor, so that an
-array can be split along several dims.
+array can be split along several dims. Where a device has several replicas, one more axis, of size 1, says how
+many in its name: ``"replicas_per_device=4"``. So meshes of the same devices differ, and whoever has the mesh
+knows all replicas.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ DATA = "data"
 """The mesh axis of the replicas."""
 MODEL = "model"
 """The mesh axis of the cores of one replica, or how the names of several such axes begin."""
+_PER_DEVICE = "replicas_per_device="
 
 
-def replica_mesh(devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]]) -> Mesh:
-    """Returns a mesh with one replica on each device, in the order given, or on each row of devices.
+def replica_mesh(
+    devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]], per_device: int = 1
+) -> Mesh:
+    """Returns a mesh with so many replicas on each device, in the order given, or on each row of devices.
 
     The replicas of a process have to follow each other, in the order of the processes: each process
     brings one run of the rows of a batch, and takes one run of the results.
@@ -33,13 +38,20 @@ def replica_mesh(devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]])
     cores = factors(grid.size // len(grid))
     names = [MODEL] if len(cores) == 1 else [f"{MODEL}_{i}" for i in range(len(cores))]
     # Newer JAX makes axes Explicit by default, where shard_map refuses other shardings than its own.
-    kinds = (AxisType.Auto,) * (1 + len(cores))
-    return Mesh(grid.reshape(len(grid), *cores), (DATA, *names), axis_types=kinds)
+    shape, names = [len(grid), *cores], [DATA, *names]
+    if per_device > 1:
+        shape, names = [*shape, 1], [*names, f"{_PER_DEVICE}{per_device}"]
+    return Mesh(grid.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def with_replicas(mesh: Mesh, replicas: int) -> Mesh:
     """Returns a mesh like this one, of any number of replicas, whose devices need not be there."""
-    sizes = tuple(replicas if name == DATA else size for name, size in mesh.shape.items())
+    each = replicas_per_device(mesh)
+    if replicas % each:
+        raise ArgumentError(
+            f"replicas must be a multiple of replicas_per_device={each}; got {replicas}."
+        )
+    sizes = tuple(replicas // each if name == DATA else n for name, n in mesh.shape.items())
     return cast("Mesh", AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types))
 
 
@@ -52,25 +64,42 @@ def factors(number: int) -> list[int]:
 @functools.lru_cache
 def num_replicas(mesh: Mesh) -> int:
     """Returns the number of replicas on a mesh."""
-    return int(mesh.shape[DATA])
+    return int(mesh.shape[DATA]) * replicas_per_device(mesh)
+
+
+@functools.lru_cache
+def replicas_per_device(mesh: Mesh) -> int:
+    """Returns how many replicas each device of a mesh has, one after the other."""
+    numbers = (name.partition(_PER_DEVICE)[2] for name in mesh.axis_names)
+    return next((int(number) for number in numbers if number), 1)
 
 
 def cores_per_replica(mesh: Mesh) -> int:
     """Returns the number of devices of each replica."""
-    return int(mesh.size) // num_replicas(mesh)
+    return int(mesh.size // mesh.shape[DATA])
 
 
 def local_replicas(mesh: Mesh) -> range:
     """Returns the replicas on this process's devices, which follow each other."""
-    first_cores = mesh.devices.reshape(num_replicas(mesh), -1)[:, 0]
+    first_cores = mesh.devices.reshape(mesh.shape[DATA], -1)[:, 0]
     mine = [i for i, d in enumerate(first_cores) if d.process_index == jax.process_index()]
-    return range(mine[0], mine[-1] + 1) if mine else range(0)
+    each = replicas_per_device(mesh)
+    return range(mine[0] * each, (mine[-1] + 1) * each) if mine else range(0)
 
 
 def first_replica(mesh: Mesh) -> Mesh:
     """Returns the mesh of one replica alone, this process's first, with all of its cores."""
-    first = local_replicas(mesh).start
-    return Mesh(mesh.devices[first : first + 1], mesh.axis_names, axis_types=mesh.axis_types)
+    first = local_replicas(mesh).start // replicas_per_device(mesh)
+    names = [name for name in mesh.axis_names if not name.startswith(_PER_DEVICE)]
+    devices = mesh.devices[first : first + 1].reshape(
+        [1, *(mesh.shape[name] for name in names[1:])]
+    )
+    return Mesh(devices, names, axis_types=mesh.axis_types[: len(names)])
+
+
+def manual_axes(mesh: Mesh) -> set[str]:
+    """Returns the axes that are not automatic inside ``run``: all but those of a replica's cores."""
+    return {name for name in mesh.axis_names if not name.startswith(MODEL)}
 
 
 def is_local(mesh: Mesh) -> bool:
@@ -84,8 +113,9 @@ def _processes(mesh: Mesh) -> frozenset[int]:
 
 
 def inside_replica(mesh: Mesh) -> AbstractMesh:
-    """Returns the mesh as code inside ``run`` sees it: ``"data"`` is bound, other axes are automatic."""
-    kinds = tuple(AxisType.Manual if name == DATA else AxisType.Auto for name in mesh.axis_names)
+    """Returns the mesh as code inside ``run`` sees it: ``"data"`` is bound, those of cores are automatic."""
+    manual = manual_axes(mesh)
+    kinds = tuple(AxisType.Manual if name in manual else AxisType.Auto for name in mesh.axis_names)
     inside: AbstractMesh = mesh.abstract_mesh.update(axis_types=kinds)
     return inside
 

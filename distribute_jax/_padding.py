@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
+from distribute_jax._mesh import num_replicas, outside_mesh, replicas_per_device, split_sharding
 from distribute_jax._messages import leaf_text, listed
 from distribute_jax._values import Layout, PerReplica
 
@@ -53,14 +53,21 @@ def uneven_to_joined(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
             jax.device_put(jnp.asarray(parts[0]), sharding), mesh, layout=Layout.JOINED
         )
     padded = _padded_parts(parts, counts, share)
+    each = replicas_per_device(mesh)
     placed = [
-        jax.device_put(padded[(index[0].start or 0) // share], device)
+        _joined(padded[(index[0].start or 0) // share :][:each], device)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
         if index is not None
     ]
     array = jax.make_array_from_single_device_arrays(shape, sharding, placed)
     real = None if set(counts) == {share} else counts
     return PerReplica(array, mesh, layout=Layout.JOINED, counts=real)
+
+
+def _joined(parts: Sequence[Any], device: jax.Device) -> jax.Array:
+    there = jax.device_put(list(parts), device)
+    with outside_mesh():
+        return there[0] if len(there) == 1 else jnp.concatenate(there)
 
 
 def _padded_parts(parts: Sequence[Any], counts: Sequence[int], share: int) -> list[Any]:

@@ -21,7 +21,7 @@ from distribute_jax._errors import (
     StepFailedError,
 )
 from distribute_jax._jax_private import ARRAY, at_top_level, uncommitted
-from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh
+from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh, replicas_per_device
 from distribute_jax._messages import error_text, is_donated, is_key, leaf_text
 
 
@@ -215,11 +215,16 @@ class UnevenPerReplica(PerReplica):
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
     """Returns (replica, shard) for each replica of this process: that on its first core."""
     share, cores = array.shape[0] // num_replicas(mesh), cores_per_replica(mesh)
+    each = replicas_per_device(mesh)
     shards: dict[int, jax.Array] = {}
     for place, shard in enumerate(array.addressable_shards):
-        replica = (shard.index[0].start or 0) // share if share else place // cores
-        shards.setdefault(replica, shard.data)
-    return sorted(shards.items(), key=lambda item: item[0])
+        first = (shard.index[0].start or 0) // share if share else place // cores * each
+        shards.setdefault(first, shard.data)
+    return [
+        (first + i, shard if each == 1 else shard[i * share : (i + 1) * share])
+        for first, shard in sorted(shards.items(), key=lambda item: item[0])
+        for i in range(each)
+    ]
 
 
 def _flatten(value: PerReplica) -> tuple[tuple[Any], tuple[Any, ...]]:

@@ -60,16 +60,17 @@ class HostElement:
         share, counts = self.division.share, self.division.counts
         rows = None if counts is None else padded_rows(counts, share)
         sharding, first = split_sharding(mesh), local_replicas(mesh).start * share
+        size = num_replicas(mesh) * share
 
         def from_host(leaf: Any) -> jax.Array:
             def shard(index: Any) -> np.ndarray[Any, Any]:
-                start = (index[0].start or 0) - first
-                places = slice(start, start + share)
+                start, stop, _ = index[0].indices(size)
+                places = slice(start - first, stop - first)
                 values = leaf[places if rows is None else rows[places]]
                 # JAX may keep using the host memory, and loaders reuse their buffers.
                 return np.array(values, dtype=device_dtype(values.dtype), order="C", subok=False)
 
-            shape = (num_replicas(mesh) * share, *leaf.shape[1:])
+            shape = (size, *leaf.shape[1:])
             return jax.make_array_from_callback(shape, sharding, shard)
 
         def place(leaf: Any) -> PerReplica:

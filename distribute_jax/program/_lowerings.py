@@ -15,7 +15,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from distribute_jax._errors import LoweringError
 from distribute_jax._jax_private import with_packed_numbers
-from distribute_jax._mesh import DATA, cores_per_replica, inside_replica, num_replicas, outside_mesh
+from distribute_jax._mesh import (
+    DATA,
+    cores_per_replica,
+    inside_replica,
+    manual_axes,
+    outside_mesh,
+    replicas_per_device,
+)
 from distribute_jax.program._jaxprs import RenamedAxis, names_axis
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._options import Lowering
@@ -31,7 +38,7 @@ def maps_shards(mesh: Mesh) -> bool:
 
     XLA's partitioner fails on a sum over a manual axis of size 1 beside automatic ones (JAX 0.10.2).
     """
-    return num_replicas(mesh) > 1 or mesh.size == 1
+    return mesh.shape[DATA] > 1 or mesh.size == 1
 
 
 def compile_for_mesh(
@@ -60,7 +67,7 @@ def compile_shard_map(step: FlatStep) -> Compiled:
         mesh=step.mesh,
         in_specs=tuple(_SPLIT if split else _WHOLE for split in step.shardings.split),
         out_specs=[_WHOLE if same else _SPLIT for same in step.shardings.mirrored],
-        axis_names={DATA},
+        axis_names=manual_axes(step.mesh),
         check_vma=False,
     )
     return compile_for_mesh(step, mapped, _compiler_options(step))
@@ -74,7 +81,7 @@ def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
     """
     mesh, options = step.mesh, dict[str, bool | str]()
     if step.platform == "cpu":
-        if mesh.size > num_replicas(mesh):
+        if cores_per_replica(mesh) > 1:
             options["xla_disable_hlo_passes"] = "all-reduce-promotion"
         if step.runs_once:
             options["xla_backend_optimization_level"] = "0"
@@ -124,9 +131,11 @@ def _apart(array: Any, replicas: int) -> jax.Array:
 def compile_pmap(step: FlatStep) -> Compiled:
     """Compiles through ``jax.pmap``, which splits a leading dim; nothing is donated."""
     mesh, shardings = step.mesh, step.shardings
-    if (cores := cores_per_replica(mesh)) > 1:
+    cores, each = cores_per_replica(mesh), replicas_per_device(mesh)
+    if cores > 1 or each > 1:
+        what = f"on replicas of {cores} cores" if cores > 1 else f"with replicas_per_device={each}"
         raise LoweringError(
-            f'RunOptions(lowering="pmap") cannot run a step on replicas of {cores} cores: pmap knows one '
+            f'RunOptions(lowering="pmap") cannot run a step {what}: pmap knows one '
             'device for each replica. Use RunOptions(lowering="shard_map"), the default.'
         )
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import DATA, num_replicas
+from distribute_jax._mesh import DATA
 from distribute_jax._messages import listed
 from distribute_jax.program._aggregation import keeps_own_values
 
@@ -80,7 +80,7 @@ class Placement:
             return row("a random key")
         if moved_at_once(shape) < LEAST_ELEMENTS:
             return row(f"less than {LEAST_ELEMENTS} elements")
-        dim = share_dim(shape, replicas := num_replicas(self.mesh))
+        dim = share_dim(shape, replicas := self.mesh.shape[DATA])
         if dim is None:
             return row(_NOT_DIVISIBLE.format(replicas=replicas))
         return row(f"its share of dim {dim} on each of {replicas} replicas", dim)
@@ -89,7 +89,7 @@ class Placement:
         self, rows: Iterable[PlacedLeaf], variables: Sequence[nnx.Variable[Any]]
     ) -> None:
         """Refuses a model of which nothing can be divided, although its parameters should be."""
-        replicas = num_replicas(self.mesh)
+        replicas = self.mesh.shape[DATA]
         if replicas == 1 or not any(
             isinstance(v, nnx.Param) and isinstance(v, self.shared) for v in variables
         ):
@@ -144,7 +144,7 @@ def data_dim(spec: PartitionSpec) -> int | None:
 
 def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
     """Returns the sharding of the shares of an array; None where it stays replicated."""
-    dim = None if _is_key(value) else share_dim(jnp.shape(value), num_replicas(mesh))
+    dim = None if _is_key(value) else share_dim(jnp.shape(value), mesh.shape[DATA])
     return None if dim is None else NamedSharding(mesh, share_spec(dim))
 
 

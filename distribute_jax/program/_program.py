@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._errors import StepFailedError
+from distribute_jax._mesh import replicas_per_device
 from distribute_jax._messages import error_text, listed
+from distribute_jax.program._in_turn import InTurn, in_turn
 from distribute_jax.program._layout import (
     AheadOfTime,
     FlatStep,
@@ -30,7 +32,7 @@ from distribute_jax.program._lowerings import (
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
-from distribute_jax.program._sharded_update import compile_shares, on_shares
+from distribute_jax.program._sharded_update import SplitStep, compile_shares, on_shares
 from distribute_jax.program._state_placement import (
     ParameterDevice,
     Replicas,
@@ -125,10 +127,10 @@ def build(
     traced = trace(call)
     decided = plan(call, traced, options)
     sharded = replicas.placement.shardings(call.binding.names, call.binding.variables)
-    shares = any(sharded)
+    shares, several = any(sharded), replicas_per_device(call.mesh) > 1
     in_shards = is_jit and maps_shards(call.mesh) and not shares
     order, kept, read = _input_order(traced)
-    evaluate = in_one_equation if in_shards else by_equation
+    evaluate = in_one_equation if in_shards and not several else by_equation
     step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
     donated_state = 0
     if options.donate_state and is_jit and _can_donate(traced):
@@ -138,7 +140,9 @@ def build(
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     if shares:
-        step, compile_ = on_shares(step), compile_shares
+        step, compile_ = on_shares(step, InTurn if several else SplitStep), compile_shares
+    elif several:
+        step = in_turn(step)
     has_token = len(step.shardings.mirrored) == step.shardings.state
     if has_token:
         step = with_token(step)

@@ -13,16 +13,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from distribute_jax._mesh import DATA, inside_replica, mirrored_sharding, num_replicas
+from distribute_jax._mesh import (
+    DATA,
+    inside_replica,
+    manual_axes,
+    mirrored_sharding,
+    num_replicas,
+    replicas_per_device,
+)
 from distribute_jax.program._gather import Gathering, Share, scatter, without_forwarding
-from distribute_jax.program._jaxprs import equations
+from distribute_jax.program._jaxprs import equations, names_axis, opened
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compiled, compile_for_mesh
 from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
@@ -33,17 +40,19 @@ from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
 _NOT_REPLICATED = frozenset({"a divided input"})
 
 
+_S = TypeVar("_S", bound="SplitStep")
+
+
 def compile_shares(step: FlatStep) -> Compiled:
     """Compiles a step of all replicas, over global arrays."""
     return compile_for_mesh(step, step.function)
 
 
-def on_shares(step: FlatStep) -> FlatStep:
+def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     """Returns a step of all replicas, over global arrays, from that of one; sharded state is shared."""
     mesh, shardings = step.mesh, step.shardings
-    marks = [_NOT_REPLICATED if split else MIRRORED for split in shardings.split]
     shares = {i: data_dim(to.spec) for i, to in shardings.sharded_in.items()}
-    halves = SplitStep(_traced(step), marks, shardings.mirrored, num_replicas(mesh), shares)
+    halves = split_in(split, step, mesh.shape[DATA], shares)
     first: Callable[..., Any] = jax.shard_map(
         lambda *inputs: halves.first(inputs),
         mesh=mesh,
@@ -51,7 +60,7 @@ def on_shares(step: FlatStep) -> FlatStep:
             share_spec(0 if shardings.split[i] else shares.get(i)) for i in halves.reads
         ),
         out_specs=[share_spec(value.dim) for value in halves.handed()],
-        axis_names={DATA},
+        axis_names=manual_axes(mesh),
         check_vma=False,
     )
     settle = {
@@ -64,6 +73,16 @@ def on_shares(step: FlatStep) -> FlatStep:
         return halves.rest(inputs, first(*(inputs[i] for i in halves.reads)), settle)
 
     return replace(step, function=all_replicas)
+
+
+def split_in(
+    kind: type[_S], step: FlatStep, shards: int, shares: Mapping[int, int | None] | None = None
+) -> _S:
+    """Returns the two halves of a step, of which the second is divided into so many shards."""
+    marks = [_NOT_REPLICATED if split else MIRRORED for split in step.shardings.split]
+    each = replicas_per_device(step.mesh)
+    replicas = num_replicas(step.mesh)
+    return kind(_traced(step), marks, step.shardings.mirrored, replicas, each, shards, shares)
 
 
 def _traced(step: FlatStep) -> Any:
@@ -107,11 +126,10 @@ class BoundaryValue:
     dim: int | None = None
     """The dim along which each replica hands on its share; None where each has the whole."""
 
-    def zeros(self, replicas: int) -> jax.Array:
+    def zeros(self, shards: int) -> jax.Array:
         """Stands in, on one replica, for the value where it is not computed."""
         shape = [
-            size // replicas if dim == self.dim else size
-            for dim, size in enumerate(self.aval.shape)
+            size // shards if dim == self.dim else size for dim, size in enumerate(self.aval.shape)
         ]
         return jnp.zeros(shape, self.aval.dtype)
 
@@ -125,10 +143,16 @@ class SplitStep:
         marks: Sequence[Mark],
         mirrored: Sequence[bool],
         replicas: int,
+        each: int,
+        shards: int,
         shares: Mapping[int, int | None] | None = None,
     ) -> None:
-        """Splits a step; ``shares`` are the inputs that the replicas divide, each with its dim."""
+        """Splits a step of so many replicas, ``each`` of them on a device, and its state in ``shards``.
+
+        ``shares`` are the inputs that are divided, each with its dim.
+        """
         self.body, self.jaxpr, self.replicas = body, body.jaxpr, replicas
+        self.each, self.shards = each, shards
         self._shares = shares or {}
         self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
         self._walk = Walk(DATA, replicas)
@@ -137,10 +161,10 @@ class SplitStep:
         self._branches: dict[int, Branches] = {}
         self._rest: list[Any] = []
         outs = zip(self.jaxpr.outvars, mirrored, strict=True)
-        per_replica = set(variables(v for v, same in outs if not same))
-        self._needed = set(per_replica)
+        self.own = set(variables(v for v, same in outs if not same))
+        self._needed = set(self.own)
         self._sort(self._marked())
-        self.passed = self._passed(per_replica)
+        self.passed = self._passed()
         """What goes from the first half to the second, by variable of the jaxpr."""
         first = [*self._first, *self._sums]
         read = {v for eqn in first for v in variables(eqn.invars)} | self._needed | set(self.passed)
@@ -174,7 +198,7 @@ class SplitStep:
                 self._sums.append(eqn)
                 self._needed.update(variables(eqn.invars))
             elif not needed and not differs and _is_cond(eqn) and not operands[0]:
-                branches = Branches(eqn, operands, self.replicas)
+                branches = Branches(eqn, operands, self)
                 self._branches[id(eqn)] = branches
                 self._rest.append(eqn)
                 self._needed.update(variables(branches.reads))
@@ -184,20 +208,20 @@ class SplitStep:
         for eqns in (self._first, self._sums, self._rest):
             eqns.reverse()
 
-    def _passed(self, per_replica: set[Any]) -> dict[Any, BoundaryValue]:
+    def _passed(self) -> dict[Any, BoundaryValue]:
         outs = variables(self.jaxpr.outvars)
         after = variables([*(v for eqn in self._rest for v in eqn.invars), *outs])
         first = {v for eqn in self._first for v in eqn.outvars}
         passed: dict[Any, BoundaryValue] = {}
         for v in after:
-            if v in per_replica:
+            if v in self.own:
                 passed[v] = BoundaryValue(v.aval, 0)
             elif v in first or self._marks.get(v):
                 passed[v] = BoundaryValue(v.aval)
         used = set(after)
         for v in (v for eqn in self._sums for v in eqn.outvars if v in used):
             # What is a result is wanted whole.
-            dim = None if v in outs else share_dim(v.aval.shape, self.replicas)
+            dim = None if v in outs else share_dim(v.aval.shape, self.shards)
             passed[v] = BoundaryValue(v.aval, dim)
         return passed
 
@@ -208,28 +232,10 @@ class SplitStep:
 
     def first(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the first half on one replica, from the inputs that it reads."""
-        read: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
-        for i, dim in self._shares.items():
-            if i in read and dim is not None:
-                read[i] = Share(read[i], dim)
-        values = start(self.body, [read.get(i) for i in range(len(self.jaxpr.invars))])
-        total = sum(prod(self.jaxpr.invars[i].aval.shape) for i in self._shares)
-        gathering = Gathering(self.replicas, total)
-        sums = [
-            (x, out)
-            for eqn in self._sums
-            for x, out in zip(eqn.invars, eqn.outvars, strict=True)
-            if out in self.passed
-        ]
+        values, gathering = self.started(inputs), self.gathering()
         wanted = [*self.passed, *self._needed]
-        uses = Counter(v for eqn in (*self._first, *self._sums) for v in set(variables(eqn.invars)))
-        scattered = {
-            x: dim
-            for x, out in sums
-            if (dim := self.passed[out].dim) and uses[x] == 1 and x not in self.passed
-        }
-        gathering.run(self.jaxpr, self._first, values, wanted, scattered)
-        _sum(sums, self.passed, values)
+        gathering.run(self.jaxpr, self._first, values, wanted, self.scattered())
+        self.add_up(values)
         inner = [
             value
             for branches in self._branches.values()
@@ -238,6 +244,46 @@ class SplitStep:
             )
         ]
         return [*gathering.whole([values[v] for v in self.passed]), *inner]
+
+    def started(self, inputs: Sequence[Any]) -> Values:
+        """Returns the values that the first half starts from, of the inputs that it reads."""
+        read: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
+        for i, dim in self._shares.items():
+            if i in read and dim is not None:
+                read[i] = Share(read[i], dim)
+        return start(self.body, [read.get(i) for i in range(len(self.jaxpr.invars))])
+
+    def gathering(self) -> Gathering:
+        """Returns what runs equations that read shares."""
+        total = sum(prod(self.jaxpr.invars[i].aval.shape) for i in self._shares)
+        return Gathering(self.shards, total)
+
+    def sums(self) -> list[tuple[Any, Any]]:
+        """Returns what is summed between the halves, with the sum."""
+        pairs = [pair for eqn in self._sums for pair in zip(eqn.invars, eqn.outvars, strict=True)]
+        return [(x, out) for x, out in pairs if out in self.passed]
+
+    def scattered(self) -> dict[Any, int]:
+        """Returns what is summed and not read otherwise, with the dim that divides the sum, not the first."""
+        uses = Counter(v for eqn in (*self._first, *self._sums) for v in set(variables(eqn.invars)))
+        return {
+            x: dim
+            for x, out in self.sums()
+            if (dim := self.passed[out].dim) and uses[x] == 1 and x not in self.passed
+        }
+
+    def add_up(self, values: Values) -> None:
+        """Adds up over the replicas; of an array that is divided, each gets only its share."""
+        passed, sums = self.passed, self.sums()
+        undivided = [(x, out) for x, out in sums if passed[out].dim is None]
+        totals = (
+            jax.lax.psum([value_of(x, values) for x, _ in undivided], DATA) if undivided else []
+        )
+        values.update(zip([out for _, out in undivided], totals, strict=True))
+        for x, out in sums:
+            if (dim := passed[out].dim) is not None:
+                value = value_of(x, values)
+                values[out] = value.local if isinstance(value, Share) else scatter(value, dim)
 
     def rest(
         self, inputs: Sequence[Any], handed: Sequence[Any], settle: Mapping[int, Settle]
@@ -273,11 +319,12 @@ class SplitStep:
 class Branches:
     """A condition on which all replicas agree, around a collective: each branch is split by itself."""
 
-    def __init__(self, eqn: Any, operands: Sequence[Mark], replicas: int) -> None:
-        self.eqn, self.replicas = eqn, replicas
-        mirrored = [True] * len(eqn.outvars)
+    def __init__(self, eqn: Any, operands: Sequence[Mark], around: SplitStep) -> None:
+        self.eqn, self.shards = eqn, around.shards
+        mirrored, of = [True] * len(eqn.outvars), type(around)
         self.halves = [
-            SplitStep(body, operands[1:], mirrored, replicas) for body in eqn.params["branches"]
+            of(body, operands[1:], mirrored, around.replicas, around.each, around.shards)
+            for body in eqn.params["branches"]
         ]
         self._operands = sorted({i for halves in self.halves for i in halves.reads})
         self.reads = [eqn.invars[0], *(eqn.invars[1 + i] for i in self._operands)]
@@ -299,7 +346,7 @@ class Branches:
                 for value in (
                     halves.first([operand[i] for i in halves.reads])
                     if k == number
-                    else [boundary.zeros(self.replicas) for boundary in halves.handed()]
+                    else [boundary.zeros(self.shards) for boundary in halves.handed()]
                 )
             ]
 
@@ -318,19 +365,6 @@ class Branches:
         branches = [functools.partial(branch, number) for number in range(len(self.halves))]
         outs = jax.lax.switch(index, branches, inputs, parts)
         values.update(zip(self.eqn.outvars, outs, strict=True))
-
-
-def _sum(
-    sums: Sequence[tuple[Any, Any]], passed: Mapping[Any, BoundaryValue], values: Values
-) -> None:
-    """Adds up over the replicas; of an array that is divided, each gets only its share."""
-    undivided = [(x, out) for x, out in sums if passed[out].dim is None]
-    totals = jax.lax.psum([value_of(x, values) for x, _ in undivided], DATA) if undivided else []
-    values.update(zip([out for _, out in undivided], totals, strict=True))
-    for x, out in sums:
-        if (dim := passed[out].dim) is not None:
-            value = value_of(x, values)
-            values[out] = value.local if isinstance(value, Share) else scatter(value, dim)
 
 
 def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
@@ -384,4 +418,5 @@ def flat(body: Any) -> Callable[..., list[Any]]:
 
 
 def _is_talking_jit(eqn: Any) -> bool:
-    return eqn.primitive.name in {"jit", "pjit"} and any(collectives(eqn, DATA))
+    is_jit = eqn.primitive.name in {"jit", "pjit"}
+    return is_jit and any(names_axis(e, DATA) for e in equations(opened(eqn.params["jaxpr"])))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._lazy import answering
-from distribute_jax._mesh import DATA, num_replicas
+from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
 from distribute_jax._user_frames import frames_hidden, hide_frames
 from distribute_jax.collectives import ReduceOp
@@ -472,7 +472,9 @@ class Strategy(InputMethods, OlderNames):
     def __repr__(self) -> str:
         names = ", ".join(map(str, self._mesh.devices.flat))
         sharded = ", shard_optimizer_state=True" if self._replicas.shared == (nnx.OptState,) else ""
-        return f"{type(self).__name__}([{names}]{sharded})"
+        each = replicas_per_device(self._mesh)
+        several = f", replicas_per_device={each}" if each > 1 else ""
+        return f"{type(self).__name__}([{names}]{sharded}{several})"
 
     def _enter_program(self, name: str) -> None:
         """Checks a method that starts a program, or makes data."""

@@ -10,7 +10,7 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_bool
+from distribute_jax._messages import check_bool, check_int
 from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.strategies._base import Strategy
@@ -33,6 +33,10 @@ class MirroredStrategy(Strategy):
         shard_optimizer_state: True for a sharded update: gradients are reduce-scattered, each replica
             updates its share of the weights and keeps only its share of the optimizer's state, and the
             new weights are gathered. Steps, numbers and checkpoints are the same.
+        replicas_per_device: how many replicas each device has, one after the other, each with its share of
+            the batch, its random numbers and its batch norm. ``k`` on each of ``n`` devices are the replicas
+            of ``k * n`` devices, with the activations of one at a time in memory; their gradients are added
+            up on the device first, so that sums are to rounding those of ``k * n`` devices.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
         axis_name: how code in ``run`` names the axis of the replicas, as in
@@ -58,6 +62,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         shard_optimizer_state: bool = False,
+        replicas_per_device: int = 1,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
@@ -67,7 +72,7 @@ class MirroredStrategy(Strategy):
         shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
         self._cross_device_ops = _placed(cross_device_ops, replicas)
         super().__init__(
-            replica_mesh(replicas),
+            replica_mesh(replicas, check_int(f"{name}: replicas_per_device", replicas_per_device)),
             steps_in_flight=steps_in_flight,
             shared=(nnx.OptState,) if shares else (),
             axis_name=axis_name,

@@ -11,7 +11,7 @@ from flax import nnx
 from distribute_jax import processes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_bool
+from distribute_jax._messages import check_bool, check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps
 from distribute_jax.collectives._cross_device_ops import checked_ops
@@ -40,6 +40,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_options: how long the processes wait for each other.
         shard_optimizer_state: True for a sharded update, as in ``MirroredStrategy``: each replica keeps
             its share of the optimizer's state.
+        replicas_per_device: how many replicas each device has, one after the other, as in
+            ``MirroredStrategy``.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
         axis_name: how code in ``run`` names the axis of the replicas, as in
@@ -69,6 +71,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         cluster_options: ClusterOptions | None = None,
         shard_optimizer_state: bool = False,
+        replicas_per_device: int = 1,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
@@ -81,13 +84,14 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "in each process. Leave reduce_to_device out: the values are added up on replica 0."
             )
         shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
+        each = check_int(f"{name}: replicas_per_device", replicas_per_device)
         self._resolver = resolve_cluster(cluster_resolver, name)
         timeouts = check_cluster_options(cluster_options, name)
         seconds = self._communication_options.timeout_seconds or timeouts.step_seconds
         processes.start(self._resolver, timeouts, seconds, name)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         super().__init__(
-            replica_mesh(devices),
+            replica_mesh(devices, each),
             steps_in_flight=steps_in_flight,
             shared=(nnx.OptState,) if shares else (),
             axis_name=axis_name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distribute_jax._mesh import DATA, replica_mesh
+from distribute_jax._messages import check_int
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import find_device, note_cluster_ignored
 
@@ -16,6 +17,7 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: a ``jax.Device``, an index into the local devices, or a string such as ``"gpu:0"``.
+        replicas_per_device: how many replicas it has, one after the other, as in ``MirroredStrategy``.
         axis_name: how code in ``run`` names the axis of the replicas, as in
             ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
@@ -32,7 +34,8 @@ class OneDeviceStrategy(Strategy):
 
     _offers_per_replica_input = False
 
-    def __init__(self, device: Any, *, axis_name: str = DATA) -> None:
-        mesh = replica_mesh([find_device(device)])
+    def __init__(self, device: Any, *, replicas_per_device: int = 1, axis_name: str = DATA) -> None:
+        each = check_int("OneDeviceStrategy: replicas_per_device", replicas_per_device)
+        mesh = replica_mesh([find_device(device)], each)
         note_cluster_ignored(type(self).__name__)
         super().__init__(mesh, steps_in_flight=None, axis_name=axis_name)

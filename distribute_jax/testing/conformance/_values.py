@@ -109,17 +109,23 @@ def _as_float(*values: float) -> list[np.ndarray]:
 
 
 def replica_order(s: Subject) -> Iterator[Fact]:
-    """Replica i is called i, has its first core on the i-th device, and gets the i-th of everything."""
+    """Replica i is called i, is on the i-th device, or the devices are filled in turn, and gets the i-th."""
     mesh = s.strategy.mesh
     firsts = list(mesh.devices.flat[:: mesh.size // mesh.shape["data"]])
-    yield Fact("the devices of strategy.mesh", firsts, [*s.devices])
+    wanted = s.devices[: len(firsts)]
+    yield Fact("the devices of strategy.mesh", firsts, [*wanted])
     ids = s.run(lambda: replica().replica_id_in_sync_group + 0)
     yield from on_each(
         "replica_id_in_sync_group", s.parts(ids), list(np.arange(s.n, dtype="int32"))
     )
     if isinstance(ids, PerReplica):
         devices = [str(*part.devices()) for part in ids.values]
-        yield Fact("the devices of a result's parts", devices, [str(d) for d in s.devices])
+        each = s.n // len(firsts)
+        yield Fact(
+            "the devices of a result's parts",
+            devices,
+            [str(d) for d in wanted for _ in range(each)],
+        )
     numbers = s.per_replica(_as_float(*range(s.n)))
     difference = s.seen(lambda x: x - (number() - 1), numbers)
     yield from on_all("a value from a function, less the replica's id", difference, np.float32(0))

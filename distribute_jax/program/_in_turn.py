@@ -1,0 +1,218 @@
+"""Several replicas on a device: their first halves run one after the other, in a scan that adds the sums up.
+
+It takes the memory of one replica's activations. Where the first half needs what the other replicas have, as
+synchronised batch norm does, it is cut there into several scans, and what a later one reads is kept for each
+replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._errors import LoweringError
+from distribute_jax._mesh import DATA
+from distribute_jax.program._gather import Share
+from distribute_jax.program._jaxprs import consts_and_carries, equations, line, name, names_axis
+from distribute_jax.program._layout import FlatStep
+from distribute_jax.program._pieces import Values, value_of, variables
+from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in
+
+_REFUSED = """\
+{what} at {where} cannot run with replicas_per_device={each}.
+The replicas of a device run one after the other, so they meet between them: in psum, psum_scatter, \
+pmax, pmin and all_gather over all of them, and not inside of a loop, a branch or a jax.checkpoint.
+Run one replica on each device (replicas_per_device=1), or {instead}."""
+_KNOWN = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
+_INSIDE = "move {what} out of the {body} around it"
+_OTHER = "use one of these in its place, and the default cross_device_ops"
+
+
+class Each(NamedTuple):
+    """A value of which each replica of a device has its own."""
+
+    parts: jax.Array
+    """Those values, stacked on a leading dim."""
+
+
+def in_turn(step: FlatStep) -> FlatStep:
+    """Returns a step of one device, which runs its replicas one after the other, from that of one replica."""
+    halves = split_in(InTurn, step, shards=1)
+
+    def on_device(*inputs: Any) -> list[Any]:
+        handed = halves.first([inputs[i] for i in halves.reads])
+        return halves.rest(inputs, handed, {})
+
+    return replace(step, function=on_device)
+
+
+class InTurn(SplitStep):
+    """A step whose first half runs for all replicas of a device."""
+
+    def first(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the first half of each replica of this device, from the inputs that it reads."""
+        values = self.started([self._taken(i, x) for i, x in zip(self.reads, inputs, strict=True)])
+        stages = self._stages(values)
+        early = [eqn for _, met in stages for eqn in met if _is_sum(eqn)]
+        pairs = [pair for eqn in early for pair in zip(eqn.invars, eqn.outvars, strict=True)]
+        addends = {
+            x: out.aval.dtype
+            for x, out in [*pairs, *self.sums()]
+            if not isinstance(x, jex_core.Literal)
+        }
+        ends = {*self.passed, *(v for b in self._branches.values() for v in variables(b.reads))}
+        totals: Values = {}
+        for number, (local, met) in enumerate(stages):
+            later = [eqn for stage in stages[number + 1 :] for eqns in stage for eqn in eqns]
+            reads = [v for eqn in [*met, *later] if not _is_sum(eqn) for v in eqn.invars]
+            made = {v for eqn in local for v in eqn.outvars}
+            new = {
+                x: dtype
+                for x, dtype in addends.items()
+                if x not in totals and (x in made or x in values)
+            }
+            totals.update(self._scan(local, values, [*ends, *variables(reads)], new))
+            for eqn in met:
+                values.update(zip(eqn.outvars, self._met(eqn, values, totals), strict=True))
+        self.add_up(totals)
+        values.update((out, totals[out]) for _, out in self.sums())
+        gathering = self.gathering()
+        inner = [
+            value
+            for b in self._branches.values()
+            for value in b.first(gathering.whole([value_of(v, values) for v in b.reads]))
+        ]
+        passed = gathering.whole([values[v] for v in self.passed])
+        return [*map(self._handed, self.passed, passed), *inner]
+
+    def _taken(self, i: int, value: Any) -> Any:
+        """Returns an input; where the replicas differ in it, their shares, which follow each other."""
+        if isinstance(value, Each) or not self._marks[self.jaxpr.invars[i]]:
+            return value
+        return Each(value.reshape(self.each, value.shape[0] // self.each, *value.shape[1:]))
+
+    def _handed(self, v: Any, value: Any) -> jax.Array:
+        if v not in self.own:
+            return value.parts[0] if isinstance(value, Each) else value
+        parts = value.parts if isinstance(value, Each) else jnp.stack([value] * self.each)
+        return jnp.reshape(parts, (-1, *parts.shape[2:]))
+
+    def _stages(self, values: Values) -> list[tuple[list[Any], list[Any]]]:
+        """Cuts the first half where it needs other replicas' values: what each does, and what all do then."""
+        stages: list[tuple[list[Any], list[Any]]] = [([], [])]
+        waiting: set[Any] = set()
+        for eqn in self._first:
+            self._check(eqn)
+            if eqn.primitive.name == "axis_index" and names_axis(eqn, DATA):
+                ids = jax.lax.axis_index(DATA) * self.each + jnp.arange(self.each, dtype=jnp.int32)
+                values[eqn.outvars[0]] = Each(ids)
+                continue
+            if waiting.intersection(variables(eqn.invars)):
+                stages.append(([], []))
+                waiting.clear()
+            meets = names_axis(eqn, DATA)
+            stages[-1][meets].append(eqn)
+            waiting.update(eqn.outvars if meets else ())
+        return stages
+
+    def _check(self, eqn: Any) -> None:
+        """Refuses what the replicas cannot do together one after the other."""
+        for body in jex_core.subjaxprs(self.jaxpr.replace(eqns=[eqn])):
+            for inner in (e for e in equations(body) if names_axis(e, DATA)):
+                instead = _INSIDE.format(what=name(inner), body=name(eqn))
+                raise self._refusal(inner, instead)
+        known = eqn.primitive.name in _KNOWN and eqn.params.get("axis_index_groups") is None
+        if names_axis(eqn, DATA) and not known:
+            raise self._refusal(eqn, _OTHER)
+
+    def _refusal(self, eqn: Any, instead: str) -> LoweringError:
+        return LoweringError(
+            _REFUSED.format(what=name(eqn), where=line(eqn), each=self.each, instead=instead)
+        )
+
+    def _scan(
+        self, eqns: Sequence[Any], values: Values, wanted: Iterable[Any], addends: Mapping[Any, Any]
+    ) -> Values:
+        """Runs equations for each replica, adds what is wanted to the values, and returns the sums."""
+        made = {v for eqn in eqns for v in eqn.outvars}
+        if not (made or addends or eqns):
+            return {}
+        outer = [*(v for eqn in eqns for v in eqn.invars), *addends]
+        reads = {v: values[v] for v in variables(outer) if v not in made}
+        own = [v for v, value in reads.items() if isinstance(value, Each)]
+        kept = [v for v in variables(wanted) if v in made]
+        differ = [v for v in kept if self._marks.get(v) or not isinstance(v.aval.dtype, np.dtype)]
+        same = [v for v in kept if v not in differ]
+
+        sunk = self._sunk(eqns)
+
+        def one(carry: Any, parts: Any) -> Any:
+            inside = {**reads, **dict(zip(own, parts, strict=True))}
+            gathering = self.gathering()
+            gathering.run(self.jaxpr, eqns, inside, [*kept, *addends], sunk)
+            new = [value_of(x, inside) for x in addends]
+            new = [x.local if isinstance(x, Share) else x for x in new]
+            sums = [total + x.astype(total.dtype) for x, total in zip(new, carry[0], strict=True)]
+            last = gathering.whole([inside[v] for v in same])
+            return (sums, last), gathering.whole([inside[v] for v in differ])
+
+        # Zero is -0.0: added to it, every number stays as it is.
+        zeros = [
+            -BoundaryValue(x.aval, sunk.get(x)).zeros(self.shards).astype(dtype)
+            for x, dtype in addends.items()
+        ]
+        empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in same]
+        shares = [reads[v].parts for v in own]
+        (sums, last), parts = jax.lax.scan(one, (zeros, empty), shares, length=self.each)
+        values.update(zip(same, last, strict=True))
+        values.update((v, Each(x)) for v, x in zip(differ, parts, strict=True))
+        return {
+            x: Share(total, sunk[x]) if x in sunk else total
+            for x, total in zip(addends, sums, strict=True)
+        }
+
+    def _sunk(self, eqns: Sequence[Any]) -> dict[Any, int]:
+        """Returns what becomes a share of a sum where it is computed: stacked by a scan over layers."""
+        scattered = self.scattered()
+        scans = [eqn for eqn in eqns if name(eqn) == "scan"]
+        stacked = [v for eqn in scans for v in eqn.outvars[consts_and_carries(eqn)[1] :]]
+        return {v: scattered[v] for v in stacked if v in scattered}
+
+    def _met(self, eqn: Any, values: Values, totals: Values) -> list[Any]:
+        """Runs a collective of all replicas."""
+        if _is_sum(eqn):
+            return [
+                self._added(x, out, eqn.params, totals)
+                for x, out in zip(eqn.invars, eqn.outvars, strict=True)
+            ]
+        operands = [value_of(x, values) for x in eqn.invars]
+        parts = [x.parts if isinstance(x, Each) else jnp.stack([x] * self.each) for x in operands]
+        if eqn.primitive.name == "all_gather":
+            every = jax.lax.all_gather(parts[0], DATA, tiled=True)
+            to = eqn.params["all_gather_dimension"]
+            return [jnp.moveaxis(every, 0, to).reshape(eqn.outvars[0].aval.shape)]
+        if eqn.primitive.name == "pmax":
+            return [jax.lax.pmax(x.max(0), DATA) for x in parts]
+        return [jax.lax.pmin(x.min(0), DATA) for x in parts]
+
+    def _added(self, x: Any, out: Any, params: Mapping[str, Any], totals: Values) -> Any:
+        """Returns the sum over all replicas; of ``psum_scatter``, each replica's part of it."""
+        literal = isinstance(x, jex_core.Literal)
+        total = jax.lax.psum(value_of(x, totals) * self.each if literal else totals[x], DATA)
+        if (dim := params.get("scatter_dimension")) is None:
+            return total
+        size = [out.aval.shape[dim]] if params["tiled"] else []
+        shape = [*total.shape[:dim], self.replicas, *size, *total.shape[dim + 1 :]]
+        parts = jnp.moveaxis(total.reshape(shape), dim, 0)
+        first = jax.lax.axis_index(DATA) * self.each
+        return Each(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
+
+
+def _is_sum(eqn: Any) -> bool:
+    return eqn.primitive.name in {"psum", "reduce_scatter"} and names_axis(eqn, DATA)

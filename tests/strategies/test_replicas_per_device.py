@@ -1,0 +1,331 @@
+"""``replicas_per_device=k``: k replicas on each device are those of k times as many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+
+def several(devices: int, each: int, **kwargs: Any) -> dj.MirroredStrategy:
+    """A strategy with so many devices, and replicas on each of them."""
+    return dj.MirroredStrategy(list(range(devices)), replicas_per_device=each, **kwargs)
+
+
+WIDTH = 128
+"""So that the first kernel is large enough to be divided."""
+
+
+class Dense(nnx.Module):
+    """Two layers, and what is asked for between them."""
+
+    def __init__(self, between: Callable[[nnx.Rngs], Any]) -> None:
+        rngs = nnx.Rngs(0)
+        self.first, self.last = nnx.Linear(8, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
+        self.between = between(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(nnx.relu(self.between(self.first(x))))
+
+
+class Convolution(nnx.Module):
+    """A convolution with batch norm."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first, self.last = nnx.Conv(1, 4, (3, 3), rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(nnx.relu(self.norm(self.first(x[:, :4, None, None]))).mean((1, 2)))
+
+
+def plain(rngs: nnx.Rngs) -> Any:
+    """Nothing between the layers."""
+    return lambda x: x
+
+
+MODELS: dict[str, Callable[[], nnx.Module]] = {
+    "dense": lambda: Dense(plain),
+    "dropout": lambda: Dense(lambda rngs: nnx.Dropout(0.3, rngs=rngs)),
+    "synchronised batch norm": lambda: Dense(
+        lambda rngs: nnx.BatchNorm(WIDTH, axis_name="data", rngs=rngs)
+    ),
+    "convolution": Convolution,
+}
+
+
+def batches(sizes: tuple[int, ...]) -> list[Any]:
+    """Batches of these sizes."""
+    rng = np.random.default_rng(3)
+    return [(rng.normal(size=(n, 8)).astype("f"), rng.integers(0, 4, n)) for n in sizes]
+
+
+def trained(
+    strategy: dj.Strategy,
+    model: Callable[[], nnx.Module],
+    tx: Any,
+    sizes: tuple[int, ...] = (16, 16, 16),
+    at_once: int = 0,
+) -> list[np.ndarray]:
+    """Trains, and returns the losses, each replica's logits, and all state, on the host."""
+    with strategy.scope():
+        net = model()
+        optimizer = dj.Optimizer(net, tx, wrt=nnx.Param)
+        seen = dj.metrics.Average()
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        def loss_of(net: Any) -> Any:
+            logits = net(x)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+            return dj.compute_average_loss(losses), (logits, losses)
+
+        (loss, (logits, losses)), grads = nnx.value_and_grad(loss_of, has_aux=True)(net)
+        optimizer.update(net, grads)
+        seen.update(values=losses)
+        return dj.get_replica_context().all_reduce("sum", loss), logits
+
+    data = iter(strategy.distribute_dataset(batches(sizes)))
+    if at_once:
+        outs = [strategy.run_steps(step, data, at_once)]
+    else:
+        outs = [strategy.run(step, args=batch) for batch in data]
+    results = [part for loss, own in outs for part in (loss, *parts(strategy, own))]
+    state = jax.tree.leaves(nnx.state((net, optimizer)))
+    return [np.asarray(on_host(x)) for x in (*results, *state, seen.compute())]
+
+
+def parts(strategy: dj.Strategy, value: Any) -> tuple[Any, ...]:
+    """The parts of all replicas."""
+    return tuple(strategy.experimental_local_results(value))
+
+
+def on_host(x: Any) -> Any:
+    """Random keys as numbers; other arrays as they are."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
+
+
+def assert_close(left: list[np.ndarray], right: list[np.ndarray], most: float) -> None:
+    """Compares all arrays; with 0 bit by bit."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=most, atol=most)
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)], ids=["sgd", "adam"]
+)
+@pytest.mark.parametrize("model", ["dense", "dropout", "synchronised batch norm"])
+def test_replicas_of_one_device_are_those_of_several_bit_by_bit(model: str, tx: Any):
+    """Losses, each replica's values and all state: the sums are added up in the same order."""
+    make = MODELS[model]
+    assert_close(trained(several(1, 4), make, tx), trained(several(4, 1), make, tx), 0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_replicas_of_two_devices_are_those_of_several_to_rounding(model: str):
+    """Each device adds up its own first, which is another order; convolutions are compiled otherwise."""
+    make, tx = MODELS[model], optax.sgd(0.1, momentum=0.9)
+    assert_close(trained(several(2, 2), make, tx), trained(several(4, 1), make, tx), 3e-6)
+
+
+@pytest.mark.parametrize("sizes", [(16, 13), (16, 3)])
+def test_partial_batches_are_divided_over_all_replicas(sizes: tuple[int, ...]):
+    """13 examples are 4, 4, 4 and 1; of 3 one replica has none."""
+    make, tx = MODELS["dense"], optax.sgd(0.1)
+    left, right = (trained(s, make, tx, sizes) for s in (several(1, 4), several(4, 1)))
+    assert_close(left, right, 0)
+
+
+def test_several_steps_in_one_program_are_single_steps():
+    """The scan over the steps is around that over the replicas."""
+    make, tx = MODELS["dropout"], optax.sgd(0.1)
+    left, right = (trained(s, make, tx, at_once=3) for s in (several(2, 2), several(4, 1)))
+    assert_close(left, right, 3e-6)
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_state_is_divided_over_the_devices(parameters: bool):
+    """A sharded update of 4 replicas on 2 devices is that of 4 devices, in halves; so is a sharded model."""
+    strategy: dj.Strategy = several(2, 2, shard_optimizer_state=True)
+    if parameters:
+        strategy = dj.FullyShardedStrategy([0, 1], replicas_per_device=2)
+    make, tx = MODELS["dense"], optax.sgd(0.1, momentum=0.9)
+    assert_close(trained(strategy, make, tx), trained(several(4, 1), make, tx), 3e-6)
+    with strategy.scope():
+        net = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(net, tx, wrt=nnx.Param)
+
+    def step(x: jax.Array) -> None:
+        optimizer.update(net, nnx.grad(lambda net: dj.compute_average_loss(net(x).sum(1)))(net))
+
+    (batch,) = strategy.distribute_dataset([np.ones((8, 64), "f")])
+    strategy.run(step, args=(batch,))
+    for array, divided in (
+        (optimizer.opt_state[0].trace["kernel"], True),
+        (net.kernel, parameters),
+    ):
+        sizes = [shard.data.size for shard in array[...].addressable_shards]
+        assert sizes == [2048 if divided else 4096] * 2
+
+
+def test_each_replica_has_its_number_its_part_and_its_variables():
+    """4 on 2 devices are numbered device by device, and so are parts given to them and taken from them."""
+    strategy = several(2, 2)
+    with strategy.scope():
+        seen = dj.Variable(
+            0.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+    given = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full(context.replica_id_in_sync_group + 1, 10.0, "f")
+    )
+
+    def step(x: jax.Array) -> Any:
+        number = dj.get_replica_context().replica_id_in_sync_group
+        seen.assign_add(2.0**number)
+        return number, x
+
+    numbers, back = strategy.run(step, args=(given,))
+    assert strategy.num_replicas_in_sync == 4
+    assert [int(n) for n in parts(strategy, numbers)] == [0, 1, 2, 3]
+    assert [x.shape[0] for x in parts(strategy, back)] == [1, 2, 3, 4]
+    assert [str(*x.devices()) for x in numbers.values] == ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
+    assert [float(x) for x in parts(strategy, seen)] == [1, 2, 4, 8]
+    assert float(seen[...]) == 15
+
+
+def test_what_replicas_do_together_is_the_same_everywhere():
+    """Sums, extremes, gathered arrays and their gradients are those of as many devices."""
+
+    def step() -> Any:
+        replica = dj.get_replica_context()
+        x = jnp.arange(8.0).reshape(4, 2) * (1 + replica.replica_id_in_sync_group)
+        gathered = jax.grad(lambda x: (replica.all_gather(x, 1) ** 2).sum())(x)
+        scattered = jax.lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True)
+        alone = jax.lax.psum_scatter(x, "data", scatter_dimension=0)
+        most = jax.lax.pmax(x, "data") - jax.lax.pmin(x, "data")
+        count = jax.lax.psum(x > 3, "data")
+        return (
+            gathered,
+            scattered,
+            alone,
+            most,
+            count,
+            jax.jit(jax.lax.axis_index, static_argnums=0)("data"),
+        )
+
+    left, right = (
+        [np.asarray(p) for out in s.run(step) for p in parts(s, out)]
+        for s in (several(2, 2), several(4, 1))
+    )
+    assert_close(left, right, 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("devices", [1, 2])
+def test_it_conforms(devices: int):
+    """The library's own suite for strategies, except where replicas meet in a loop."""
+    names = [
+        n for n in dj.testing.check_strategy.__globals__["CHECKS"] if n != "all_reduce_transformed"
+    ]
+    report = dj.testing.check_strategy(
+        lambda found: several(devices, len(found) // devices), [4], only=names
+    )
+    assert report
+
+
+def in_scan(x: jax.Array) -> jax.Array:
+    """A sum over the replicas in a loop."""
+    return jax.lax.scan(lambda c, x: (c, jax.lax.psum(x, "data")), 0, x)[1]
+
+
+def exchanged(x: jax.Array) -> jax.Array:
+    """Each replica's value goes to the next one."""
+    return jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (
+            in_scan,
+            r"psum at test_repl\S+ cannot run with replicas_per_device=2.*move psum out of the scan",
+        ),
+        (exchanged, r"ppermute at test_repl\S+ cannot run with .*use one of these in its place"),
+    ],
+)
+def test_what_cannot_run_one_after_the_other_is_refused(fn: Any, text: str):
+    """The message names the operation and its line, the rule, and what to do."""
+    with pytest.raises(dj.LoweringError, match=f"(?s){text}"):
+        several(1, 2).run(lambda: fn(jnp.ones(3)))
+
+
+def test_a_branch_on_which_all_agree_may_sum():
+    """As in an update that is left out for a step."""
+
+    def step(x: jax.Array, on: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            on > 0, lambda x: jax.lax.psum(x, "data"), lambda x: jnp.zeros(()), x.sum()
+        )
+
+    strategy = several(1, 4)
+    (batch,) = strategy.distribute_dataset([np.arange(8, dtype="f")])
+    with strategy.scope():
+        flag = jnp.ones(())
+    assert [float(strategy.run(step, args=(batch, f))) for f in (flag, 0 * flag)] == [28, 0]
+
+
+def test_activations_of_one_replica_are_in_memory_at_a_time():
+    """The temporaries of 8 replicas on a device are those of one on each of 8."""
+
+    def compiled(strategy: dj.Strategy) -> Any:
+        with strategy.scope():
+            net = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+            optimizer = dj.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+
+        def step(x: jax.Array) -> None:
+            def loss(net: Any, x: jax.Array = x) -> jax.Array:
+                for _ in range(8):
+                    x = nnx.relu(net(x))
+                return dj.compute_average_loss(x.sum(1))
+
+            optimizer.update(net, nnx.grad(loss)(net))
+
+        (batch,) = strategy.distribute_dataset([np.ones((2048, 64), "f")])
+        strategy.run(step, args=(batch,), options=dj.RunOptions(verify="off"))
+        (program,) = strategy._runner.cache.programs.values()
+        function = program.compiled
+        return getattr(function, "_compiled", function)
+
+    one, each = compiled(several(1, 8)), compiled(several(8, 1))
+    assert (
+        one.memory_analysis().temp_size_in_bytes <= 1.1 * each.memory_analysis().temp_size_in_bytes
+    )
+
+
+def test_strategies_say_how_many_replicas_a_device_has():
+    """In their text, in the mesh, and in the error for what is not a number."""
+    assert str(several(1, 3)) == "MirroredStrategy([cpu:0], replicas_per_device=3)"
+    assert dj.OneDeviceStrategy(0, replicas_per_device=3).num_replicas_in_sync == 3
+    assert dj.MultiWorkerMirroredStrategy(replicas_per_device=2).num_replicas_in_sync == 16
+    assert several(1, 3).mesh != several(1, 2).mesh
+    with pytest.raises(
+        dj.ArgumentError, match="replicas must be a multiple of replicas_per_device=3"
+    ):
+        several(1, 3).plan(lambda: 1, replicas=8)
+    with pytest.raises(
+        dj.ArgumentError, match="replicas_per_device must be an integer >= 1; got 0"
+    ):
+        several(1, 0)
+    with pytest.raises(dj.LoweringError, match="with replicas_per_device=2: pmap knows one"):
+        several(1, 2).run(lambda: 1, options=dj.RunOptions(lowering="pmap"))
