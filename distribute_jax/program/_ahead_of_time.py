@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._jax_private import adopt, write_raw
-from distribute_jax._mesh import num_replicas, outside_mesh, with_replicas
+from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding, with_replicas
 from distribute_jax._messages import check_int
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
@@ -33,7 +33,7 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import PlacedLeaf
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import Replicas, check_arrays
-from distribute_jax.program._trace import Call, StandIn, abstract, made_again, own_value
+from distribute_jax.program._trace import Call, StandIn, abstract, global_value, made_again
 from distribute_jax.program._trace_errors import compilable, step_name
 
 
@@ -60,7 +60,7 @@ class StepPlan:
     step: str
     """The name of the step's function."""
     strategy: str
-    """The strategy's class, and how it divides state."""
+    """The strategy as it is shown, without its devices."""
     replicas: int
     """The number of replicas that it was compiled for."""
     platform: str
@@ -308,16 +308,18 @@ def _planned(
     rows = iter(placements)
     state = Counter({"parameters": 0, "optimizer": 0, "other": 0})
     for variable in binding.variables:
-        for leaf in jax.tree.leaves(own_value(variable)):
-            sharding = NamedSharding(call.mesh, next(rows).spec)
+        own = keeps_own_values(variable)
+        for leaf, row in zip(
+            jax.tree.leaves(global_value(variable, call.mesh)), rows, strict=False
+        ):
+            sharding = split_sharding(call.mesh) if own else NamedSharding(call.mesh, row.spec)
             local = sharding.shard_shape(jnp.shape(leaf))
             state[_kind(variable)] += prod(local) * getattr(leaf, "dtype", jnp.int32.dtype).itemsize
-    sharded = "(shard_optimizer_state=True)" if replicas.shared == (nnx.OptState,) else ""
     memory = ahead.compiled.memory_analysis()
     times = zip(("trace", "lower", "compile"), itertools.pairwise(ahead.times), strict=True)
     return StepPlan(
         step=getattr(call.fn, "__qualname__", type(call.fn).__name__),
-        strategy=type(strategy).__name__ + sharded,
+        strategy=re.sub(r"\[.*?\](, )?", "", repr(strategy)).removesuffix("()"),
         replicas=num_replicas(call.mesh),
         platform=ahead.device.platform,
         state_bytes=dict(state),

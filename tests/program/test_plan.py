@@ -63,6 +63,7 @@ def _is_variable(value: Any) -> bool:
 STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
     "mirrored": (dj.MirroredStrategy, {"all-reduce"}, 0),
     "optimizer": (lambda: dj.MirroredStrategy(shard_optimizer_state=True), DIVIDED, 4),
+    "in turn": (lambda: dj.MirroredStrategy(replicas_per_device=2), {"all-reduce"}, 0),
     "fully": (dj.FullyShardedStrategy, DIVIDED, 6),
 }
 """How each is made, what its step sends, and how many arrays are divided."""
@@ -78,7 +79,7 @@ def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> No
     strategy.run(training.step, training.batch)
     (program,) = strategy._runner.cache.programs.values()
     memory = program.compiled.memory_analysis()
-    assert plan.replicas == 8
+    assert plan.replicas == strategy.num_replicas_in_sync
     assert [plan.argument_bytes, plan.temporary_bytes, plan.output_bytes, plan.alias_bytes] == [
         memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
