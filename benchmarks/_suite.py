@@ -52,9 +52,8 @@ def ask(benchmark: Benchmark[Any], *, full: bool, devices: str) -> Answer:
             status = child.wait()
         finally:
             _end(child)
-    # One that failed has no headline, and perhaps not all that its page needs; with missed targets it has.
-    whole = not status or any(record["kind"] == "headline" for record in records)
-    return Answer(benchmark, Log(records if whole else []), status)
+    # A benchmark that failed has no headline, and perhaps not all that its page needs.
+    return Answer(benchmark, Log([] if status else records), status)
 
 
 def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -169,18 +169,26 @@ def local_copy_of_replicated(array: jax.Array) -> jax.Array:
     Where processes hold different parts of it, that is a collective, so all of them call this together,
     and its sharding must be a ``NamedSharding``.
     """
-    if array.is_fully_addressable:
+    return array if array.is_fully_addressable else replicated(array).addressable_data(0)
+
+
+def replicated(array: jax.Array) -> jax.Array:
+    """Returns an array as one that each of its devices has whole; see ``local_copy_of_replicated``."""
+    if array.is_fully_replicated:
         return array
-    if not array.is_fully_replicated:
-        if not isinstance(array.sharding, NamedSharding):
-            raise ArgumentError(
-                f"An array {array.dtype}{list(array.shape)} is divided among the processes by "
-                f"{array.sharding}, which is not a NamedSharding. Give it one: jax.device_put(array, "
-                "jax.NamedSharding(mesh, spec))."
-            )
-        with outside_mesh():
-            array = _replicating(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
-    return array.addressable_data(0)
+    if not isinstance(array.sharding, NamedSharding):
+        raise ArgumentError(
+            f"An array {array.dtype}{list(array.shape)} is divided among the processes by "
+            f"{array.sharding}, which is not a NamedSharding. Give it one: jax.device_put(array, "
+            "jax.NamedSharding(mesh, spec))."
+        )
+    with outside_mesh():
+        return _replicating(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
+
+
+def on_host(value: Any) -> np.ndarray[Any, Any]:
+    """Returns all of an array; where processes hold different parts, all of them call this together."""
+    return np.asarray(local_copy_of_replicated(value) if isinstance(value, jax.Array) else value)
 
 
 @functools.lru_cache(maxsize=16)

@@ -104,8 +104,7 @@ class StepPlan:
             ("state divided", _divided(self.placements)),
             ("seconds", seconds),
         ]  # fmt: skip
-        number = f"{self.replicas} replica" + "s" * (self.replicas > 1)
-        title = f"{self.step}: {self.strategy}, {number}; on each {self.platform} device"
+        title = f"{self.step}: {self.strategy}, {self.replicas} replicas; on each {self.platform} device"
         return "\n".join([title, *_aligned(rows)])
 
 

@@ -76,6 +76,8 @@ class Placement:
             return row("each replica has its value")
         if not isinstance(variable, self.shared):
             return row("mirrored")
+        if isinstance(variable, nnx.metrics.MetricState):
+            return row("read on the host after each epoch")
         if _is_key(leaf):
             return row("a random key")
         if moved_at_once(shape) < LEAST_ELEMENTS:

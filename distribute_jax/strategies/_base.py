@@ -257,8 +257,8 @@ class Strategy(InputMethods, OlderNames):
             >>> import distribute_jax as dj
             >>> from flax import nnx
             >>> layer = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
-            >>> dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).placement(layer)[0].spec
-            PartitionSpec(None, 'data')
+            >>> tuple(dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).placement(layer)[0].spec)
+            (None, 'data')
         """
         named = [
             (path_text(path), value)

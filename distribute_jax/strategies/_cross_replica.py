@@ -23,6 +23,7 @@ from distribute_jax._mesh import (
     mirrored_sharding,
     num_replicas,
     outside_mesh,
+    replicated,
 )
 from distribute_jax._messages import check_int_range, error_text, is_key, leaf_text, promoting
 from distribute_jax._user_frames import log_once
@@ -380,10 +381,10 @@ def _unjoinable(shapes: Sequence[tuple[int, ...]], axis: int) -> ArgumentError:
 
 
 def on_host_device(array: jax.Array) -> jax.Array:
-    """Returns a replicated array as one on this process's first device that mixes with anything."""
+    """Returns the whole of an array on this process's first device, where it mixes with anything."""
     if isinstance(array, jax.core.Tracer):
         return array
-    return uncommitted(array.addressable_data(0))
+    return uncommitted(replicated(array).addressable_data(0))
 
 
 @contextmanager

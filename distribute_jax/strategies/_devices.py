@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from distribute_jax import processes
 from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax._mesh import DATA
 from distribute_jax._user_frames import log_once
@@ -21,7 +22,12 @@ from distribute_jax.cluster_resolver import (
     TPUClusterResolver,
     detect,
 )
-from distribute_jax.processes import current_job
+from distribute_jax.processes import (
+    ClusterOptions,
+    check_cluster_options,
+    current_job,
+    resolve_cluster,
+)
 from distribute_jax.processes._job import DEVICE_COUNT
 
 _LOG = logging.getLogger("distribute_jax")
@@ -89,21 +95,38 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     return devices
 
 
-def note_cluster_ignored(caller: str) -> None:
+def connect(
+    resolver: ClusterResolver | None,
+    options: ClusterOptions | None,
+    caller: str,
+    seconds: float | None = None,
+) -> tuple[ClusterResolver, list[jax.Device]]:
+    """Connects the processes of a cluster; returns where it is described, and all of their devices."""
+    resolver = resolve_cluster(resolver, caller)
+    timeouts = check_cluster_options(options, caller)
+    processes.start(resolver, timeouts, seconds or timeouts.step_seconds, caller)
+    return resolver, sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+_MANY = "make a dj.MultiWorkerMirroredStrategy()"
+
+
+def note_cluster_ignored(caller: str, instead: str = _MANY) -> None:
     """Logs that a strategy of one process does not look at TF_CONFIG, or at other processes."""
-    if current_job().is_alone and (processes := _launched_processes()) > 1:
+    if current_job().is_alone and (launched := _launched_processes()) > 1:
         log_once(
             "%s: this process is one of %d, and the strategy uses its devices alone. Each process trains a "
-            "model for itself, and in each dj.is_chief() is True. To train one model on all of them make a "
-            "dj.MultiWorkerMirroredStrategy().",
+            "model for itself, and in each dj.is_chief() is True. To train one model on all of them %s.",
             caller,
-            processes,
+            launched,
+            instead,
         )
     if os.environ.get("TF_CONFIG"):
         _LOG.info(
             "%s ignores TF_CONFIG: it uses the devices of this process alone. To train on those of all "
-            "processes make a dj.MultiWorkerMirroredStrategy().",
+            "processes %s.",
             caller,
+            instead,
         )
 
 

@@ -3,23 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, final
 
 from flax import nnx
 
+from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax._messages import check_int
+from distribute_jax.cluster_resolver import ClusterResolver
+from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import find_devices, note_cluster_ignored
+from distribute_jax.strategies._devices import connect, find_devices, note_cluster_ignored
 
 
 class FullyShardedStrategy(Strategy):
-    """Trains on several devices of this process; every device keeps its share of the model.
+    """Trains on several devices; every device keeps its share of the model, not the whole.
+
+    Parameters, gradients and the optimizer's state are divided among the devices, each array along one
+    dim, so that N devices hold a model of about N times the size. The step does not change: a parameter is
+    gathered where the step reads it, one layer at a time inside ``nnx.scan``, and dropped; gradients are
+    reduce-scattered; each replica updates its share. Losses and updates are those of
+    ``MirroredStrategy``: the same bits for SGD with momentum where XLA compiles the computation of a
+    replica in the same way, else equal to rounding. Arrays of fewer than 1024 elements, or without a dim
+    that is a multiple of N, are whole on each device; :meth:`placement` lists them.
+
+    Args:
+        devices: as for ``MirroredStrategy``; None or an empty list means all local devices.
+        replicas_per_device: as for ``MirroredStrategy``; the state is divided among the devices.
+        cluster_resolver: who the processes are, to divide the model over the devices of all of them, as
+            ``dj.cluster_resolver.detect()``; they are connected as by ``MultiWorkerMirroredStrategy``.
+            None means the devices of this process.
+        cluster_options: how long the processes wait for each other.
+        steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
+            where it is 2.
+        axis_name: how code in ``run`` names the axis of the replicas; ``"data"`` always works.
+
+    Raises:
+        ValueError: an argument is not what it should be; at the first ``run``: no parameter can be divided.
+        RuntimeError: as ``MultiWorkerMirroredStrategy``, with ``cluster_resolver``.
 
     Example:
         >>> import distribute_jax as dj
-        >>> dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync
-        2
+        >>> from flax import nnx
+        >>> strategy = dj.FullyShardedStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     model = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
+        >>> for row in strategy.placement(model):
+        ...     print(row.path, row.shape, tuple(row.spec), row.why)
+        kernel (64, 32) (None, 'data') its share of dim 1 on each of 2 replicas
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
+    https://arxiv.org/abs/1910.02054; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+    Parallel", 2023, https://arxiv.org/abs/2304.11277
     """
 
     def __init__(
@@ -27,15 +63,40 @@ class FullyShardedStrategy(Strategy):
         devices: Sequence[Any] | None = None,
         *,
         replicas_per_device: int = 1,
+        cluster_resolver: ClusterResolver | None = None,
+        cluster_options: ClusterOptions | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
         name = type(self).__name__
         each = check_int(f"{name}: replicas_per_device", replicas_per_device)
-        note_cluster_ignored(name)
+        self._resolver = cluster_resolver
+        if cluster_resolver is None:
+            if cluster_options is not None:
+                raise ArgumentError(
+                    f"{name}: cluster_options needs a cluster_resolver: pass {_DETECT}."
+                )
+            note_cluster_ignored(name, f"pass {_DETECT}")
+            used = find_devices(devices)
+        elif devices is not None:
+            raise ArgumentError(
+                f"{name}: with a cluster_resolver it uses all devices of all processes, so leave out "
+                f"devices={devices!r:.80}."
+            )
+        else:
+            _, used = connect(cluster_resolver, cluster_options, name)
         super().__init__(
-            replica_mesh(find_devices(devices), each),
+            replica_mesh(used, each),
             steps_in_flight=steps_in_flight,
             shared=(nnx.Variable,),
             axis_name=axis_name,
         )
+
+    @cached_property
+    @final
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where the strategy got its cluster from; None where it uses one process's devices."""
+        return self._resolver
+
+
+_DETECT = "cluster_resolver=dj.cluster_resolver.detect()"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import final
 
-import jax
 from flax import nnx
 
-from distribute_jax import processes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax._messages import check_bool, check_int
@@ -16,8 +14,9 @@ from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps
 from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.collectives._options import checked_options
-from distribute_jax.processes import ClusterOptions, check_cluster_options, resolve_cluster
+from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._devices import connect
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -85,11 +84,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
         each = check_int(f"{name}: replicas_per_device", replicas_per_device)
-        self._resolver = resolve_cluster(cluster_resolver, name)
-        timeouts = check_cluster_options(cluster_options, name)
-        seconds = self._communication_options.timeout_seconds or timeouts.step_seconds
-        processes.start(self._resolver, timeouts, seconds, name)
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        self._resolver, devices = connect(
+            cluster_resolver, cluster_options, name, self._communication_options.timeout_seconds
+        )
         super().__init__(
             replica_mesh(devices, each),
             steps_in_flight=steps_in_flight,

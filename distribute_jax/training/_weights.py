@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import put
+from distribute_jax._mesh import on_host, put
 from distribute_jax._messages import is_array, is_key, listed
 from distribute_jax.strategies import Strategy
 from distribute_jax.variables import Variable
@@ -137,7 +137,7 @@ class Stored(ABC):
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Returns every weight as a NumPy array: the trained ones first, then statistics."""
-        return [np.asarray(jax.device_get(v[...])) for _, v in weight_variables(self.module)]
+        return [on_host(v[...]) for _, v in weight_variables(self.module)]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets every weight, from what ``get_weights`` returned; none if any has another shape."""

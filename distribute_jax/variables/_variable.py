@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._jax_private import at_top_level, uncommitted
-from distribute_jax._mesh import DATA, num_replicas, outside_mesh, put
+from distribute_jax._mesh import DATA, num_replicas, on_host, outside_mesh, put, replicated
 from distribute_jax._messages import is_donated
 from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
@@ -167,7 +167,7 @@ class Variable(nnx.Variable[Any]):
         """Returns the value as a NumPy array; outside of ``run`` only."""
         value = self.get_value()
         with reading(value):
-            return np.asarray(value)
+            return on_host(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Lets NumPy read what ``numpy()`` returns, never the components."""
@@ -197,7 +197,7 @@ class Variable(nnx.Variable[Any]):
             return raw.values
         with outside_mesh():
             # Of a replica of several cores the first one's copy.
-            shards = raw.addressable_shards[:: _components.cores_of(raw)]
+            shards = replicated(raw).addressable_shards[:: _components.cores_of(raw)]
             return tuple(uncommitted(shard.data) for shard in shards)
 
     @property

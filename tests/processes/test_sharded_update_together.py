@@ -97,7 +97,7 @@ def test_two_processes_train_as_one_and_hold_an_nth_each(alone, told):
         assert process["processes"] == 2
         assert_alike(process["trained"], trained)
         assert_alike(process["verified"], later)
-        assert process["shares"] == [(16, 32)] * 2
+        assert process["shares"] == [(64, 8)] * 2
         assert process["whole"] == [(32,)] * 2
         assert "shard_optimizer_state=True" in process["repr"]
 

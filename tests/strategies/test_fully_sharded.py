@@ -329,3 +329,38 @@ def test_a_model_that_cannot_be_divided_is_refused() -> None:
     assert whys["bias"] == "less than 1024 elements"
     with pytest.raises(ValueError, match=r"holds no nnx\.Variable"):
         strategy.placement([3])
+
+
+def test_values_that_a_user_reads_are_whole() -> None:
+    """What gathers, reduces or shows a divided variable returns all of it, never a share."""
+    strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
+    host = np.arange(4096.0, dtype=np.float32).reshape(64, 64)
+    with strategy.scope():
+        variable, param = dj.Variable(host), nnx.Param(jnp.asarray(host))
+    strategy.run(lambda: (variable.assign(variable[...] + 0), param.set_value(param[...] + 0))[:0])
+    for divided in (variable, param, param[...]):
+        assert strategy.gather(divided, 0).shape == (256, 64)
+        whole = [strategy.reduce("mean", divided, axis=None)]
+        whole += [] if divided is variable else strategy.experimental_local_results(divided)
+        for value in whole:
+            np.testing.assert_array_equal(value, host)
+    assert not param[...].is_fully_replicated
+    for value in (variable.numpy(), *variable.values):
+        np.testing.assert_array_equal(value, host)
+
+
+def test_wrong_arguments() -> None:
+    """Devices are those of the cluster, and timeouts are for a cluster."""
+    resolver = dj.cluster_resolver.SimpleClusterResolver(dj.cluster_resolver.ClusterSpec({}))
+    with pytest.raises(ValueError, match=r"leave out devices=\[0, 1\]"):
+        dj.FullyShardedStrategy([0, 1], cluster_resolver=resolver)
+    with pytest.raises(ValueError, match="cluster_options needs a cluster_resolver"):
+        dj.FullyShardedStrategy(cluster_options=dj.ClusterOptions())
+    assert dj.FullyShardedStrategy().cluster_resolver is None
+
+
+def test_the_state_of_a_metric_is_whole() -> None:
+    """However large it is: it is read on the host after each epoch."""
+    curve = dj.metrics.AUC(num_thresholds=2000)
+    rows = dj.FullyShardedStrategy([0, 1]).placement(curve)
+    assert {row.why for row in rows} == {"read on the host after each epoch"}

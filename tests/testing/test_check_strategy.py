@@ -27,6 +27,7 @@ OPERATIONS = {
 FACTORIES: dict[str, Callable[[Any], dj.Strategy]] = {
     "mirrored": dj.MirroredStrategy,
     "central_storage": dj.CentralStorageStrategy,
+    "fully_sharded": dj.FullyShardedStrategy,
     **{name: broken.using(ops) for name, ops in OPERATIONS.items()},
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import on_host
 from distribute_jax._messages import is_array
 from distribute_jax.processes import current_job, is_chief
 from distribute_jax.training.callbacks._callback import Callback
@@ -165,7 +166,7 @@ def _first_bad(node: nnx.Pytree, root: str = "") -> str | None:
         for leaf in jax.tree.leaves(variable.get_raw_value()):
             if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 continue
-            bad = ~np.isfinite(np.asarray(jax.device_get(leaf)).astype(np.float32))
+            bad = ~np.isfinite(on_host(leaf).astype(np.float32))
             if bad.any():
                 name = root + ".".join(map(str, path))
                 return f"{name}, in {int(bad.sum())} of {bad.size} places"

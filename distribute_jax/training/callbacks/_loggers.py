@@ -13,6 +13,7 @@ import numpy as np
 
 from distribute_jax import summary
 from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import on_host
 from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot
@@ -186,7 +187,7 @@ class TensorBoard(Callback):
     def _write_weights(self, epoch: int) -> None:
         with self._writer("train").as_default(epoch):
             for name, variable in weight_variables(self.model.module):
-                summary.histogram(f"{name.replace('.', '/')}/histogram", variable[...])
+                summary.histogram(f"{name.replace('.', '/')}/histogram", on_host(variable[...]))
 
     def _writer(self, run: str) -> summary.SummaryWriter:
         if run not in self._writers:

@@ -1,0 +1,232 @@
+"""``FullyShardedStrategy`` over processes: the numbers of one, and on each device a share of the model."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.testing import LocalCluster
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
+from test_fully_sharded import MODELS, batches, made, update
+
+SIZES = (16, 16, 11)
+X = np.random.default_rng(0).normal(size=(44, 32)).astype(np.float32)
+Y = (X[:, :8] + X[:, 8:16] > 0).astype(np.float32)
+
+
+def job_strategy():
+    return dj.FullyShardedStrategy(
+        cluster_resolver=dj.cluster_resolver.detect(),
+        cluster_options=dj.ClusterOptions(start_seconds=90, step_seconds=60),
+    )
+
+
+def train(strategy, tree, sizes=SIZES, options=None):
+    """The losses of some batches, the last of them partial, and all numbers afterwards."""
+
+    def step(tokens, targets):
+        return update(tree["model"], tree["optimizer"], tokens, targets)
+
+    losses = [
+        float(strategy.run(step, args=batch, options=options))
+        for batch in strategy.distribute_dataset(batches(sizes))
+    ]
+    return {"losses": losses, "state": numbers(strategy, tree)}
+
+
+def numbers(strategy, tree):
+    """Every floating array, whole; all processes call this together."""
+    leaves = jax.tree.leaves(strategy.experimental_local_results(nnx.state(tree))[0])
+    return [np.asarray(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def bytes_of(tree):
+    """What the optimizer and the model take on each device of this process, and as a whole."""
+    kept = {}
+    leaves = jax.tree.leaves(nnx.state(tree))
+    for shard in (shard for leaf in leaves for shard in leaf.addressable_shards):
+        name = str(shard.device)
+        kept[name] = kept.get(name, 0) + shard.data.nbytes
+    return {"devices": [*kept.values()], "whole": sum(leaf.nbytes for leaf in leaves)}
+
+
+def tree_of(strategy):
+    model, optimizer = made(strategy, MODELS["scan"])
+    return {"model": model, "optimizer": optimizer}
+
+
+def train_in_job(folder):
+    """Trains from values that differ, saves, goes on, and loads what one process has saved."""
+    strategy, folder = job_strategy(), Path(folder)
+    tree = tree_of(strategy)
+    embedding = tree["model"].embed.embedding
+    embedding[...] = embedding[...] + jax.process_index()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        told = {"trained": train(strategy, tree)}
+    told["warned"] = [str(one.message).partition("\n")[0] for one in seen]
+    told["bytes"] = bytes_of(tree)
+    dj.check_in_sync(tree)
+    dj.checkpoint.save(folder / "job", tree)
+    told["again"] = train(strategy, tree, (16,))
+    dj.checkpoint.load(folder / "alone", tree)
+    told["loaded"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
+    told["repr"] = [repr(strategy), type(strategy.cluster_resolver).__name__]
+    told["shown"] = str(tree["model"].embed)
+    return told
+
+
+class Net(nnx.Module):
+    """Two layers; the first has 32 * 64 weights."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(32, 64, rngs=rngs)
+        self.last = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return jax.nn.sigmoid(self.last(jax.nn.relu(self.first(x))))
+
+
+def fit(strategy, folder):
+    """A fit with the callbacks that read weights, and what reads them afterwards."""
+    folder, printed = Path(folder), []
+    with strategy.scope():
+        model = dj.Model(Net(nnx.Rngs(1)))
+        average = dj.Variable(np.zeros((32, 64), np.float32))
+        # The state of a metric is whole however large it is.
+        model.compile("adam", loss="mse", metrics=[dj.metrics.AUC(num_thresholds=2000)])
+    callbacks = [
+        dj.callbacks.TensorBoard(folder / "logs", update_freq="batch", histogram_freq=1),
+        dj.callbacks.ModelCheckpoint(folder / "models" / "{epoch}"),
+        dj.callbacks.EarlyStopping("loss", restore_best_weights=True),
+        dj.callbacks.TerminateOnNaN(),
+    ]
+    history = model.fit(
+        X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=callbacks
+    )
+    model.summary(printed.append)
+    strategy.run(lambda: average.assign(0.5 * model.module.first.kernel[...]))
+    weights = model.get_weights()
+    model.set_weights([2 * w for w in weights])
+    return {
+        "losses": [float(loss) for loss in history.history["loss"]],
+        "evaluated": [float(v) for v in model.evaluate(X, Y, batch_size=16, verbose=0)],
+        "predicted": model.predict(X, batch_size=16, verbose=0),
+        "weights": weights,
+        "doubled": model.get_weights(),
+        "average": average.numpy(),
+        "snapshot": numbers(strategy, dj.snapshot(model.module)),
+        "summary": printed[0],
+        "values": average.values[0].shape,
+    }
+
+
+def fit_in_job(folder):
+    return fit(job_strategy(), folder)
+
+
+def write_another_value():
+    """Process 1 assigns another value to a parameter that is divided."""
+    strategy = job_strategy()
+    tree = tree_of(strategy)
+    step = lambda t, y: update(tree["model"], tree["optimizer"], t, y)  # noqa: E731
+    [batch] = strategy.distribute_dataset(batches((16,)))
+    strategy.run(step, args=batch)
+    value = np.full((96, 64), jax.process_index(), np.float32)
+    tree["model"].embed.embedding.set_value(value)
+    for _ in range(400):
+        strategy.run(step, args=batch)
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def processes(request):
+    """How many processes have two devices each."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(processes, tmp_path_factory):
+    """One process with as many devices, mirrored: what it trains, saves, and how it goes on."""
+    folder = tmp_path_factory.mktemp("alone")
+    strategy = dj.MirroredStrategy(list(range(2 * processes)))
+    tree = tree_of(strategy)
+    trained = train(strategy, tree)
+    dj.checkpoint.save(folder / "alone", tree)
+    return folder, trained, train(strategy, tree, (16,))
+
+
+@pytest.fixture(scope="module")
+def told(processes, alone):
+    """What the processes of a job tell."""
+    cluster = LocalCluster(processes, 2, timeout=180)
+    return [result.value for result in cluster.run(train_in_job, str(alone[0]))]
+
+
+def assert_close(got, wanted):
+    """Losses and state are equal to rounding: the sums of a job have another order."""
+    for mine, theirs in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-6)
+
+
+def test_processes_train_as_one_from_the_values_of_process_0(alone, told):
+    """Losses and state are those of mirrored state in one process, and other initial values are seen."""
+    _, trained, later = alone
+    for process in told:
+        assert_close(process["trained"], trained)
+        assert_close(process["again"], later)
+        assert process["repr"][0].startswith("FullyShardedStrategy([")
+        assert process["repr"][1] == "LaunchedClusterResolver"
+        assert "Array(shape=(96, 64)" in process["shown"]
+    assert any("embedding. They now have those of process 0" in text for text in told[0]["warned"])
+    assert not any(process["warned"] for process in told[1:])
+
+
+def test_every_device_keeps_its_share(told, processes):
+    """Of the state a device keeps its share, and the whole of small arrays only."""
+    for process in told:
+        whole = process["bytes"]["whole"]
+        assert len(process["bytes"]["devices"]) == 2
+        for kept in process["bytes"]["devices"]:
+            assert whole / (2 * processes) < kept < whole / (2 * processes) + 8_000
+
+
+def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, told):
+    """What each process saves of its part is loaded mirrored and divided, and the other way round."""
+    folder, _, later = alone
+    files = sorted(path.name for path in (folder / "job").glob("arrays-*/*"))
+    assert len(files) > 1
+    for process in told:
+        assert_close(process["loaded"], later)
+    for strategy in (dj.MirroredStrategy([0, 1, 2, 3]), dj.FullyShardedStrategy([0, 1])):
+        tree = tree_of(strategy)
+        dj.checkpoint.load(folder / "job", tree)
+        assert_close(train(strategy, tree, (16,)), later)
+
+
+@pytest.mark.exhaustive
+def test_fit_reads_weights_that_no_process_has(processes, tmp_path):
+    """Callbacks, evaluation, prediction, weights, variables and snapshots are those of one process."""
+    wanted = fit(dj.MirroredStrategy(list(range(2 * processes))), tmp_path / "alone")
+    cluster = LocalCluster(processes, 2, timeout=180)
+    for result in cluster.run(fit_in_job, str(tmp_path / "job")):
+        got = result.value
+        assert "over" in got.pop("summary")
+        assert_close(got, {name: value for name, value in wanted.items() if name != "summary"})
+
+
+@pytest.mark.exhaustive
+def test_a_divided_parameter_that_one_process_writes_is_found():
+    """A value that differs between the processes is named although it is divided afterwards."""
+    with pytest.raises(dj.ProcessFailedError, match=r"(?s)embedding.*written between steps"):
+        LocalCluster(2, 1, timeout=120).run(write_another_value)
