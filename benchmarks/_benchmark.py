@@ -81,8 +81,8 @@ class Benchmark(Generic[Options]):
         return f"{title}\n\n{surroundings(log.records[0])}\n\n{rest}\n{command}"
 
 
-def main(benchmark: Benchmark[Any]) -> None:
-    """Measures one benchmark, prints JSON lines, and writes a page where asked."""
+def main(benchmark: Benchmark[Any]) -> list[Row]:
+    """Measures one benchmark, prints JSON lines, writes a page where asked, and returns the headline."""
     parser = argparse.ArgumentParser(description=benchmark.question)
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
@@ -98,10 +98,12 @@ def main(benchmark: Benchmark[Any]) -> None:
         log = benchmark.measure(options)
     except KeyboardInterrupt:
         sys.exit(130)
-    for row in benchmark.headline(log):
+    rows = benchmark.headline(log)
+    for row in rows:
         log.add("headline", **asdict(row))
     if chosen.report:
         write_report(benchmark.name, log, benchmark.page(log, " ".join(sys.argv[1:])))
+    return rows
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:

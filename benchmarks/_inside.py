@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -94,3 +97,31 @@ def _burst(trained: Trained, calls: int) -> float:
         trained.run()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+"""What devices send each other, as XLA calls it."""
+_COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$", re.MULTILINE)
+_COLLECTIVE = re.compile(rf" = (\(.*?\)|\S+) ({'|'.join(KINDS)})\(")
+_CALLED = re.compile(r"(?:body|to_apply|calls|branch_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
+_ROUNDS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+def collectives_of(text: str) -> Iterator[tuple[str, int, int]]:
+    """Returns each collective of a compiled program: its kind, how often a step does it, and its bytes."""
+    pieces = _COMPUTATION.split(text)
+    bodies = dict(zip(pieces[2::3], pieces[3::3], strict=True))
+    todo = [(name, 1) for entry, name in zip(pieces[1::3], pieces[2::3], strict=True) if entry]
+    while todo:
+        name, times = todo.pop()
+        for line in bodies[name].splitlines():
+            if match := _COLLECTIVE.search(line):
+                arrays = re.findall(r"([a-z]+)(\d*)\[([\d,]*)\]", match[1])
+                sizes = [
+                    int(b or 8) // 8 * prod(map(int, filter(None, d.split(","))))
+                    for _, b, d in arrays
+                ]
+                yield match[2], times, sum(sizes)
+            rounds = int(found[1]) if (found := _ROUNDS.search(line)) else 1
+            for called in _CALLED.findall(line):
+                todo += [(each.lstrip("%"), times * rounds) for each in called.split(", ")]

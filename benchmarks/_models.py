@@ -77,6 +77,34 @@ class Transformer(nnx.Module):
         return self.head(self.norm(h))
 
 
+class TiedTransformer(nnx.Module):
+    """A language model whose blocks are equal; its embedding also maps to logits."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, mode: str, rngs: nnx.Rngs) -> None:
+        """``mode`` says how it goes over its blocks: ``"loop"``, ``"scan"`` or ``"remat"``, a scan too."""
+        self.tokens = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.mode = mode
+        self.blocks: Any
+        if mode == "loop":
+            self.blocks = nnx.List([Block(width, 4, rngs) for _ in range(layers)])
+        else:
+            make: Any = nnx.vmap(lambda rngs: Block(width, 4, rngs))
+            self.blocks = nnx.split_rngs(splits=layers)(make)(rngs)
+        self.norm = nnx.LayerNorm(width, epsilon=1e-6, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps characters (batch, length) to logits (batch, length, vocabulary)."""
+        h = self.tokens(x)
+        if self.mode == "loop":
+            for block in self.blocks:
+                h = block(h)
+        else:
+            one: Any = lambda h, block: block(h)  # noqa: E731
+            one = nnx.remat(one) if self.mode == "remat" else one
+            h = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, self.blocks)
+        return self.tokens.attend(self.norm(h))
+
+
 class Bottleneck(nnx.Module):
     """Three convolutions around which the input goes, as it is or through another convolution."""
 

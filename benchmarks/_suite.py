@@ -52,8 +52,9 @@ def ask(benchmark: Benchmark[Any], *, full: bool, devices: str) -> Answer:
             status = child.wait()
         finally:
             _end(child)
-    # A benchmark that failed has no headline, and perhaps not all that its page needs.
-    return Answer(benchmark, Log([] if status else records), status)
+    # One that failed has no headline, and perhaps not all that its page needs; with missed targets it has.
+    whole = not status or any(record["kind"] == "headline" for record in records)
+    return Answer(benchmark, Log(records if whole else []), status)
 
 
 def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks._models import ConvNet, Perceptron, ResNet50, Transformer
+from benchmarks._models import ConvNet, Perceptron, ResNet50, TiedTransformer, Transformer
 
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
@@ -26,6 +26,11 @@ Params = dict[str, Any]
 def adam() -> optax.GradientTransformation:
     """Returns the usual optimizer."""
     return optax.adam(1e-3)
+
+
+def momentum() -> optax.GradientTransformation:
+    """Returns the optimizer under which divided state has the bits of mirrored state."""
+    return optax.sgd(0.1, momentum=0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +130,18 @@ def characters(vocabulary: int, length: int, n: int) -> tuple[Array, Array]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def tied_transformer(mode: str) -> Workload:
+    """Returns a language model whose blocks are in a loop, or in a scan, rematerialised or not."""
+    way = {"loop": "looped", "scan": "scanned", "remat": "scanned, rematerialised"}[mode]
+    return Workload(
+        name=f"{way} transformer 4 × 256",
+        model=partial(TiedTransformer, 1024, 256, 4, mode),
+        data=partial(characters, 1024, 128),
+        batch=16,
+        optimizer=momentum,
+    )
+
+
 MLP = perceptron("MLP 784-512-10", (784, 512, 10), batch=256)
 DEEP = perceptron("MLP of 40 layers, 16 wide", (16,) * 41, batch=16)
 CNN = Workload(name="CNN 28×28", model=ConvNet, data=partial(images, 28, 1, 10), batch=64)
@@ -140,7 +157,7 @@ RESNET50 = Workload(
     model=ResNet50,
     data=partial(images, 224, 3, 1000),
     batch=8,
-    optimizer=partial(optax.sgd, 0.1, momentum=0.9),
+    optimizer=momentum,
 )
 WORKLOADS = (MLP, CNN, TRANSFORMER, DEEP, RESNET50)
 """All of them. The last is for memory and compilation only."""

@@ -104,7 +104,8 @@ class StepPlan:
             ("state divided", _divided(self.placements)),
             ("seconds", seconds),
         ]  # fmt: skip
-        title = f"{self.step}: {self.strategy}, {self.replicas} replicas; on each {self.platform} device"
+        number = f"{self.replicas} replica" + "s" * (self.replicas > 1)
+        title = f"{self.step}: {self.strategy}, {number}; on each {self.platform} device"
         return "\n".join([title, *_aligned(rows)])
 
 
