@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from distribute_jax.testing import LocalCluster
 
 
 def several(devices: int, each: int, **kwargs: Any) -> dj.MirroredStrategy:
@@ -311,6 +312,28 @@ def test_activations_of_one_replica_are_in_memory_at_a_time():
     assert (
         one.memory_analysis().temp_size_in_bytes <= 1.1 * each.memory_analysis().temp_size_in_bytes
     )
+
+
+SIZES = (16, 13)
+
+
+def in_job() -> list[np.ndarray]:
+    """Trains in one of several processes."""
+    timeouts = dj.ClusterOptions(start_seconds=90, step_seconds=60)
+    strategy = dj.MultiWorkerMirroredStrategy(replicas_per_device=2, cluster_options=timeouts)
+    assert strategy.num_replicas_in_sync == 4
+    return trained(strategy, MODELS["dropout"], optax.sgd(0.1, momentum=0.9), SIZES)
+
+
+@pytest.mark.exhaustive
+def test_replicas_are_numbered_over_processes():
+    """Two processes with a device each, and two replicas on it: each sees its own two of the four."""
+    tx, alone = optax.sgd(0.1, momentum=0.9), several(4, 1)
+    wanted = trained(alone, MODELS["dropout"], tx, SIZES)
+    steps = [wanted[5 * step : 5 * step + 5] for step in range(len(SIZES))]
+    for process, result in enumerate(LocalCluster(2, 1, timeout=100).run(in_job)):
+        mine = [x for loss, *own in steps for x in (loss, *own[2 * process : 2 * process + 2])]
+        assert_close(result.value, [*mine, *wanted[5 * len(SIZES) :]], 3e-6)
 
 
 def test_strategies_say_how_many_replicas_a_device_has():
