@@ -7,6 +7,7 @@ replica.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,9 +20,17 @@ import numpy as np
 from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import DATA
 from distribute_jax.program._gather import Share
-from distribute_jax.program._jaxprs import consts_and_carries, equations, line, name, names_axis
+from distribute_jax.program._jaxprs import (
+    called_body,
+    consts_and_carries,
+    equations,
+    line,
+    name,
+    names_axis,
+    opened,
+)
 from distribute_jax.program._layout import FlatStep
-from distribute_jax.program._pieces import Values, value_of, variables
+from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
 from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in
 
 _REFUSED = """\
@@ -54,6 +63,10 @@ def in_turn(step: FlatStep) -> FlatStep:
 
 class InTurn(SplitStep):
     """A step whose first half runs for all replicas of a device."""
+
+    def __init__(self, body: Any, *args: Any, **kwargs: Any) -> None:
+        """Splits a step that asks for the replica's number only outside of loops and branches."""
+        super().__init__(asking_once(body, args[2]), *args, **kwargs)
 
     def first(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the first half of each replica of this device, from the inputs that it reads."""
@@ -109,7 +122,7 @@ class InTurn(SplitStep):
         waiting: set[Any] = set()
         for eqn in self._first:
             self._check(eqn)
-            if eqn.primitive.name == "axis_index" and names_axis(eqn, DATA):
+            if _is_number(eqn):
                 ids = jax.lax.axis_index(DATA) * self.each + jnp.arange(self.each, dtype=jnp.int32)
                 values[eqn.outvars[0]] = Each(ids)
                 continue
@@ -212,6 +225,72 @@ class InTurn(SplitStep):
         parts = jnp.moveaxis(total.reshape(shape), dim, 0)
         first = jax.lax.axis_index(DATA) * self.each
         return Each(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
+
+
+def asking_once(body: Any, replicas: int) -> Any:
+    """Returns a program in which loops, branches and checkpoints take the replica's number from outside."""
+    if not any(_asks(body.jaxpr, eqn) and not _is_number(eqn) for eqn in body.jaxpr.eqns):
+        return body
+
+    def step(*inputs: Any) -> list[Any]:
+        return _told(body, jax.lax.axis_index(DATA), inputs)
+
+    avals = [v.aval for v in body.jaxpr.invars]
+    like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    return jax.make_jaxpr(step, axis_env=[(DATA, replicas)])(*like)
+
+
+def _is_number(eqn: Any) -> bool:
+    return eqn.primitive.name == "axis_index" and names_axis(eqn, DATA)
+
+
+def _asks(jaxpr: Any, eqn: Any) -> bool:
+    return any(map(_is_number, equations(jaxpr.replace(eqns=[eqn]))))
+
+
+def _told(body: Any, replica: jax.Array, inputs: Sequence[Any]) -> list[Any]:
+    """Runs a program whose replica has a number that is known."""
+    jaxpr, values = opened(body), start(body, inputs)
+    for eqn in jaxpr.eqns:
+        operands = [value_of(v, values) for v in eqn.invars]
+        if _is_number(eqn):
+            outs = [replica]
+        elif _asks(jaxpr, eqn):
+            outs = _told_inside(eqn, replica, operands)
+        else:
+            run_piece(jaxpr, [eqn], values, eqn.outvars)
+            continue
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [value_of(v, values) for v in jaxpr.outvars]
+
+
+def _told_inside(eqn: Any, replica: jax.Array, operands: Sequence[Any]) -> list[Any]:
+    """Runs an equation whose bodies ask for the number."""
+    kind, params = name(eqn), eqn.params
+    if kind == "scan":
+        consts, carries = consts_and_carries(eqn)
+        first = consts + carries
+
+        def one(carry: Any, xs: Any) -> Any:
+            outs = _told(params["jaxpr"], replica, [*operands[:consts], *carry, *xs])
+            return outs[:carries], outs[carries:]
+
+        loop = {key: params[key] for key in ("reverse", "length", "unroll")}
+        carry, ys = jax.lax.scan(one, operands[consts:first], operands[first:], **loop)
+        return [*carry, *ys]
+    if kind == "cond":
+        branches = [functools.partial(_told, b, replica) for b in params["branches"]]
+        chosen = [lambda *x, told=told: told(x) for told in branches]
+        return list(jax.lax.switch(operands[0], chosen, *operands[1:]))
+    body = called_body(eqn)
+    if kind == "checkpoint":
+        inner = jax.make_jaxpr(lambda *x: _told(body, replica, x))(*operands)
+        jaxpr = inner.jaxpr
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        return list(eqn.primitive.bind(*inner.consts, *operands, **{**params, "jaxpr": jaxpr}))
+    if body is None:  # it is refused
+        return list(eqn.primitive.bind(*operands, **params))
+    return _told(body, replica, operands)
 
 
 def _is_sum(eqn: Any) -> bool:

@@ -93,8 +93,8 @@ def check_strategy(
 
     Args:
         factory: makes the strategy, once for each number of replicas, from a list of ``jax.Device``:
-            replica i must be on device i. A class such as ``dj.MirroredStrategy`` is one; for an
-            operation, pass
+            replica i must be on device i, or several on each of the first devices. A class such as
+            ``dj.MirroredStrategy`` is one; for an operation, pass
             ``lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())``.
         replicas: the numbers of replicas; None means those of 1, 2, 4 and 8 for which there are
             devices. A divisor of 8.

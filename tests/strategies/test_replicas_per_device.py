@@ -245,6 +245,41 @@ def test_it_conforms(devices: int):
     assert report
 
 
+def test_the_number_of_the_replica_is_known_everywhere():
+    """In loops, branches, checkpoints and functions with a derivative of their own."""
+
+    @jax.custom_jvp
+    def own(x: jax.Array) -> jax.Array:
+        return x * dj.get_replica_context().replica_id_in_sync_group
+
+    own.defjvp(lambda x, t: (own(*x), t[0]))
+
+    def step(x: jax.Array) -> Any:
+        def number() -> Any:
+            return dj.get_replica_context().replica_id_in_sync_group
+
+        kept = jax.checkpoint(lambda x: jnp.sin(x * number()).sum())
+        return {
+            "scan": jax.lax.scan(lambda c, x: (c + number(), x * number()), 0, x),
+            "checkpoint": jax.value_and_grad(kept)(x),
+            "cond": jax.lax.cond(x[0] > 1, lambda x: x + number(), lambda x: x * 3, x),
+            "nested": jax.jit(lambda x: jax.lax.map(lambda x: kept(x * number()), x))(x),
+            "own": own(x),
+        }
+
+    def results(strategy: dj.Strategy) -> list[np.ndarray]:
+        (batch,) = strategy.distribute_dataset([np.arange(8, dtype="f")])
+        leaves = jax.tree.leaves(strategy.run(step, args=(batch,)), is_leaf=is_per_replica)
+        return [np.asarray(part) for leaf in leaves for part in parts(strategy, leaf)]
+
+    assert_close(results(several(2, 2)), results(several(4, 1)), 1e-6)
+
+
+def is_per_replica(leaf: Any) -> bool:
+    """Where to stop in a nest."""
+    return isinstance(leaf, dj.PerReplica)
+
+
 def in_scan(x: jax.Array) -> jax.Array:
     """A sum over the replicas in a loop."""
     return jax.lax.scan(lambda c, x: (c, jax.lax.psum(x, "data")), 0, x)[1]
