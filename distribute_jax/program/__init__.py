@@ -19,7 +19,8 @@ from distribute_jax.program._ahead_of_time import (
 from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
 from distribute_jax.program._options import RunOptions, library_options
-from distribute_jax.program._placement import PlacedLeaf, path_text
+from distribute_jax.program._placement import PlacedLeaf, modules_of
+from distribute_jax.program._placement_rules import Rules
 from distribute_jax.program._random import same_on_all_replicas
 from distribute_jax.program._replica_context import MergedValues, ReplicaContext
 from distribute_jax.program._results import per_example
@@ -37,14 +38,15 @@ __all__ = [
     "PlanTable",
     "ReplicaContext",
     "Replicas",
+    "Rules",
     "RunOptions",
     "Runner",
     "StepPlan",
     "is_runtime_failure",
     "library_options",
+    "modules_of",
     "moments_combined",
     "one_at_a_time",
-    "path_text",
     "per_example",
     "plan",
     "plan_table",

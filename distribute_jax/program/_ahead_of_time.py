@@ -304,7 +304,7 @@ def _planned(
 ) -> StepPlan:
     """Puts together what is known of a compiled program."""
     binding = call.binding
-    placements = replicas.placement.rows(binding.names, binding.variables)
+    placements = replicas.placement.rows(binding.variables, binding.paths())
     rows = iter(placements)
     state = Counter({"parameters": 0, "optimizer": 0, "other": 0})
     for variable in binding.variables:

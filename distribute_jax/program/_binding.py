@@ -28,6 +28,7 @@ from distribute_jax._messages import listed
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._capture import AttributeNames, captures
 from distribute_jax.program._graph import Graph, Walker
+from distribute_jax.program._placement import variable_paths
 from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, MemberPath
 from distribute_jax.variables import readable_by_other_threads
 
@@ -114,6 +115,12 @@ class Binding:
             _array_type(place.get() if root is None else values[root])
             for _, place, root in self.arrays
         ]
+
+    def paths(self) -> list[tuple[Any, ...]]:
+        """Returns the path of each variable in the outermost module that holds it."""
+        return variable_paths(
+            self.variables, self.names, filter(None, (node() for node in self.nodes))
+        )
 
     def captured(self) -> list[Any]:
         """Returns the captured arrays as they are now."""

@@ -184,7 +184,7 @@ class ProgramCache:
         self, step: str, binding: Binding, options: RunOptions, *, warn: bool
     ) -> tuple[Any, ...]:
         """Places state where it is stored between steps, and returns how each leaf is sharded."""
-        shardings = self._replicas.placement.shardings(binding.names, binding.variables)
+        shardings = self._replicas.placement.shardings(binding.variables, binding.paths)
         if any(shardings) and options.lowering == "pmap":
             raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
         place_state(binding, self._replicas, shardings, warn=warn)

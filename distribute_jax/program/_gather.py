@@ -8,14 +8,16 @@ gather is in the body, so no more than a layer is whole at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from distribute_jax._mesh import DATA
 from distribute_jax.program._jaxprs import (
@@ -26,6 +28,51 @@ from distribute_jax.program._jaxprs import (
     opened,
 )
 from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
+from distribute_jax.program._placement import data_dim
+from distribute_jax.program._placement_rules import Axes, names_of
+
+
+class Cut(NamedTuple):
+    """How an array is divided: by the replicas along one dim, and maybe by the devices of each."""
+
+    dim: int
+    """The dim that the replicas divide."""
+    axes: Axes
+    """What divides the other dims."""
+
+    @classmethod
+    def of(cls, spec: PartitionSpec, ndim: int) -> Cut | None:
+        """Returns how a spec divides an array; None where the replicas do not."""
+        if (dim := data_dim(spec)) is None:
+            return None
+        axes = (*spec, *(None,) * (ndim - len(spec)))
+        return cls(dim, tuple(None if of_dim == DATA else of_dim for of_dim in axes))
+
+    def scatter(self, array: Any) -> Share:
+        """Sums an array over the replicas, and leaves each its share."""
+        return Share(self._by_parts(jax.lax.psum_scatter, array, scatter_dimension=self.dim), self)
+
+    def gather(self, local: Any) -> Any:
+        """Puts the replicas' shares together."""
+        return self._by_parts(jax.lax.all_gather, local, axis=self.dim)
+
+    def inside(self) -> Cut | None:
+        """Returns how one layer of stacked ones is divided; None where the layers are."""
+        return Cut(self.dim - 1, self.axes[1:]) if self.dim > 0 else None
+
+    def stacked(self) -> Cut:
+        """Returns how layers of such arrays are divided."""
+        return Cut(self.dim + 1, (None, *self.axes))
+
+    def _by_parts(self, collective: Callable[..., Any], array: Any, **dims: int) -> Any:
+        """Has each device of a replica talk about its part: XLA would put the parts together first."""
+        talk = functools.partial(collective, axis_name=DATA, tiled=True, **dims)
+        if names := {name for of_dim in self.axes for name in names_of(of_dim)}:
+            spec = PartitionSpec(*self.axes)
+            talk = jax.shard_map(
+                talk, in_specs=(spec,), out_specs=spec, axis_names=names, check_vma=False
+            )
+        return talk(array)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,15 +80,14 @@ class Share:
     """One replica's share of an array."""
 
     local: Any
-    dim: int
-    """The dim along which the replicas divide the array."""
+    cut: Cut
 
     def whole(self, after: Any = None) -> Any:
         """Gathers the array; not before ``after`` is computed, so that one gather is ahead of its use."""
         local = self.local
         if after is not None:
             local, _ = jax.lax.optimization_barrier((local, after))
-        return jax.lax.all_gather(local, DATA, axis=self.dim, tiled=True)
+        return self.cut.gather(local)
 
 
 _INLINED = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -71,12 +117,12 @@ class Gathering:
         eqns: Sequence[Any],
         values: Values,
         wanted: Iterable[Any],
-        scattered: Mapping[Any, int] | None = None,
+        scattered: Mapping[Any, Cut] | None = None,
     ) -> None:
         """Runs equations, and adds their results to the values.
 
-        ``scattered`` are results of scans that are summed over the replicas next, each with the dim along
-        which the sum is divided: they become shares of the sum inside the scan.
+        ``scattered`` are results of scans that are summed over the replicas next, each with how the
+        sum is divided: they become shares of the sum inside the scan.
         """
         scattered = scattered or {}
         needed = set(variables([*wanted, *(v for eqn in eqns for v in eqn.invars)]))
@@ -126,7 +172,7 @@ class Gathering:
         eqn: Any,
         args: list[Any],
         needed: set[Any],
-        scattered: Mapping[Any, int],
+        scattered: Mapping[Any, Cut],
     ) -> list[Any]:
         """Returns the results of an equation; of its operands some are shares."""
         share = self._on_share(eqn, args)
@@ -153,44 +199,46 @@ class Gathering:
         numbers = all(x is share or jnp.ndim(x) == 0 for x in args)
         if primitive in _EACH_ELEMENT or (primitive in _BY_A_NUMBER and numbers):
             local = [x.local if x is share else x for x in args]
-            return Share(eqn.primitive.bind(*local, **eqn.params), share.dim)
+            return Share(eqn.primitive.bind(*local, **eqn.params), share.cut)
         if primitive == "transpose":
             order = eqn.params["permutation"]
-            return Share(jax.lax.transpose(share.local, order), order.index(share.dim))
+            cut = Cut(order.index(share.cut.dim), tuple(share.cut.axes[i] for i in order))
+            return Share(jax.lax.transpose(share.local, order), cut)
         if primitive == "reshape" and eqn.params.get("dimensions") is None:
             return self._reshaped(share, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
         return None
 
     def _reshaped(self, share: Share, old: Sequence[int], new: Sequence[int]) -> Share | None:
         """Returns the share of a reshaped array, where one new dim begins as the divided one does."""
-        before = prod(old[: share.dim])
+        if any(share.cut.axes):
+            return None  # where the parts of a replica's devices go is left to XLA
+        before = prod(old[: share.cut.dim])
         for dim, size in enumerate(new):
             if size and prod(new[:dim]) == before and size % self._replicas == 0:
                 sizes = [*new[:dim], size // self._replicas, *new[dim + 1 :]]
-                return Share(jax.lax.reshape(share.local, sizes), dim)
+                cut = Cut(dim, (None,) * len(new))
+                return Share(jax.lax.reshape(share.local, sizes), cut)
         return None
 
     def _remat(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
         """Runs a rematerialised block whose gathers are inside, so that they are done again too."""
-        dims = [x.dim if isinstance(x, Share) else None for x in args]
-        local = [x.local if isinstance(x, Share) else x for x in args]
-        out_dims: list[int | None] = []
+        local, cuts = _taken_apart(args)
+        out_cuts: list[Cut | None] = []
 
         def body(*operands: Any) -> list[Any]:
-            again = [x if d is None else Share(x, d) for x, d in zip(operands, dims, strict=True)]
             inner = Gathering(self._replicas, self._total, keeps=True)
-            outs = inner._body(eqn.params["jaxpr"], again)
-            out_dims[:] = [x.dim if isinstance(x, Share) else None for x in outs]
-            return [x.local if isinstance(x, Share) else x for x in outs]
+            outs = inner._body(eqn.params["jaxpr"], _put_together(operands, cuts))
+            outs, out_cuts[:] = _taken_apart(outs)
+            return outs
 
         closed = jax.make_jaxpr(body)(*local)
         jaxpr = closed.jaxpr
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         outs = eqn.primitive.bind(*closed.consts, *local, **{**eqn.params, "jaxpr": jaxpr})
-        return [x if dim is None else Share(x, dim) for x, dim in zip(outs, out_dims, strict=True)]
+        return _put_together(outs, out_cuts)
 
     def _scan(
-        self, eqn: Any, args: Sequence[Any], needed: set[Any], scattered: Mapping[Any, int]
+        self, eqn: Any, args: Sequence[Any], needed: set[Any], scattered: Mapping[Any, Cut]
     ) -> list[Any]:
         """Runs a scan whose layers are gathered, and whose gradients are summed, one by one."""
         num_consts, num_carry = consts_and_carries(eqn)
@@ -199,38 +247,39 @@ class Gathering:
         held = sum(x.local.size * self._replicas for x in consts if isinstance(x, Share))
         if held <= self._total / 2:  # else it is the model, as where gradients are accumulated
             consts = self.whole(consts)
-        xs = [self._whole(x) if isinstance(x, Share) and x.dim == 0 else x for x in xs]
-        dims = [x.dim - 1 if isinstance(x, Share) else None for x in xs]
+        xs = [self._whole(x) if isinstance(x, Share) and x.cut.dim == 0 else x for x in xs]
+        local, cuts = _taken_apart(xs)
         stacked = eqn.outvars[num_carry:]
-        out_dims: list[int | None] = []
+        out_cuts: list[Cut | None] = []
 
         def one(carry: Any, xs: Any) -> Any:
-            layer = [x if d is None else Share(x, d) for x, d in zip(xs, dims, strict=True)]
+            layer = _put_together(xs, [cut and cut.inside() for cut in cuts])
             inner = Gathering(self._replicas, self._total, keeps=True)
             outs = inner._body(eqn.params["jaxpr"], [*consts, *carry, *layer])
             ys = [
                 y if v in needed else None for v, y in zip(stacked, outs[num_carry:], strict=True)
             ]
             for i, v in enumerate(stacked):
-                if (dim := scattered.get(v, 0)) > 0:
-                    ys[i] = Share(scatter(ys[i], dim - 1), dim - 1)
-            out_dims[:] = [y.dim + 1 if isinstance(y, Share) else None for y in ys]
-            return inner.whole(outs[:num_carry]), [
-                y.local if isinstance(y, Share) else y for y in ys
-            ]
+                if (cut := scattered.get(v)) and (of_layer := cut.inside()):
+                    ys[i] = of_layer.scatter(ys[i])
+            ys, of_layers = _taken_apart(ys)
+            out_cuts[:] = [cut and cut.stacked() for cut in of_layers]
+            return inner.whole(outs[:num_carry]), ys
 
         params = {key: eqn.params[key] for key in ("reverse", "length", "unroll")}
-        local = [x.local if isinstance(x, Share) else x for x in xs]
         carry, ys = jax.lax.scan(one, carry, local, **params)
-        return [
-            *carry,
-            *(y if d is None else Share(y, d) for y, d in zip(ys, out_dims, strict=True)),
-        ]
+        return [*carry, *_put_together(ys, out_cuts)]
 
 
-def scatter(array: Any, dim: int) -> Any:
-    """Sums an array over the replicas, and leaves each its share along a dim."""
-    return jax.lax.psum_scatter(array, DATA, scatter_dimension=dim, tiled=True)
+def _taken_apart(values: Sequence[Any]) -> tuple[list[Any], list[Cut | None]]:
+    """Returns the arrays of values of which some are shares, and how those are cut."""
+    local = [x.local if isinstance(x, Share) else x for x in values]
+    return local, [x.cut if isinstance(x, Share) else None for x in values]
+
+
+def _put_together(arrays: Sequence[Any], cuts: Sequence[Cut | None]) -> list[Any]:
+    """Returns the values that were taken apart so."""
+    return [x if cut is None else Share(x, cut) for x, cut in zip(arrays, cuts, strict=True)]
 
 
 def without_forwarding(body: Any) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 
 from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import DATA
-from distribute_jax.program._gather import Share
+from distribute_jax.program._gather import Cut, Share
 from distribute_jax.program._jaxprs import (
     called_body,
     consts_and_carries,
@@ -31,7 +31,7 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
-from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in
+from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in, traced
 
 _REFUSED = """\
 {what} at {where} cannot run with replicas_per_device={each}.
@@ -52,7 +52,7 @@ class Each(NamedTuple):
 
 def in_turn(step: FlatStep) -> FlatStep:
     """Returns a step of one device, which runs its replicas one after the other, from that of one replica."""
-    halves = split_in(InTurn, step, shards=1)
+    halves = split_in(InTurn, step, traced(step), 1, {}, {})
 
     def on_device(*inputs: Any) -> list[Any]:
         handed = halves.first([inputs[i] for i in halves.reads])
@@ -190,12 +190,12 @@ class InTurn(SplitStep):
             for x, total in zip(addends, sums, strict=True)
         }
 
-    def _sunk(self, eqns: Sequence[Any]) -> dict[Any, int]:
+    def _sunk(self, eqns: Sequence[Any]) -> dict[Any, Cut]:
         """Returns what becomes a share of a sum where it is computed: stacked by a scan over layers."""
         scattered = self.scattered()
         scans = [eqn for eqn in eqns if name(eqn) == "scan"]
         stacked = [v for eqn in scans for v in eqn.outvars[consts_and_carries(eqn)[1] :]]
-        return {v: scattered[v] for v in stacked if v in scattered}
+        return {v: scattered[v] for v in stacked if v in scattered and scattered[v].dim > 0}
 
     def _met(self, eqn: Any, values: Values, totals: Values) -> list[Any]:
         """Runs a collective of all replicas."""

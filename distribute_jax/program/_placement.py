@@ -7,7 +7,7 @@ stays whole on each replica: padding it would change what an optax transformatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import listed
 from distribute_jax.program._aggregation import keeps_own_values
+from distribute_jax.program._placement_rules import Axes, Rules
 
 LEAST_ELEMENTS = 1024
 """Smaller arrays stay whole: what they take is nothing beside the collectives that sharing them costs."""
@@ -40,6 +41,10 @@ class PlacedLeaf(NamedTuple):
     """What decided that."""
 
 
+Path = tuple[Any, ...]
+"""The keys that lead from a model to one of its variables."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """How each leaf of state is divided over a mesh."""
@@ -47,54 +52,97 @@ class Placement:
     mesh: Mesh
     shared: tuple[type[nnx.Variable[Any]], ...] = ()
     """The kinds of variables of which each replica keeps its share; others are whole on each."""
+    rules: Rules | None = None
+    """What divides them over the devices of one replica."""
+
+    def shardings(
+        self, variables: Sequence[nnx.Variable[Any]], paths: Callable[[], Sequence[Path]]
+    ) -> tuple[NamedSharding | None, ...]:
+        """Returns how each leaf is divided over the mesh; None where each device has the whole."""
+        if not self.shared and self.rules is None:
+            return (None,) * sum(len(jax.tree.leaves(v.get_raw_value())) for v in variables)
+        rows = self.rows(variables, paths())
+        if any(isinstance(v, nnx.Param) for v in variables):
+            self._check_divides(rows)
+            if self.rules is not None:
+                self.rules.check_matched([row.path for row in rows])
+        return tuple(NamedSharding(self.mesh, row.spec) if row.spec else None for row in rows)
 
     def rows(
-        self, names: Sequence[str], variables: Sequence[nnx.Variable[Any]]
+        self, variables: Sequence[nnx.Variable[Any]], paths: Sequence[Path]
     ) -> list[PlacedLeaf]:
-        """Returns where each leaf is stored."""
+        """Returns where each leaf is stored.
+
+        The state of an optimizer is divided as its parameter, whose path its own path ends with.
+        """
+        of_model: dict[Path, tuple[tuple[int, ...], Axes, str]] = {}
+        pairs = list(zip(variables, paths, strict=True))
+        if self.rules is not None:
+            for variable, path in pairs:
+                if not isinstance(variable, nnx.OptState):
+                    shape = tuple(jnp.shape(variable.get_raw_value()))
+                    of_model[path] = shape, *self.rules.axes(path_text(path), variable, shape)
         return [
-            self._row(name, variable, leaf)
-            for name, variable in zip(names, variables, strict=True)
+            self._row(path, variable, leaf, of_model)
+            for variable, path in pairs
             for leaf in jax.tree.leaves(variable.get_raw_value())
         ]
 
-    def shardings(
-        self, names: Sequence[str], variables: Sequence[nnx.Variable[Any]]
-    ) -> tuple[NamedSharding | None, ...]:
-        """Returns how each leaf is divided over the mesh; None where each device has the whole."""
-        rows = self.rows(names, variables)
-        self._check_divides(rows, variables)
-        return tuple(NamedSharding(self.mesh, row.spec) if row.spec else None for row in rows)
-
-    def _row(self, path: str, variable: nnx.Variable[Any], leaf: Any) -> PlacedLeaf:
+    def _row(
+        self,
+        path: Path,
+        variable: nnx.Variable[Any],
+        leaf: Any,
+        of_model: Mapping[Path, tuple[tuple[int, ...], Axes, str]],
+    ) -> PlacedLeaf:
         shape = tuple(jnp.shape(leaf))
+        axes, why = self._model_axes(path, variable, shape, of_model)
 
-        def row(why: str, dim: int | None = None) -> PlacedLeaf:
-            return PlacedLeaf(path, shape, share_spec(dim), why)
+        def row(reason: str, dim: int | None = None) -> PlacedLeaf:
+            spec = [DATA if i == dim else of_dim for i, of_dim in enumerate(axes)]
+            while spec and spec[-1] is None:
+                spec.pop()
+            return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason)
 
         if keeps_own_values(variable):
             return row("each replica has its value")
         if not isinstance(variable, self.shared):
-            return row("mirrored")
+            return row(why or "mirrored")
         if isinstance(variable, nnx.metrics.MetricState):
             return row("read on the host after each epoch")
         if _is_key(leaf):
             return row("a random key")
         if moved_at_once(shape) < LEAST_ELEMENTS:
-            return row(f"less than {LEAST_ELEMENTS} elements")
-        dim = share_dim(shape, replicas := self.mesh.shape[DATA])
+            return row(why or f"less than {LEAST_ELEMENTS} elements")
+        dim = share_dim(shape, replicas := self.mesh.shape[DATA], axes)
         if dim is None:
-            return row(_NOT_DIVISIBLE.format(replicas=replicas))
-        return row(f"its share of dim {dim} on each of {replicas} replicas", dim)
+            return row(why or _NOT_DIVISIBLE.format(replicas=replicas))
+        of_data = f"dim {dim} is divided among {replicas} replicas"
+        return row(f"{why}, {of_data}" if why else of_data, dim)
 
-    def _check_divides(
-        self, rows: Iterable[PlacedLeaf], variables: Sequence[nnx.Variable[Any]]
-    ) -> None:
+    def _model_axes(
+        self,
+        path: Path,
+        variable: nnx.Variable[Any],
+        shape: tuple[int, ...],
+        of_model: Mapping[Path, tuple[tuple[int, ...], Axes, str]],
+    ) -> tuple[Axes, str]:
+        whole: Axes = (None,) * len(shape)
+        if self.rules is None or keeps_own_values(variable):
+            return whole, ""
+        if not isinstance(variable, nnx.OptState):
+            _, axes, why = of_model[path]
+            return (axes, why) if len(axes) == len(shape) else (whole, "")
+        suffixes = (path[i:] for i in range(len(path)))
+        of_parameter = next((of_model[end] for end in suffixes if end in of_model), None)
+        if of_parameter is None or of_parameter[0] != shape:
+            return whole, ""
+        return of_parameter[1], of_parameter[2]
+
+    def _check_divides(self, rows: Iterable[PlacedLeaf]) -> None:
         """Refuses a model of which nothing can be divided, although its parameters should be."""
         replicas = self.mesh.shape[DATA]
-        if replicas == 1 or not any(
-            isinstance(v, nnx.Param) and isinstance(v, self.shared) for v in variables
-        ):
+        if replicas == 1 or nnx.Variable not in self.shared:
             return
         large = [row for row in rows if moved_at_once(row.shape) >= LEAST_ELEMENTS]
         refused = [row for row in large if row.why == _NOT_DIVISIBLE.format(replicas=replicas)]
@@ -126,9 +174,15 @@ def moved_at_once(shape: Sequence[int]) -> int:
     return prod(shape[1:] if len(shape) > 2 else shape)
 
 
-def share_dim(shape: Sequence[int], replicas: int) -> int | None:
-    """Returns the dim along which an array is divided; None where it stays whole."""
-    fits = [dim for dim, size in enumerate(shape) if size and size % replicas == 0]
+def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | None:
+    """Returns the dim along which an array is divided; None where it stays whole.
+
+    Dims that ``axes`` of the mesh divide already are left to them.
+    """
+    taken = [dim for dim, of_dim in enumerate(axes) if of_dim is not None]
+    fits = [
+        dim for dim, size in enumerate(shape) if size and size % replicas == 0 and dim not in taken
+    ]
     if replicas == 1 or not fits or moved_at_once(shape) < LEAST_ELEMENTS:
         return None
     return max(fits, key=lambda dim: (dim > 0, shape[dim]))
@@ -142,6 +196,32 @@ def share_spec(dim: int | None) -> PartitionSpec:
 def data_dim(spec: PartitionSpec) -> int | None:
     """Returns the dim that the replicas divide."""
     return next((dim for dim, axes in enumerate(spec) if axes == DATA), None)
+
+
+def variable_paths(
+    variables: Sequence[nnx.Variable[Any]], names: Sequence[str], nodes: Iterable[Any]
+) -> list[Path]:
+    """Returns the path of each variable in the outermost of some modules that holds it, or its name."""
+    paths: dict[int, Path] = {}
+    seen: set[int] = set()
+    for node in nodes:
+        if id(node) not in seen:
+            for path, value in nnx.iter_graph(node):
+                seen.add(id(value))
+                if isinstance(value, nnx.Variable):
+                    paths.setdefault(id(value), path)
+    return [
+        paths.get(id(variable), (name,)) for variable, name in zip(variables, names, strict=True)
+    ]
+
+
+def modules_of(nest: Any) -> dict[Path, Any]:
+    """Returns the outermost modules of a nest, by the keys that lead to them."""
+    pairs = jax.tree.leaves_with_path(nest, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    keys = [[getattr(k, "key", getattr(k, "idx", None)) for k in path] for path, _ in pairs]
+    return {
+        tuple(of): x for of, (_, x) in zip(keys, pairs, strict=True) if isinstance(x, nnx.Pytree)
+    }
 
 
 def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:

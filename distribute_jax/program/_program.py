@@ -30,6 +30,7 @@ from distribute_jax.program._lowerings import (
     with_token,
 )
 from distribute_jax.program._options import RunOptions
+from distribute_jax.program._placement import data_dim
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import SplitStep, compile_shares, on_shares
@@ -126,8 +127,9 @@ def build(
     is_jit = options.lowering == "shard_map"
     traced = trace(call)
     decided = plan(call, traced, options)
-    sharded = replicas.placement.shardings(call.binding.names, call.binding.variables)
-    shares, several = any(sharded), replicas_per_device(call.mesh) > 1
+    sharded = replicas.placement.shardings(call.binding.variables, call.binding.paths)
+    shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
+    several = replicas_per_device(call.mesh) > 1
     in_shards = is_jit and maps_shards(call.mesh) and not shares
     order, kept, read = _input_order(traced)
     evaluate = in_one_equation if in_shards and not several else by_equation

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._mesh import (
     DATA,
@@ -28,12 +28,12 @@ from distribute_jax._mesh import (
     num_replicas,
     replicas_per_device,
 )
-from distribute_jax.program._gather import Gathering, Share, scatter, without_forwarding
+from distribute_jax.program._gather import Cut, Gathering, Share, without_forwarding
 from distribute_jax.program._jaxprs import equations, names_axis, opened
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compiled, compile_for_mesh
 from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
-from distribute_jax.program._placement import data_dim, share_dim, share_sharding, share_spec
+from distribute_jax.program._placement import share_sharding, share_spec
 from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
 
@@ -51,22 +51,33 @@ def compile_shares(step: FlatStep) -> Compiled:
 def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     """Returns a step of all replicas, over global arrays, from that of one; sharded state is shared."""
     mesh, shardings = step.mesh, step.shardings
-    shares = {i: data_dim(to.spec) for i, to in shardings.sharded_in.items()}
-    halves = split_in(split, step, mesh.shape[DATA], shares)
+    body = traced(step)
+    outs = [v.aval for v in body.jaxpr.outvars]
+    # What is stored whole is computed in shares too, as the weights of a sharded update.
+    wanted = {
+        i: shardings.sharded_out.get(i) or share_sharding(outs[i], mesh)
+        for i in range(shardings.state)
+        if shardings.mirrored[i]
+    }
+    shares = {i: Cut.of(to.spec, step.avals[i].ndim) for i, to in shardings.sharded_in.items()}
+    results = {i: Cut.of(to.spec, outs[i].ndim) for i, to in wanted.items() if to is not None}
+    halves = split_in(split, step, body, mesh.shape[DATA], shares, results)
     first: Callable[..., Any] = jax.shard_map(
         lambda *inputs: halves.first(inputs),
         mesh=mesh,
         in_specs=tuple(
-            share_spec(0 if shardings.split[i] else shares.get(i)) for i in halves.reads
+            share_spec(0 if shardings.split[i] else cut and cut.dim)
+            for i in halves.reads
+            for cut in [shares.get(i)]
         ),
         out_specs=[share_spec(value.dim) for value in halves.handed()],
         axis_names=manual_axes(mesh),
         check_vma=False,
     )
     settle = {
-        i: functools.partial(_settled, mesh=mesh, kept=i in shardings.sharded_out)
-        for i in range(shardings.state)
-        if shardings.mirrored[i]
+        i: functools.partial(_settled, to=to, mesh=mesh, kept=i in shardings.sharded_out)
+        for i, to in wanted.items()
+        if to is not None
     }
 
     def all_replicas(*inputs: Any) -> list[Any]:
@@ -76,16 +87,20 @@ def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
 
 
 def split_in(
-    kind: type[_S], step: FlatStep, shards: int, shares: Mapping[int, int | None] | None = None
+    kind: type[_S],
+    step: FlatStep,
+    body: Any,
+    shards: int,
+    shares: Mapping[int, Cut | None],
+    results: Mapping[int, Cut | None],
 ) -> _S:
-    """Returns the two halves of a step, of which the second is divided into so many shards."""
+    """Returns the two halves of a traced step, of which the second is divided into so many shards."""
     marks = [_NOT_REPLICATED if split else MIRRORED for split in step.shardings.split]
-    each = replicas_per_device(step.mesh)
-    replicas = num_replicas(step.mesh)
-    return kind(_traced(step), marks, step.shardings.mirrored, replicas, each, shards, shares)
+    each, replicas = replicas_per_device(step.mesh), num_replicas(step.mesh)
+    return kind(body, marks, step.shardings.mirrored, replicas, each, shards, shares, results)
 
 
-def _traced(step: FlatStep) -> Any:
+def traced(step: FlatStep) -> Any:
     """Traces the step of one replica with all that the lowering added to it."""
     replicas = num_replicas(step.mesh)
     shares = [
@@ -99,12 +114,13 @@ def _traced(step: FlatStep) -> Any:
     return without_forwarding(body)
 
 
-def _settled(new: jax.Array, computed: bool, *, mesh: Mesh, kept: bool) -> jax.Array:
+def _settled(
+    new: jax.Array, computed: bool, *, to: NamedSharding, mesh: Mesh, kept: bool
+) -> jax.Array:
     """Has each replica compute its share of new state, which is kept so, or gathered."""
-    share = share_sharding(new, mesh)
-    if share is None or not (computed or kept):
+    if not (computed or kept):
         return new
-    settled: jax.Array = jax.lax.with_sharding_constraint(new, share)
+    settled: jax.Array = jax.lax.with_sharding_constraint(new, to)
     if not kept:
         settled = jax.lax.with_sharding_constraint(settled, mirrored_sharding(mesh))
     return settled
@@ -123,8 +139,13 @@ class BoundaryValue:
     """A value that the first half hands to the second."""
 
     aval: Any
-    dim: int | None = None
-    """The dim along which each replica hands on its share; None where each has the whole."""
+    cut: Cut | None = None
+    """How it is divided where each replica hands on its share; None where each has the whole."""
+
+    @property
+    def dim(self) -> int | None:
+        """The dim along which it is divided."""
+        return None if self.cut is None else self.cut.dim
 
     def zeros(self, shards: int) -> jax.Array:
         """Stands in, on one replica, for the value where it is not computed."""
@@ -145,15 +166,17 @@ class SplitStep:
         replicas: int,
         each: int,
         shards: int,
-        shares: Mapping[int, int | None] | None = None,
+        shares: Mapping[int, Cut | None],
+        results: Mapping[int, Cut | None],
     ) -> None:
         """Splits a step of so many replicas, ``each`` of them on a device, and its state in ``shards``.
 
-        ``shares`` are the inputs that are divided, each with its dim.
+        ``shares`` says how inputs are divided, ``results`` how outputs should be.
         """
         self.body, self.jaxpr, self.replicas = body, body.jaxpr, replicas
         self.each, self.shards = each, shards
-        self._shares = shares or {}
+        self._shares = {i: cut for i, cut in shares.items() if cut is not None}
+        self._wanted = _wanted(self.jaxpr, results)
         self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
         self._walk = Walk(DATA, replicas)
         self._first: list[Any] = []
@@ -198,7 +221,8 @@ class SplitStep:
                 self._sums.append(eqn)
                 self._needed.update(variables(eqn.invars))
             elif not needed and not differs and _is_cond(eqn) and not operands[0]:
-                branches = Branches(eqn, operands, self)
+                wanted = {i: self._wanted.get(v) for i, v in enumerate(eqn.outvars)}
+                branches = Branches(eqn, operands, self, wanted)
                 self._branches[id(eqn)] = branches
                 self._rest.append(eqn)
                 self._needed.update(variables(branches.reads))
@@ -215,14 +239,13 @@ class SplitStep:
         passed: dict[Any, BoundaryValue] = {}
         for v in after:
             if v in self.own:
-                passed[v] = BoundaryValue(v.aval, 0)
+                passed[v] = BoundaryValue(v.aval, Cut(0, (None,) * v.aval.ndim))
             elif v in first or self._marks.get(v):
                 passed[v] = BoundaryValue(v.aval)
         used = set(after)
         for v in (v for eqn in self._sums for v in eqn.outvars if v in used):
             # What is a result is wanted whole.
-            dim = None if v in outs else share_dim(v.aval.shape, self.shards)
-            passed[v] = BoundaryValue(v.aval, dim)
+            passed[v] = BoundaryValue(v.aval, None if v in outs else self._wanted.get(v))
         return passed
 
     def handed(self) -> list[BoundaryValue]:
@@ -248,9 +271,7 @@ class SplitStep:
     def started(self, inputs: Sequence[Any]) -> Values:
         """Returns the values that the first half starts from, of the inputs that it reads."""
         read: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
-        for i, dim in self._shares.items():
-            if i in read and dim is not None:
-                read[i] = Share(read[i], dim)
+        read.update((i, Share(read[i], cut)) for i, cut in self._shares.items() if i in read)
         return start(self.body, [read.get(i) for i in range(len(self.jaxpr.invars))])
 
     def gathering(self) -> Gathering:
@@ -263,27 +284,28 @@ class SplitStep:
         pairs = [pair for eqn in self._sums for pair in zip(eqn.invars, eqn.outvars, strict=True)]
         return [(x, out) for x, out in pairs if out in self.passed]
 
-    def scattered(self) -> dict[Any, int]:
-        """Returns what is summed and not read otherwise, with the dim that divides the sum, not the first."""
+    def scattered(self) -> dict[Any, Cut]:
+        """Returns what is summed and not read otherwise, with how the sum is divided."""
         uses = Counter(v for eqn in (*self._first, *self._sums) for v in set(variables(eqn.invars)))
         return {
-            x: dim
+            x: cut
             for x, out in self.sums()
-            if (dim := self.passed[out].dim) and uses[x] == 1 and x not in self.passed
+            if (cut := self.passed[out].cut) and uses[x] == 1 and x not in self.passed
         }
 
     def add_up(self, values: Values) -> None:
         """Adds up over the replicas; of an array that is divided, each gets only its share."""
         passed, sums = self.passed, self.sums()
-        undivided = [(x, out) for x, out in sums if passed[out].dim is None]
+        undivided = [(x, out) for x, out in sums if passed[out].cut is None]
         totals = (
             jax.lax.psum([value_of(x, values) for x, _ in undivided], DATA) if undivided else []
         )
         values.update(zip([out for _, out in undivided], totals, strict=True))
         for x, out in sums:
-            if (dim := passed[out].dim) is not None:
+            if (cut := passed[out].cut) is not None:
                 value = value_of(x, values)
-                values[out] = value.local if isinstance(value, Share) else scatter(value, dim)
+                share = value if isinstance(value, Share) else cut.scatter(value)
+                values[out] = share.local
 
     def rest(
         self, inputs: Sequence[Any], handed: Sequence[Any], settle: Mapping[int, Settle]
@@ -319,11 +341,26 @@ class SplitStep:
 class Branches:
     """A condition on which all replicas agree, around a collective: each branch is split by itself."""
 
-    def __init__(self, eqn: Any, operands: Sequence[Mark], around: SplitStep) -> None:
+    def __init__(
+        self,
+        eqn: Any,
+        operands: Sequence[Mark],
+        around: SplitStep,
+        wanted: Mapping[int, Cut | None],
+    ) -> None:
         self.eqn, self.shards = eqn, around.shards
         mirrored, of = [True] * len(eqn.outvars), type(around)
         self.halves = [
-            of(body, operands[1:], mirrored, around.replicas, around.each, around.shards)
+            of(
+                body,
+                operands[1:],
+                mirrored,
+                around.replicas,
+                around.each,
+                around.shards,
+                {},
+                wanted,
+            )
             for body in eqn.params["branches"]
         ]
         self._operands = sorted({i for halves in self.halves for i in halves.reads})
@@ -365,6 +402,21 @@ class Branches:
         branches = [functools.partial(branch, number) for number in range(len(self.halves))]
         outs = jax.lax.switch(index, branches, inputs, parts)
         values.update(zip(self.eqn.outvars, outs, strict=True))
+
+
+def _wanted(jaxpr: jex_core.Jaxpr, results: Mapping[int, Cut | None]) -> dict[Any, Cut]:
+    """Returns how the values are divided of which divided results are made, element by element."""
+    outs = [(jaxpr.outvars[i], cut) for i, cut in results.items()]
+    wanted = {v: cut for v, cut in outs if cut and not isinstance(v, jex_core.Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        for v, out in itertools.product(variables(eqn.invars), eqn.outvars):
+            if out in wanted and _shape(v) == _shape(out):
+                wanted.setdefault(v, wanted[out])
+    return wanted
+
+
+def _shape(v: Any) -> Any:
+    return getattr(v.aval, "shape", None)
 
 
 def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:

@@ -24,6 +24,7 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compile, Compiled
 from distribute_jax.program._placement import Placement
+from distribute_jax.program._placement_rules import Rules
 from distribute_jax.variables import Variable, on_replicas
 
 
@@ -212,11 +213,13 @@ class Replicas:
     """None where state is mirrored over the mesh."""
     shared: tuple[type[nnx.Variable[Any]], ...] = ()
     """The kinds of variables of which each replica keeps its share only."""
+    rules: Rules | None = None
+    """What divides the model over the devices of each replica."""
 
     @property
     def placement(self) -> Placement:
         """How each leaf of state is divided."""
-        return Placement(self.mesh, self.shared)
+        return Placement(self.mesh, self.shared, self.rules)
 
     @property
     def state(self) -> Sharding:

@@ -12,6 +12,7 @@ from distribute_jax.strategies._current import (
 )
 from distribute_jax.strategies._fully_sharded import FullyShardedStrategy
 from distribute_jax.strategies._mirrored import MirroredStrategy
+from distribute_jax.strategies._model_parallel import ModelParallelStrategy
 from distribute_jax.strategies._multi_worker import MultiWorkerMirroredStrategy
 from distribute_jax.strategies._one_device import OneDeviceStrategy
 from distribute_jax.strategies._tpu import TPUStrategy
@@ -20,6 +21,7 @@ __all__ = [
     "CentralStorageStrategy",
     "FullyShardedStrategy",
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",

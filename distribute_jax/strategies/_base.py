@@ -24,11 +24,13 @@ from distribute_jax.program import (
     ParameterDevice,
     PlacedLeaf,
     Replicas,
+    Rules,
     Runner,
     RunOptions,
     StepPlan,
-    path_text,
+    modules_of,
 )
+from distribute_jax.strategies._create import M, create
 from distribute_jax.strategies._cross_replica import (
     gather_value,
     is_value,
@@ -74,6 +76,7 @@ class Strategy(InputMethods, OlderNames):
         steps_in_flight: int | None,
         parameter_device: ParameterDevice | None = None,
         shared: tuple[type[nnx.Variable[Any]], ...] = (),
+        rules: Rules | None = None,
         axis_name: str = DATA,
     ) -> None:
         """Takes the devices along the mesh's ``"data"`` axis as replicas.
@@ -83,11 +86,12 @@ class Strategy(InputMethods, OlderNames):
             steps_in_flight: how many steps may be unfinished; None for 2 on CPU, no limit elsewhere.
             parameter_device: where state is stored between steps; None for mirrored over the mesh.
             shared: the kinds of variables of which each replica keeps its share.
+            rules: what divides the model over the devices of each replica.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
         self._mesh = mesh
-        self._replicas = Replicas(mesh, parameter_device, shared)
+        self._replicas = Replicas(mesh, parameter_device, shared, rules)
         self._axis_name = checked_axis_name(axis_name, mesh, type(self).__name__)
         self._runner = Runner(self, self._replicas, steps_in_flight)
 
@@ -240,6 +244,37 @@ class Strategy(InputMethods, OlderNames):
 
     @final
     @frames_hidden
+    def create(self, make: Callable[[], M]) -> M:
+        """Makes a model of which each array is born where it is stored, whole on no device.
+
+        The numbers are those of the same function under :meth:`scope`, to rounding where XLA fuses an
+        initializer otherwise. A model that does not fit one device is made so.
+
+        Args:
+            make: returns a module or a nest of them, such as ``(model, optimizer)``. It is traced: its
+                arrays come from ``jax.numpy`` and ``nnx.Rngs``.
+
+        Returns:
+            What ``make`` returned.
+
+        Raises:
+            ValueError: ``make`` reads numbers of what it computes, as ``float(x)``.
+            RuntimeError: called inside ``run``, or the processes of a job would make different models.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> from flax import nnx
+            >>> strategy = dj.FullyShardedStrategy(["cpu:0", "cpu:1"])
+            >>> layer = strategy.create(lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+            >>> layer.kernel.sharding.spec
+            PartitionSpec(None, 'data')
+        """
+        self._enter_program("strategy.create")
+        with self.scope():
+            return create(make, self._replicas)
+
+    @final
+    @frames_hidden
     def placement(self, model: Any) -> list[PlacedLeaf]:
         """Returns how the devices divide the state of a model, before anything runs.
 
@@ -260,17 +295,18 @@ class Strategy(InputMethods, OlderNames):
             >>> tuple(dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).placement(layer)[0].spec)
             (None, 'data')
         """
-        named = [
-            (path_text(path), value)
-            for path, value in nnx.iter_graph(model)
+        pairs = [
+            (value, path)
+            for module in modules_of(model).values()
+            for path, value in nnx.iter_graph(module)
             if isinstance(value, nnx.Variable)
         ]
-        if not named:
+        if not pairs:
             raise ArgumentError(
                 f"strategy.placement got {type(model).__name__}, which holds no nnx.Variable. Pass the "
                 "model, or (model, optimizer)."
             )
-        return self._replicas.placement.rows(*zip(*named, strict=True))
+        return self._replicas.placement.rows(*zip(*pairs, strict=True))
 
     @final
     @frames_hidden

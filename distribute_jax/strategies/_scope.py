@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import jax
+from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._user_frames import log_once, users_line
@@ -39,8 +40,11 @@ class Scope:
         _context.require_untraced("strategy.scope()")
         frame = _context.Frame(self._strategy, merging=_context.merging())
         # In merge_call the mesh is known already, and arrays have no place of their own.
-        where = nullcontext() if frame.merging else self._where()
-        where.__enter__()
+        where = ExitStack()
+        if not frame.merging:
+            where.enter_context(self._where())
+            # Where state is stored is for the strategy to say, also of variables that name logical axes.
+            where.enter_context(nnx.use_eager_sharding(False))
         _context.push(frame)
         self._entered.append((frame, where))
         return self._strategy
@@ -53,7 +57,7 @@ class Scope:
         frame, where = self._entered[-1]
         _context.pop(frame)
         self._entered.pop()
-        where.__exit__(*error)
+        where.close()
 
     def _where(self) -> Any:
         """Returns the context in which Flax, by itself, builds variables where the strategy wants them."""

@@ -1,0 +1,149 @@
+"""Rules that divide the arrays of a model over the mesh axes of one replica, by path or by logical axis."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import DATA, MODEL
+from distribute_jax._messages import listed
+
+Axes = tuple[Any, ...]
+"""For each dim of an array the mesh axes that divide it: None, a name, or a tuple of names."""
+
+
+class Rules:
+    """What divides the variables of a model: patterns of their paths, and names of logical axes."""
+
+    def __init__(self, rules: Any, mesh: Mesh, strategy: str) -> None:
+        """Takes the rules as the user wrote them, and refuses those that no mesh could follow."""
+        if not isinstance(rules, Mapping) or not rules:
+            raise ArgumentError(
+                f"{strategy}: rules must be a non-empty dict, as {{'kernel': PartitionSpec(None, 'model')}}; "
+                f"got {rules!r:.80}."
+            )
+        self._mesh = mesh
+        self._patterns: dict[str, Axes] = {}
+        self._logical: dict[str, str | None] = {}
+        self._matched: set[str] = set()
+        for key, value in rules.items():
+            if not isinstance(key, str) or not isinstance(value, (PartitionSpec, str, type(None))):
+                raise ArgumentError(
+                    f"{strategy}: a rule maps a str to a PartitionSpec, an axis or None; got {key!r}: "
+                    f"{value!r}."
+                )
+            if isinstance(value, PartitionSpec):
+                try:
+                    re.compile(key)
+                except re.error as error:
+                    raise ArgumentError(
+                        f"{strategy}: the rule {key!r} is not a regular expression: {error}."
+                    ) from error
+                self._patterns[key] = tuple(value)
+            else:
+                self._logical[key] = value
+            axes = tuple(value) if isinstance(value, PartitionSpec) else (value,)
+            self._check_axes(key, axes, strategy)
+
+    def _check_axes(self, key: str, axes: Sequence[Any], strategy: str) -> None:
+        known = [name for name in self._mesh.axis_names if name != DATA]
+        names = [name for dim in axes for name in names_of(dim)]
+        for name in names:
+            if name == DATA:
+                raise ArgumentError(
+                    f"{strategy}: the rule {key!r} names 'data', the axis of the replicas, which the "
+                    "strategy divides by itself (fully_sharded=True). Rules name 'model'."
+                )
+            if name not in known:
+                raise ArgumentError(
+                    f"{strategy}: the rule {key!r} names the axis {name!r}; the axes are {known}."
+                )
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"{strategy}: the rule {key!r} uses one axis for two dims: {axes}.")
+
+    def axes(
+        self, path: str, variable: nnx.Variable[Any], shape: Sequence[int]
+    ) -> tuple[Axes, str]:
+        """Returns what divides each dim of an array, and the rule that says so."""
+        for pattern, spec in self._patterns.items():
+            if re.search(pattern, path):
+                self._matched.add(pattern)
+                return self._aligned(path, spec, shape, repr(pattern)), f"rule {pattern!r}"
+        logical = logical_axes(variable)
+        known = [name for name in logical if name in self._logical]
+        if not known:
+            return (None,) * len(shape), ""
+        self._matched.update(known)
+        spec = tuple(self._logical.get(name) if name is not None else None for name in logical)
+        rules = ", ".join(repr(name) for name in known)
+        return self._aligned(path, spec, shape, rules), f"rule {rules}"
+
+    def _aligned(self, path: str, spec: Axes, shape: Sequence[int], rule: str) -> Axes:
+        """Returns a spec for the last dims: stacked layers have more in front."""
+        if len(spec) > len(shape):
+            raise ArgumentError(
+                f"The rule {rule} has {len(spec)} dims, and {path} has the shape {list(shape)}."
+            )
+        axes = (*(None,) * (len(shape) - len(spec)), *spec)
+        names = [name for dim in axes for name in names_of(dim)]
+        if len(set(names)) < len(names):
+            twice = [dim for dim, of_dim in enumerate(axes) if of_dim is not None]
+            raise ArgumentError(
+                f"The rules {rule} divide the dims {twice} of {path}, {list(shape)}, along one axis: {axes}. "
+                "An axis divides one dim."
+            )
+        for dim, of_dim in enumerate(axes):
+            size = self._size(of_dim)
+            if shape[dim] % size:
+                raise ArgumentError(
+                    f"The rule {rule} divides dim {dim} of {path}, {list(shape)}, among {size} devices "
+                    f"({of_dim!r}), and {shape[dim]} is not a multiple of {size}."
+                )
+        return tuple(of_dim if self._size(of_dim) > 1 else None for of_dim in axes)
+
+    def _size(self, of_dim: Any) -> int:
+        size = 1
+        for name in names_of(of_dim):
+            size *= self._mesh.shape[name]
+        return size
+
+    def check_matched(self, paths: Sequence[str]) -> None:
+        """Refuses a rule that matches no variable of a model: it was renamed, or misspelled."""
+        unused = [rule for rule in (*self._patterns, *self._logical) if rule not in self._matched]
+        if unused:
+            lines = []
+            for rule in unused:
+                near = difflib.get_close_matches(re.sub(r"[\\^$]", "", rule), paths, 3, 0.3)
+                lines.append(f"{rule!r}; the nearest are {', '.join(near or paths[:3])}")
+            raise ArgumentError(_UNUSED.format(lines=listed(lines)))
+
+
+_UNUSED = """\
+These rules match no variable of the model, so what they should divide would be whole on each device:
+{lines}
+A rule is a regular expression that is searched in the path of a variable, or a logical axis name of Flax. \
+strategy.placement(model) shows all paths; remove the rule if the model has no such part."""
+
+
+def names_of(of_dim: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that divide one dim."""
+    if of_dim is None:
+        return ()
+    return (of_dim,) if isinstance(of_dim, str) else tuple(of_dim)
+
+
+def logical_axes(variable: nnx.Variable[Any]) -> Axes:
+    """Returns the logical axis names that Flax keeps with a variable."""
+    names = variable.get_metadata().get("out_sharding") or ()
+    return tuple(names)
+
+
+def model_axes(mesh: Mesh) -> list[str]:
+    """Returns the mesh axes of the devices of one replica."""
+    return [name for name in mesh.axis_names if name.startswith(MODEL)]

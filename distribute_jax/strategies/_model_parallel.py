@@ -1,0 +1,86 @@
+"""Synchronous data parallelism in which each replica is a model divided over several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import DATA, MODEL
+from distribute_jax._messages import check_bool, check_int
+from distribute_jax.program import Rules
+from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._devices import find_devices, note_cluster_ignored
+
+
+class ModelParallelStrategy(Strategy):
+    """Trains replicas that are each divided over several devices, by rules.
+
+    The devices form a mesh ``("data", "model")``: a row of ``model`` devices is one replica. Rules say which
+    arrays a replica divides among its devices, and XLA divides the computation accordingly; the step is that
+    of one replica on one device, unchanged. With ``fully_sharded`` the replicas divide what is left of the
+    model among them too, as in ``FullyShardedStrategy``. The numbers are those of one device to rounding.
+
+    Args:
+        devices: as in ``MirroredStrategy``; their number is a multiple of ``model``. Devices that follow each
+            other are one replica.
+        model: how many devices each replica has.
+        rules: what divides an array. A key with a ``PartitionSpec`` is a regular expression, searched in the
+            path of a variable that :meth:`placement` shows; the first that matches decides. A key with a
+            mesh axis or None is the name of a logical axis that Flax keeps with a variable
+            (``nnx.with_partitioning(init, ("embed", "mlp"))``). A spec holds for the last dims of an array:
+            stacked layers have more in front. The state of an optimizer is divided as its parameter.
+        fully_sharded: whether the replicas share parameters and the state of optimizers.
+        steps_in_flight: as in ``MirroredStrategy``.
+        axis_name: as in ``MirroredStrategy``.
+
+    Raises:
+        ValueError: an argument is not what it should be; a rule names an unknown axis, ``"data"``, or one
+            axis twice. When a model is placed: a rule matches no variable, or does not fit its shape.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> from flax import nnx
+        >>> from jax.sharding import PartitionSpec
+        >>> rules = {r"kernel": PartitionSpec(None, "model")}
+        >>> strategy = dj.ModelParallelStrategy(["cpu:0", "cpu:1"], model=2, rules=rules)
+        >>> layer = strategy.create(lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+        >>> layer.kernel.sharding.spec
+        PartitionSpec(None, 'model')
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053; Xu et al., "GSPMD", 2021,
+    https://arxiv.org/abs/2105.04663
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Any] | None = None,
+        *,
+        model: int,
+        rules: Mapping[str, PartitionSpec | str | None],
+        fully_sharded: bool = True,
+        steps_in_flight: int | None = None,
+        axis_name: str = DATA,
+    ) -> None:
+        name = type(self).__name__
+        check_int(f"{name}: model", model)
+        shares = check_bool(f"{name}: fully_sharded", fully_sharded)
+        every = find_devices(devices)
+        if len(every) % model:
+            raise ArgumentError(
+                f"{name}: {len(every)} devices are not a multiple of model={model}."
+            )
+        note_cluster_ignored(name)
+        grid = np.asarray(every, dtype=object).reshape(-1, model)
+        mesh = Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+        super().__init__(
+            mesh,
+            steps_in_flight=steps_in_flight,
+            shared=(nnx.Variable,) if shares else (),
+            rules=Rules(rules, mesh, name),
+            axis_name=axis_name,
+        )

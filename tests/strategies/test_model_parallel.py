@@ -1,0 +1,222 @@
+"""``ModelParallelStrategy``: rules divide a replica over several devices, with the numbers of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import distribute_jax as dj
+
+RULES = {
+    r"up\.kernel$": PartitionSpec(None, "model"),
+    r"up\.bias$": PartitionSpec("model"),
+    r"down\.kernel$": PartitionSpec("model", None),
+    r"^embed\.embedding": PartitionSpec("model", None),
+}
+
+
+class Block(nnx.Module):
+    """Two layers between which a replica is divided."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.down = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Language(nnx.Module):
+    """Stacked blocks and a tied embedding."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(96, 64, rngs=rngs)
+        self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(Block))(rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        one = nnx.remat(lambda x, block: block(x))
+        x = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            self.embed(tokens), self.blocks
+        )
+        return self.embed.attend(x)
+
+
+def build() -> tuple[Language, nnx.Optimizer[Any]]:
+    """A model and its optimizer."""
+    model = Language()
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def trained(strategy: dj.Strategy, sizes: tuple[int, ...] = (16, 13)) -> tuple[Any, Any, list[Any]]:
+    """The model and its optimizer after some steps, one of them on a partial batch, and the losses."""
+    model, optimizer = strategy.create(build)
+
+    def step(tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        def loss_fn(model: Any) -> jax.Array:
+            losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets)
+            return dj.compute_average_loss(losses.mean(1))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
+        optimizer.update(model, grads)
+        return loss
+
+    rng = np.random.default_rng(3)
+    tokens = [rng.integers(0, 96, (size, 32)).astype(np.int32) for size in sizes]
+    batches = strategy.distribute_dataset([(t, np.roll(t, -1, 1)) for t in tokens])
+    return model, optimizer, [float(strategy.run(step, args=batch)) for batch in batches]
+
+
+def specs(module: Any) -> dict[str, PartitionSpec]:
+    """How each array is divided."""
+    flat = nnx.to_flat_state(nnx.state(module))
+    return {
+        ".".join(map(str, path)): v.get_raw_value().sharding.spec
+        for path, v in flat
+        if v.get_raw_value().ndim
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "fully_sharded"),
+    [
+        (4, 2, True),
+        pytest.param(2, 2, False, marks=pytest.mark.exhaustive),
+        pytest.param(1, 4, True, marks=pytest.mark.exhaustive),
+        pytest.param(2, 4, True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_numbers_of_one_device(data: int, model: int, fully_sharded: bool) -> None:
+    """Losses, parameters and momentum are those of one device, and are divided as the rules say."""
+    devices = list(range(data * model))
+    strategy = dj.ModelParallelStrategy(
+        devices, model=model, rules=RULES, fully_sharded=fully_sharded
+    )
+    assert strategy.num_replicas_in_sync == data
+    runs = [trained(strategy), trained(dj.OneDeviceStrategy(0))]
+    states = [nnx.to_pure_dict(nnx.state(run[:2])) for run in runs]
+    np.testing.assert_allclose(runs[0][2], runs[1][2], rtol=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+    of_model, of_optimizer = map(specs, runs[0][:2])
+    shares = fully_sharded and data > 1
+    assert of_model["blocks.up.kernel"] == PartitionSpec(None, "data" if shares else None, "model")
+    assert of_model["blocks.up.bias"] == PartitionSpec(None, "model")
+    assert of_model["embed.embedding"] == PartitionSpec("model", *["data"] * shares)
+    for path, spec in of_model.items():
+        [momentum] = [of for name, of in of_optimizer.items() if name.endswith("." + path)]
+        assert momentum == spec
+
+
+def test_logical_axes_of_flax() -> None:
+    """A rule that names a logical axis divides the dims that Flax has given this name."""
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+    strategy = dj.ModelParallelStrategy([0, 1], model=2, rules={"mlp": "model", "embed": None})
+    layer = strategy.create(lambda: nnx.Linear(64, 32, kernel_init=init, rngs=nnx.Rngs(0)))
+    assert layer.kernel.get_raw_value().sharding.spec == PartitionSpec(None, "model")
+    [row] = [row for row in strategy.placement(layer) if row.path == "kernel"]
+    assert row.why.startswith("rule 'embed', 'mlp'")
+    with dj.MirroredStrategy([0, 1]).scope():  # where nothing is divided, the names mean nothing
+        nnx.Linear(64, 32, kernel_init=init, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({}, r"rules must be a non-empty dict"),
+        ({"kernel": 3}, r"a rule maps a str to a PartitionSpec, an axis or None; got 'kernel': 3"),
+        ({"(": PartitionSpec("model")}, r"'\(' is not a regular expression"),
+        ({"kernel": PartitionSpec("data")}, r"names 'data', the axis of the replicas"),
+        ({"kernel": PartitionSpec("tensor")}, r"names the axis 'tensor'; the axes are \['model'\]"),
+        ({"kernel": PartitionSpec("model", "model")}, r"uses one axis for two dims"),
+    ],
+)
+def test_rules_that_no_mesh_could_follow(rules: Any, message: str) -> None:
+    """A rule that is wrong for every model is refused when the strategy is made."""
+    with pytest.raises(ValueError, match=message):
+        dj.ModelParallelStrategy([0, 1], model=2, rules=rules)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            {"dwon.kernel": PartitionSpec("model")},
+            r"(?s)match no variable.*nearest are .*down\.kernel",
+        ),
+        ({"up.bias": PartitionSpec("model", None, None)}, r"has 3 dims, and blocks\.up\.bias has"),
+        (
+            {"embedding": PartitionSpec("model")},
+            r"dim 1 of embed\.embedding, \[96, 66\], among 4 devices",
+        ),
+        ({"mlp": "model", "embed": "model"}, r"divide the dims \[0, 1\] of up\.kernel"),
+    ],
+)
+def test_rules_that_do_not_fit_the_model(rules: Any, message: str) -> None:
+    """A rule that matches nothing, has too many dims, or does not divide is refused with paths and sizes."""
+
+    class Uneven(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+            self.embed = nnx.Embed(96, 66, rngs=rngs)
+            self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(Block))(rngs)
+            self.up = nnx.Linear(4, 4, kernel_init=init, rngs=rngs)
+
+    strategy = dj.ModelParallelStrategy([0, 1, 2, 3], model=4, rules=rules)
+    with pytest.raises(ValueError, match=message):
+        strategy.create(Uneven)
+
+
+def test_arguments() -> None:
+    """Numbers of devices that do not fit, and arguments of the wrong kind, are one line each."""
+    rules = {"kernel": PartitionSpec(None, "model")}
+    with pytest.raises(ValueError, match=r"3 devices are not a multiple of model=2"):
+        dj.ModelParallelStrategy([0, 1, 2], model=2, rules=rules)
+    with pytest.raises(ValueError, match=r"model must be an integer >= 1"):
+        dj.ModelParallelStrategy([0, 1], model=0, rules=rules)
+
+
+STRATEGIES = {
+    "mirrored": lambda: dj.MirroredStrategy([0, 1]),
+    "sharded update": lambda: dj.MirroredStrategy([0, 1], shard_optimizer_state=True),
+    "central": lambda: dj.CentralStorageStrategy([0, 1]),
+    "fully sharded": lambda: dj.FullyShardedStrategy([0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_created_state_is_that_of_the_scope(name: str) -> None:
+    """``create`` makes the numbers of ``scope``, each array where the first step would place it."""
+    strategy = STRATEGIES[name]()
+    created = strategy.create(build)
+    with strategy.scope():
+        made = build()
+    flat = [jax.tree.leaves(nnx.state(nest)) for nest in (created, made)]
+    for a, b in zip(*flat, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    places = [leaf.sharding for leaf in flat[0]]
+    model, optimizer = created
+    strategy.run(lambda: (model(jnp.zeros((1, 4), int)).sum(), optimizer.step.get_value()))
+    assert [leaf.sharding for leaf in jax.tree.leaves(nnx.state(created))] == places
+    assert made[0].blocks.up.kernel.get_raw_value().is_fully_replicated
+
+
+def test_create_refuses_what_cannot_be_traced() -> None:
+    """A model that reads its numbers while it is made is refused with what to do instead."""
+
+    def reads() -> nnx.Module:
+        layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        assert float(layer.kernel.sum()) < 100
+        return layer
+
+    with pytest.raises(ValueError, match=r"(?s)one compiled program.*strategy\.scope\(\)"):
+        dj.MirroredStrategy([0, 1]).create(reads)
