@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._errors import ContextError
 from distribute_jax._lazy import answering
 from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
@@ -22,15 +22,11 @@ from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import check_barrier, job_of
 from distribute_jax.program import (
     ParameterDevice,
-    PlacedLeaf,
     Replicas,
     Rules,
     Runner,
     RunOptions,
-    StepPlan,
-    modules_of,
 )
-from distribute_jax.strategies._create import M, create
 from distribute_jax.strategies._cross_replica import (
     gather_value,
     is_value,
@@ -40,6 +36,7 @@ from distribute_jax.strategies._cross_replica import (
 from distribute_jax.strategies._devices import checked_axis_name, note_flags_too_late
 from distribute_jax.strategies._extended import StrategyExtended
 from distribute_jax.strategies._input import InputMethods, values_of_replicas
+from distribute_jax.strategies._model_methods import ModelMethods
 from distribute_jax.strategies._scope import Scope
 from distribute_jax.strategies._v1_names import OlderNames
 
@@ -57,7 +54,7 @@ class ValueContext:
     """N."""
 
 
-class Strategy(InputMethods, OlderNames):
+class Strategy(InputMethods, ModelMethods, OlderNames):
     """Where state is stored and where a step runs: a mesh of replicas.
 
     Pick one of the subclasses, build the model under :meth:`scope`, write the step for one replica,
@@ -241,111 +238,6 @@ class Strategy(InputMethods, OlderNames):
         except BaseException as error:
             hide_frames(error)
             raise
-
-    @final
-    @frames_hidden
-    def create(self, make: Callable[[], M]) -> M:
-        """Makes a model of which each array is born where it is stored, whole on no device.
-
-        The numbers are those of the same function under :meth:`scope`, to rounding where XLA fuses an
-        initializer otherwise. A model that does not fit one device is made so.
-
-        Args:
-            make: returns a module or a nest of them, such as ``(model, optimizer)``. It is traced: its
-                arrays come from ``jax.numpy`` and ``nnx.Rngs``.
-
-        Returns:
-            What ``make`` returned.
-
-        Raises:
-            ValueError: ``make`` reads numbers of what it computes, as ``float(x)``.
-            RuntimeError: called inside ``run``, or the processes of a job would make different models.
-
-        Example:
-            >>> import distribute_jax as dj
-            >>> from flax import nnx
-            >>> strategy = dj.FullyShardedStrategy(["cpu:0", "cpu:1"])
-            >>> layer = strategy.create(lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
-            >>> layer.kernel.sharding.spec
-            PartitionSpec(None, 'data')
-        """
-        self._enter_program("strategy.create")
-        with self.scope():
-            return create(make, self._replicas)
-
-    @final
-    @frames_hidden
-    def placement(self, model: Any) -> list[PlacedLeaf]:
-        """Returns how the devices divide the state of a model, before anything runs.
-
-        Args:
-            model: a module, an optimizer, or a nest of them, in ``tuple``, ``list`` or ``dict``.
-
-        Returns:
-            For each array, by path: ``path``, ``shape`` of the whole array, ``spec``, the ``PartitionSpec``
-            over :attr:`mesh` (empty where each device has the whole), and ``why``.
-
-        Raises:
-            ValueError: ``model`` holds no state.
-
-        Example:
-            >>> import distribute_jax as dj
-            >>> from flax import nnx
-            >>> layer = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
-            >>> tuple(dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).placement(layer)[0].spec)
-            (None, 'data')
-        """
-        pairs = [
-            (value, path)
-            for module in modules_of(model).values()
-            for path, value in nnx.iter_graph(module)
-            if isinstance(value, nnx.Variable)
-        ]
-        if not pairs:
-            raise ArgumentError(
-                f"strategy.placement got {type(model).__name__}, which holds no nnx.Variable. Pass the "
-                "model, or (model, optimizer)."
-            )
-        return self._replicas.placement.rows(*zip(*pairs, strict=True))
-
-    @final
-    @frames_hidden
-    def plan(
-        self,
-        step: StepFunction,
-        args: tuple[Any, ...] = (),
-        kwargs: Kwargs | None = None,
-        options: RunOptions | None = None,
-        *,
-        replicas: int | None = None,
-    ) -> StepPlan:
-        """Compiles a step for any number of replicas, and returns what it takes; nothing runs.
-
-        The variables that the step reaches keep their values and their places. The devices of the
-        replicas need not be there: XLA compiles for the kind of device that the strategy has.
-
-        Args:
-            step: the step of one replica, as for :meth:`run`.
-            args: positional arguments. A batch keeps its size for each replica.
-            kwargs: keyword arguments, likewise.
-            options: how to compile and check.
-            replicas: the number of replicas; those of the strategy if None.
-
-        Returns:
-            Bytes on each device, collectives and placements, which ``print`` shows as a table.
-
-        Raises:
-            ValueError: as for :meth:`run`; or ``replicas`` is not a positive int.
-
-        Example:
-            >>> import distribute_jax as dj, jax.numpy as jnp
-            >>> strategy = dj.OneDeviceStrategy("cpu:0")
-            >>> plan = strategy.plan(lambda x: 2 * x, args=(jnp.ones(256),), replicas=64)
-            >>> plan.replicas, plan.argument_bytes
-            (64, 1024)
-        """
-        self._enter_program("strategy.plan")
-        return self._runner.plan(step, args, kwargs, options, replicas)
 
     def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""

@@ -49,8 +49,8 @@ class ModelParallelStrategy(Strategy):
         >>> rules = {r"kernel": PartitionSpec(None, "model")}
         >>> strategy = dj.ModelParallelStrategy(["cpu:0", "cpu:1"], model=2, rules=rules)
         >>> layer = strategy.create(lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
-        >>> layer.kernel.sharding.spec
-        PartitionSpec(None, 'model')
+        >>> tuple(layer.kernel.sharding.spec)
+        (None, 'model')
 
     Source: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053; Xu et al., "GSPMD", 2021,
     https://arxiv.org/abs/2105.04663

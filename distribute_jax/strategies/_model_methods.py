@@ -1,0 +1,177 @@
+"""What a strategy does with a model before a step runs: makes it, shows where it is, plans a step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+import jax
+import jax.extend.core as jex_core
+from flax import nnx
+
+from distribute_jax._errors import ArgumentError, ProcessesDifferError
+from distribute_jax._messages import Kwargs, StepFunction, error_text
+from distribute_jax._user_frames import frames_hidden
+from distribute_jax.processes import job_of
+from distribute_jax.program import PlacedLeaf, Replicas, RunOptions, StepPlan, modules_of
+
+M = TypeVar("M")
+
+
+class ModelMethods:
+    """The part of a strategy that makes, places and plans a model."""
+
+    @final
+    @frames_hidden
+    def create(self: Any, make: Callable[[], M]) -> M:
+        """Makes a model of which each array is born where it is stored, whole on no device.
+
+        The numbers are those of the same function under :meth:`scope`, to rounding where XLA fuses an
+        initializer otherwise. A model that does not fit one device is made so.
+
+        Args:
+            make: returns a module or a nest of them, such as ``(model, optimizer)``. It is traced: its
+                arrays come from ``jax.numpy`` and ``nnx.Rngs``.
+
+        Returns:
+            What ``make`` returned.
+
+        Raises:
+            ValueError: ``make`` reads numbers of what it computes, as ``float(x)``.
+            RuntimeError: called inside ``run``, or the processes of a job would make different models.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> from flax import nnx
+            >>> strategy = dj.FullyShardedStrategy(["cpu:0", "cpu:1"])
+            >>> layer = strategy.create(lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+            >>> tuple(layer.kernel.sharding.spec)
+            (None, 'data')
+        """
+        self._enter_program("strategy.create")
+        with self.scope():
+            return _created(make, self._replicas)
+
+    @final
+    @frames_hidden
+    def placement(self: Any, model: Any) -> list[PlacedLeaf]:
+        """Returns how the devices divide the state of a model, before anything runs.
+
+        Args:
+            model: a module, an optimizer, or a nest of them, in ``tuple``, ``list`` or ``dict``.
+
+        Returns:
+            For each array, by path: ``path``, ``shape`` of the whole array, ``spec``, the ``PartitionSpec``
+            over :attr:`mesh` (empty where each device has the whole), and ``why``.
+
+        Raises:
+            ValueError: ``model`` holds no state.
+
+        Example:
+            >>> import distribute_jax as dj
+            >>> from flax import nnx
+            >>> layer = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
+            >>> tuple(dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).placement(layer)[0].spec)
+            (None, 'data')
+        """
+        pairs = [
+            (value, path)
+            for module in modules_of(model).values()
+            for path, value in nnx.iter_graph(module)
+            if isinstance(value, nnx.Variable)
+        ]
+        if not pairs:
+            raise ArgumentError(
+                f"strategy.placement got {type(model).__name__}, which holds no nnx.Variable. Pass the "
+                "model, or (model, optimizer)."
+            )
+        rows: list[PlacedLeaf] = self._replicas.placement.rows(*zip(*pairs, strict=True))
+        return rows
+
+    @final
+    @frames_hidden
+    def plan(
+        self: Any,
+        step: StepFunction,
+        args: tuple[Any, ...] = (),
+        kwargs: Kwargs | None = None,
+        options: RunOptions | None = None,
+        *,
+        replicas: int | None = None,
+    ) -> StepPlan:
+        """Compiles a step for any number of replicas, and returns what it takes; nothing runs.
+
+        The variables that the step reaches keep their values and their places. The devices of the
+        replicas need not be there: XLA compiles for the kind of device that the strategy has.
+
+        Args:
+            step: the step of one replica, as for :meth:`run`.
+            args: positional arguments. A batch keeps its size for each replica.
+            kwargs: keyword arguments, likewise.
+            options: how to compile and check.
+            replicas: the number of replicas; those of the strategy if None.
+
+        Returns:
+            Bytes on each device, collectives and placements, which ``print`` shows as a table.
+
+        Raises:
+            ValueError: as for :meth:`run`; or ``replicas`` is not a positive int.
+
+        Example:
+            >>> import distribute_jax as dj, jax.numpy as jnp
+            >>> strategy = dj.OneDeviceStrategy("cpu:0")
+            >>> plan = strategy.plan(lambda x: 2 * x, args=(jnp.ones(256),), replicas=64)
+            >>> plan.replicas, plan.argument_bytes
+            (64, 1024)
+        """
+        self._enter_program("strategy.plan")
+        planned: StepPlan = self._runner.plan(step, args, kwargs, options, replicas)
+        return planned
+
+
+def _created(make: Callable[[], M], replicas: Replicas) -> M:
+    """Makes modules whose arrays are computed in one program that leaves each in its place."""
+    parts: list[Any] = []
+
+    def leaves() -> list[Any]:
+        made = make()
+        graph, state = nnx.split(made)
+        roots = modules_of(made)
+        flat, tree = jax.tree.flatten(state)
+        pairs = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        keys = [tuple(key.key for key in path) for path, _ in pairs]
+        # Paths are those inside a module, whatever holds the modules.
+        paths = [next(path[i:] for i in range(len(path) + 1) if path[:i] in roots) for path in keys]
+        wanted = replicas.placement.shardings([variable for _, variable in pairs], lambda: paths)
+        parts[:] = graph, tree, [to or replicas.state for to in wanted]
+        return flat
+
+    try:
+        closed = jax.make_jaxpr(leaves)()
+    except jax.errors.JAXTypeError as error:
+        raise ArgumentError(_NOT_TRACED.format(reason=error_text(error))) from error
+    graph, tree, shardings = parts
+    lowered = jax.jit(jex_core.jaxpr_as_fun(closed), out_shardings=shardings).lower()
+    _check_same(lowered, replicas)
+    made: M = nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
+    return made
+
+
+def _check_same(lowered: Any, replicas: Replicas) -> None:
+    """Refuses processes that would each make another model, of which each would keep its part."""
+    job = job_of(replicas.mesh)
+    if job.is_alone:
+        return
+    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    if len(set(job.exchange("strategy.create", digest))) > 1:
+        raise ProcessesDifferError(
+            "The processes of the job make different models in strategy.create. Build the same model in "
+            "every process, from the same seed, for example nnx.Rngs(0)."
+        )
+
+
+_NOT_TRACED = """\
+strategy.create computes all state in one compiled program, and the function that makes the model reads \
+numbers that are only known when it runs: {reason}
+Make arrays with jax.numpy and nnx.Rngs, or make the model under strategy.scope(), whole on each device."""
