@@ -112,8 +112,8 @@ class Placement:
             return row("read on the host after each epoch")
         if _is_key(leaf):
             return row("a random key")
-        if num_replicas(self.mesh) == 1:
-            return row(why or "there is one replica")
+        if self.mesh.shape[DATA] == 1:
+            return row(why or "the data axis has size 1")
         if moved_at_once(shape) < LEAST_ELEMENTS:
             return row(why or f"less than {LEAST_ELEMENTS} elements")
         dim = share_dim(shape, replicas := self.mesh.shape[DATA], axes)
