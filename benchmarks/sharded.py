@@ -59,6 +59,8 @@ CNN = replace(workloads.CNN, batch=256, optimizer=momentum)
 LOOP, SCAN, REMAT = map(tied_transformer, ("loop", "scan", "remat"))
 TIMED = (SCAN.name, CNN.name)
 """Those whose time has a target."""
+UNTIMED_ROUNDS = 6
+"""Rounds of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +212,8 @@ def measure(options: Options) -> Log:
         }
         steps = {name: column.step for name, column in columns.items()}
         calls = calls_within(options.turn, steps[HAND], 50, least=1)
-        timings = interleaved(steps, rounds=options.rounds, calls=calls)
+        rounds = options.rounds if work.name in TIMED else min(options.rounds, UNTIMED_ROUNDS)
+        timings = interleaved(steps, rounds=rounds, calls=calls)
         for name, times in timings.items():
             facts[name] |= {
                 "ms": 1e3 * statistics.median(times),

@@ -1,7 +1,8 @@
 """Placement: how each leaf of state is divided over the mesh between steps.
 
-A leaf that the replicas share is divided along its largest dim that their number divides: not the first of
-several dims where another does, since along it a scan goes over stacked layers. A leaf without such a dim
+A leaf that the replicas share is divided along its first dim that their number divides, so that shares are
+contiguous, and gathers and sums need no copies in another order. Along a short first dim a scan may go over
+stacked layers: it is divided only if no other can be. A leaf without such a dim
 stays whole on each replica: padding it would change what an optax transformation sees of it.
 """
 
@@ -26,6 +27,9 @@ from distribute_jax.program._placement_rules import Axes, Rules
 
 LEAST_ELEMENTS = 1024
 """Smaller arrays stay whole: what they take is nothing beside the collectives that sharing them costs."""
+
+MOST_LAYERS = 128
+"""A first dim that is smaller may be that of stacked layers."""
 
 
 class PlacedLeaf(NamedTuple):
@@ -173,7 +177,7 @@ multiples of {replicas}; dj.MirroredStrategy() keeps the whole model on each dev
 
 def moved_at_once(shape: Sequence[int]) -> int:
     """Returns how many elements are gathered together: of stacked layers, those of one."""
-    return prod(shape[1:] if len(shape) > 2 else shape)
+    return prod(shape[1:] if len(shape) > 2 and shape[0] < MOST_LAYERS else shape)
 
 
 def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | None:
@@ -187,7 +191,8 @@ def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | Non
     ]
     if replicas == 1 or not fits or moved_at_once(shape) < LEAST_ELEMENTS:
         return None
-    return max(fits, key=lambda dim: (dim > 0, shape[dim]))
+    layers = shape[0] < MOST_LAYERS
+    return min(fits, key=lambda dim: (layers and dim == 0, dim))
 
 
 def share_spec(dim: int | None) -> PartitionSpec:

@@ -535,13 +535,16 @@ def test_the_option_is_shown_and_checked() -> None:
         ((32, 64), 4, 1),
         ((64, 32), 4, 1),  # the first is that of stacked layers
         ((8, 128, 64), 4, 1),
+        ((128, 256), 4, 0),  # shares of rows are contiguous
+        ((256, 4, 64), 4, 0),
+        ((8, 3, 64, 256), 4, 2),
         ((8, 32, 31), 4, None),  # too small for one layer
         ((4, 333), 4, 0),  # the larger dim does not divide
         ((0, 4096), 4, None),
     ],
 )
 def test_which_dim_is_divided(shape: tuple[int, ...], replicas: int, dim: int | None) -> None:
-    """The largest that N divides, of arrays that are worth it; the first of several only if no other."""
+    """The first that N divides, of arrays that are worth it; a short first one only if no other."""
     assert _placement.share_dim(shape, replicas) == dim
 
 
