@@ -149,6 +149,17 @@ def write_another_value():
         time.sleep(0.01)
 
 
+def create_in_job():
+    """Makes state where it is stored, and a model that is another one in each process."""
+    strategy = job_strategy()
+    made = strategy.create(lambda: Net(nnx.Rngs(1)))
+    with pytest.raises(dj.ProcessesDifferError, match="make different models"):
+        strategy.create(lambda: Net(nnx.Rngs(jax.process_index())))
+    return {"shape": made.first.kernel[...].addressable_shards[0].data.shape} | {
+        "state": numbers(strategy, made)
+    }
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def processes(request):
     """How many processes have two devices each."""
@@ -230,3 +241,12 @@ def test_a_divided_parameter_that_one_process_writes_is_found():
     """A value that differs between the processes is named although it is divided afterwards."""
     with pytest.raises(dj.ProcessFailedError, match=r"(?s)embedding.*written between steps"):
         LocalCluster(2, 1, timeout=120).run(write_another_value)
+
+
+@pytest.mark.exhaustive
+def test_state_is_born_divided_and_equal_in_all_processes():
+    """strategy.create makes the numbers of one process; other seeds are refused, as no copy shows them."""
+    wanted = numbers(dj.OneDeviceStrategy(0), Net(nnx.Rngs(1)))
+    for result in LocalCluster(2, 2, timeout=120).run(create_in_job):
+        assert result.value["shape"] == (32, 16)
+        assert_close(result.value["state"], wanted)
