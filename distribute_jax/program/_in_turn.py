@@ -24,6 +24,7 @@ from distribute_jax.program._jaxprs import (
     called_body,
     consts_and_carries,
     equations,
+    is_ref,
     line,
     name,
     names_axis,
@@ -40,6 +41,7 @@ pmax, pmin and all_gather over all of them, and not inside of a loop, a branch o
 Run one replica on each device (replicas_per_device=1), or {instead}."""
 _KNOWN = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
 _INSIDE = "move {what} out of the {body} around it"
+_REF = "make the ref after the collective that comes between it and its use"
 _OTHER = "use one of these in its place, and the default cross_device_ops"
 
 
@@ -160,6 +162,9 @@ class InTurn(SplitStep):
         reads = {v: values[v] for v in variables(outer) if v not in made}
         own = [v for v, value in reads.items() if isinstance(value, Each)]
         kept = [v for v in variables(wanted) if v in made]
+        if any(map(is_ref, kept)):
+            ref = next(eqn for eqn in eqns if any(is_ref(v) for v in eqn.outvars))
+            raise self._refusal(ref, _REF)
         differ = [v for v in kept if self._marks.get(v) or not isinstance(v.aval.dtype, np.dtype)]
         same = [v for v in kept if v not in differ]
 

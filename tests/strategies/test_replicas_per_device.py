@@ -285,6 +285,13 @@ def in_scan(x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda c, x: (c, jax.lax.psum(x, "data")), 0, x)[1]
 
 
+def read_after(x: jax.Array) -> jax.Array:
+    """A ref that is written before a sum that decides, and read after it."""
+    ref = jax.new_ref(x)
+    ref[...] = x * dj.get_replica_context().replica_id_in_sync_group
+    return ref[...] * jax.lax.psum(ref[...], "data") + ref[...]
+
+
 def exchanged(x: jax.Array) -> jax.Array:
     """Each replica's value goes to the next one."""
     return jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
@@ -296,6 +303,10 @@ def exchanged(x: jax.Array) -> jax.Array:
         (
             in_scan,
             r"psum at test_repl\S+ cannot run with replicas_per_device=2.*move psum out of the scan",
+        ),
+        (
+            read_after,
+            r"new_ref at test_repl\S+ cannot run with .*make the ref after the collective",
         ),
         (exchanged, r"ppermute at test_repl\S+ cannot run with .*use one of these in its place"),
     ],
