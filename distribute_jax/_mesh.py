@@ -26,16 +26,15 @@ MODEL = "model"
 _PER_DEVICE = "replicas_per_device="
 
 
-def replica_mesh(
-    devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]], per_device: int = 1
-) -> Mesh:
+def replica_mesh(devices: Any, per_device: int = 1, cores: Sequence[int] | None = None) -> Mesh:
     """Returns a mesh with so many replicas on each device, in the order given, or on each row of devices.
 
+    ``cores`` are the sizes of the axes of one replica, by default the prime factors of their product.
     The replicas of a process have to follow each other, in the order of the processes: each process
     brings one run of the rows of a batch, and takes one run of the results.
     """
     grid = np.asarray(devices, dtype=object)
-    cores = factors(grid.size // len(grid))
+    cores = factors(grid.size // len(grid)) if cores is None else cores
     names = [MODEL] if len(cores) == 1 else [f"{MODEL}_{i}" for i in range(len(cores))]
     # Newer JAX makes axes Explicit by default, where shard_map refuses other shardings than its own.
     shape, names = [len(grid), *cores], [DATA, *names]

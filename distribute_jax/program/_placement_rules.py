@@ -30,7 +30,7 @@ class Rules:
             )
         self._mesh = mesh
         self._patterns: dict[str, Axes] = {}
-        self._logical: dict[str, str | None] = {}
+        self._logical: dict[str, Any] = {}
         self._matched: set[str] = set()
         for key, value in rules.items():
             if not isinstance(key, str) or not isinstance(value, (PartitionSpec, str, type(None))):
@@ -38,6 +38,7 @@ class Rules:
                     f"{strategy}: a rule maps a str to a PartitionSpec, an axis or None; got {key!r}: "
                     f"{value!r}."
                 )
+            value = self._on_cores(value)
             if isinstance(value, PartitionSpec):
                 try:
                     re.compile(key)
@@ -50,6 +51,15 @@ class Rules:
                 self._logical[key] = value
             axes = tuple(value) if isinstance(value, PartitionSpec) else (value,)
             self._check_axes(key, axes, strategy)
+
+    def _on_cores(self, value: Any) -> Any:
+        """Returns a rule in which ``"model"`` is all axes of one replica, where there are several."""
+        cores = tuple(name for name in self._mesh.axis_names if name.startswith(MODEL))
+        if cores == (MODEL,):
+            return value
+        if isinstance(value, PartitionSpec):
+            return PartitionSpec(*(cores if of_dim == MODEL else of_dim for of_dim in value))
+        return cores if value == MODEL else value
 
     def _check_axes(self, key: str, axes: Sequence[Any], strategy: str) -> None:
         known = [name for name in self._mesh.axis_names if name != DATA]
@@ -142,8 +152,3 @@ def logical_axes(variable: nnx.Variable[Any]) -> Axes:
     """Returns the logical axis names that Flax keeps with a variable."""
     names = variable.get_metadata().get("out_sharding") or ()
     return tuple(names)
-
-
-def model_axes(mesh: Mesh) -> list[str]:
-    """Returns the mesh axes of the devices of one replica."""
-    return [name for name in mesh.axis_names if name.startswith(MODEL)]

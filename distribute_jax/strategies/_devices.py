@@ -209,3 +209,28 @@ def _launched_processes() -> int:
         return resolver.num_processes if variable is None or variable in os.environ else 1
     except DistributeError:  # no cluster, or one that is described wrongly
         return 1
+
+
+_DETECT = "cluster_resolver=dj.cluster_resolver.detect()"
+
+
+def devices_of_job(
+    devices: Sequence[Any] | None,
+    cluster_resolver: ClusterResolver | None,
+    cluster_options: ClusterOptions | None,
+    name: str,
+) -> list[jax.Device]:
+    """Returns the devices of this process, or, with a cluster resolver, of all that it connects."""
+    if cluster_resolver is None:
+        if cluster_options is not None:
+            raise ArgumentError(
+                f"{name}: cluster_options needs a cluster_resolver: pass {_DETECT}."
+            )
+        note_cluster_ignored(name, f"pass {_DETECT}")
+        return find_devices(devices)
+    if devices is not None:
+        raise ArgumentError(
+            f"{name}: with a cluster_resolver it uses all devices of all processes, so leave out "
+            f"devices={devices!r:.80}."
+        )
+    return connect(cluster_resolver, cluster_options, name)[1]

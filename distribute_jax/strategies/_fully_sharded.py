@@ -8,13 +8,12 @@ from typing import Any, final
 
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import connect, find_devices, note_cluster_ignored
+from distribute_jax.strategies._devices import devices_of_job
 
 
 class FullyShardedStrategy(Strategy):
@@ -51,7 +50,7 @@ class FullyShardedStrategy(Strategy):
         ...     model = nnx.Linear(64, 32, use_bias=False, rngs=nnx.Rngs(0))
         >>> for row in strategy.placement(model):
         ...     print(row.path, row.shape, tuple(row.spec), row.why)
-        kernel (64, 32) (None, 'data') its share of dim 1 on each of 2 replicas
+        kernel (64, 32) (None, 'data') dim 1 is divided among 2 replicas
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
     https://arxiv.org/abs/1910.02054; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -71,20 +70,7 @@ class FullyShardedStrategy(Strategy):
         name = type(self).__name__
         each = check_int(f"{name}: replicas_per_device", replicas_per_device)
         self._resolver = cluster_resolver
-        if cluster_resolver is None:
-            if cluster_options is not None:
-                raise ArgumentError(
-                    f"{name}: cluster_options needs a cluster_resolver: pass {_DETECT}."
-                )
-            note_cluster_ignored(name, f"pass {_DETECT}")
-            used = find_devices(devices)
-        elif devices is not None:
-            raise ArgumentError(
-                f"{name}: with a cluster_resolver it uses all devices of all processes, so leave out "
-                f"devices={devices!r:.80}."
-            )
-        else:
-            _, used = connect(cluster_resolver, cluster_options, name)
+        used = devices_of_job(devices, cluster_resolver, cluster_options, name)
         super().__init__(
             replica_mesh(used, each),
             steps_in_flight=steps_in_flight,
@@ -97,6 +83,3 @@ class FullyShardedStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """Where the strategy got its cluster from; None where it uses one process's devices."""
         return self._resolver
-
-
-_DETECT = "cluster_resolver=dj.cluster_resolver.detect()"

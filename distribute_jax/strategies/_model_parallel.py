@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, final
 
+import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import DATA, MODEL
+from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax._messages import check_bool, check_int
+from distribute_jax.cluster_resolver import ClusterResolver
+from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import find_devices, note_cluster_ignored
+from distribute_jax.strategies._devices import devices_of_job
 
 
 class ModelParallelStrategy(Strategy):
@@ -35,6 +39,9 @@ class ModelParallelStrategy(Strategy):
             (``nnx.with_partitioning(init, ("embed", "mlp"))``). A spec holds for the last dims of an array:
             stacked layers have more in front. The state of an optimizer is divided as its parameter.
         fully_sharded: whether the replicas share parameters and the state of optimizers.
+        replicas_per_device: how many replicas each row of devices runs, one after the other.
+        cluster_resolver: as in ``FullyShardedStrategy``; the devices of a replica are of one process.
+        cluster_options: how long the processes wait for each other.
         steps_in_flight: as in ``MirroredStrategy``.
         axis_name: as in ``MirroredStrategy``.
 
@@ -63,20 +70,22 @@ class ModelParallelStrategy(Strategy):
         model: int,
         rules: Mapping[str, PartitionSpec | str | None],
         fully_sharded: bool = True,
+        replicas_per_device: int = 1,
+        cluster_resolver: ClusterResolver | None = None,
+        cluster_options: ClusterOptions | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
         name = type(self).__name__
         check_int(f"{name}: model", model)
         shares = check_bool(f"{name}: fully_sharded", fully_sharded)
-        every = find_devices(devices)
-        if len(every) % model:
-            raise ArgumentError(
-                f"{name}: {len(every)} devices are not a multiple of model={model}."
-            )
-        note_cluster_ignored(name)
-        grid = np.asarray(every, dtype=object).reshape(-1, model)
-        mesh = Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+        each = check_int(f"{name}: replicas_per_device", replicas_per_device)
+        self._resolver = cluster_resolver
+        every = devices_of_job(devices, cluster_resolver, cluster_options, name)
+        here = [d for d in every if d.process_index == jax.process_index()]
+        if len(here) % model:
+            raise ArgumentError(f"{name}: {len(here)} devices are not a multiple of model={model}.")
+        mesh = replica_mesh(np.asarray(every, dtype=object).reshape(-1, model), each, [model])
         super().__init__(
             mesh,
             steps_in_flight=steps_in_flight,
@@ -84,3 +93,9 @@ class ModelParallelStrategy(Strategy):
             rules=Rules(rules, mesh, name),
             axis_name=axis_name,
         )
+
+    @cached_property
+    @final
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """Where the strategy got its cluster from; None where it uses one process's devices."""
+        return self._resolver

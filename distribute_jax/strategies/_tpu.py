@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from distribute_jax._mesh import DATA, cores_per_replica, factors, replica_mesh
 from distribute_jax._messages import check_choice, check_int, leaf_text
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
+from distribute_jax.program import Rules
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import note_no_tpu
 from distribute_jax.tpu._system import connected
@@ -42,6 +43,8 @@ class TPUStrategy(Strategy):
             All cores of a replica belong to one process.
         experimental_spmd_xla_partitioning: accepted for TensorFlow's signature, and True: XLA always
             partitions one program for all cores.
+        rules: what divides the state over the cores of each replica, as in ``ModelParallelStrategy``;
+            ``"model"`` is all of its cores.
         cluster_options: how long the processes wait for each other.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
@@ -73,6 +76,7 @@ class TPUStrategy(Strategy):
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = True,
         *,
+        rules: Mapping[str, PartitionSpec | str | None] | None = None,
         cluster_options: ClusterOptions | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
@@ -88,8 +92,12 @@ class TPUStrategy(Strategy):
             if experimental_device_assignment is None
             else checked_assignment(experimental_device_assignment, name)
         )
+        mesh = replica_mesh(replicas)
         super().__init__(
-            replica_mesh(replicas), steps_in_flight=steps_in_flight, axis_name=axis_name
+            mesh,
+            steps_in_flight=steps_in_flight,
+            rules=None if rules is None else Rules(rules, mesh, name),
+            axis_name=axis_name,
         )
 
     @cached_property

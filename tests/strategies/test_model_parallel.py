@@ -14,6 +14,12 @@ from jax.sharding import PartitionSpec
 
 import distribute_jax as dj
 
+
+def long(value: Any) -> Any:
+    """A case of the exhaustive suite."""
+    return pytest.param(value, marks=pytest.mark.exhaustive)
+
+
 RULES = {
     r"up\.kernel$": PartitionSpec(None, "model"),
     r"up\.bias$": PartitionSpec("model"),
@@ -114,6 +120,27 @@ def test_numbers_of_one_device(data: int, model: int, fully_sharded: bool) -> No
     for path, spec in of_model.items():
         [momentum] = [of for name, of in of_optimizer.items() if name.endswith("." + path)]
         assert momentum == spec
+
+
+@pytest.mark.parametrize("each", [2, long("tpu")])
+def test_replicas_of_one_row_of_devices(each: Any) -> None:
+    """Several replicas run on each row of devices, and a TPU's cores follow rules; numbers of one device."""
+    strategy: dj.Strategy
+    if each == "tpu":
+        topology = dj.initialize_tpu_system(dj.cluster_resolver.TPUClusterResolver("local"))
+        assignment = dj.tpu.experimental.DeviceAssignment.build(
+            topology, [1, 2, 1, 2], num_replicas=2
+        )
+        strategy = dj.TPUStrategy(experimental_device_assignment=assignment, rules=RULES)
+    else:
+        devices = [0, 1, 2, 3]
+        strategy = dj.ModelParallelStrategy(devices, model=2, rules=RULES, replicas_per_device=each)
+        assert strategy.num_replicas_in_sync == 4
+    (model, _, losses), (other, _, expected) = trained(strategy), trained(dj.OneDeviceStrategy(0))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+    assert not model.blocks.up.kernel.get_raw_value().is_fully_replicated
 
 
 def test_logical_axes_of_flax() -> None:
