@@ -323,6 +323,7 @@ def _targets(
     yield "temporaries", f"{OURS} / {MIRRORED}", counted(share), 0.5 if remat else None
     gathered = moved["all-gather"] / hand["collectives"].get("all-gather", [0, 1])[1]
     yield "bytes gathered", f"{OURS} / {HAND}", counted(gathered), 1.0
+    yield "bytes sent in all", f"{OURS} / {HAND}", counted(_sent(ours) / _sent(hand)), None
     summed = abs(moved.get("reduce-scatter", 0) / (ours["gradients"] / replicas) - 1)
     yield "bytes of sums", f"{OURS} beyond its share of gradients", counted(summed), 0.01
     yield "largest all-reduce", f"{OURS}, MB", counted(ours["largest_all_reduce"] / 1e6), 0.1
@@ -331,6 +332,14 @@ def _targets(
     yield "bits", f"{OURS} unlike {MIRRORED}", counted(ours["bits"]), 0.0
     limit = 1.05 if ours["workload"] in TIMED else None
     yield "time of a step", f"{OURS} / {HAND}", Ratio(**ours["ratio"]), limit
+
+
+def _sent(r: Mapping[str, Any]) -> float:
+    """Returns the bytes that each device sends at least, by the bytes of the results of collectives."""
+    n = r["replicas"]
+    times = {"reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
+    moved = r["collectives"].items()
+    return float(sum(times.get(kind, (n - 1) / n) * size for kind, (_, size) in moved))
 
 
 BENCHMARK = Benchmark(
