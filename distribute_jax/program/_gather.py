@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from distribute_jax._mesh import DATA
+from distribute_jax.collectives._markers import unreduced_p
 from distribute_jax.program._jaxprs import (
     ClosedJaxpr,
     called_body,
@@ -285,14 +286,16 @@ def _put_together(arrays: Sequence[Any], cuts: Sequence[Cut | None]) -> list[Any
 def without_forwarding(body: Any) -> Any:
     """Returns a jaxpr that reads an operand itself where an equation only returns it.
 
-    ``nnx.scan`` and ``nnx.remat`` return all variables that they take, most of them unchanged.
+    ``nnx.scan`` and ``nnx.remat`` return all variables that they take, most of them unchanged; and
+    ``dj.Optimizer`` marks gradients for the proof, which is done.
     """
     jaxpr, same = body.jaxpr, _forwarded(body.jaxpr)
 
     def read(atoms: Sequence[Any]) -> list[Any]:
         return [v if isinstance(v, jex_core.Literal) else same.get(v, v) for v in atoms]
 
-    eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in jaxpr.eqns]
+    others = (eqn for eqn in jaxpr.eqns if eqn.primitive is not unreduced_p)
+    eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in others]
     return ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=read(jaxpr.outvars)), body.consts)
 
 
@@ -309,6 +312,8 @@ def _forwarded(jaxpr: jex_core.Jaxpr) -> dict[Any, Any]:
 
 def _forwarded_inputs(eqn: Any) -> list[int | None]:
     """Returns for each result the number of the operand that it is; None where it is another value."""
+    if eqn.primitive is unreduced_p:
+        return list(range(len(eqn.invars)))
     is_scan = name(eqn) == "scan"
     body = eqn.params["jaxpr"] if is_scan else called_body(eqn)
     if body is None or (not is_scan and name(eqn) not in {*_INLINED, "checkpoint"}):

@@ -212,6 +212,30 @@ def test_layers_are_gathered_in_the_scan_and_summed_there() -> None:
     assert (found["all_gather"], found["reduce_scatter"], found["all_to_all"]) == (7, 3, 0)
 
 
+def test_gradients_that_our_optimizer_sums_are_summed_in_the_scan_too() -> None:
+    """What marks them for the proof does not keep a stack of whole gradients until after the scan."""
+    strategy = dj.FullyShardedStrategy([0, 1])
+    with strategy.scope():
+        model = MODELS["remat"]()
+        optimizer = dj.Optimizer(model, momentum(), wrt=nnx.Param)
+
+    def step(tokens: jax.Array, targets: jax.Array) -> None:
+        def loss_fn(model: Any) -> jax.Array:
+            losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets)
+            return dj.compute_average_loss(losses.mean(1))
+
+        optimizer.update(model, nnx.grad(loss_fn)(model))
+
+    (batch,) = strategy.distribute_dataset(batches((16,)))
+    strategy.run(step, args=batch)
+    flat = program(strategy).step
+    lines = str(jax.make_jaxpr(flat.function)(*flat.avals)).splitlines()
+    scattered = [line for line in lines if "= reduce_scatter[" in line]
+    outside = min(len(line) - len(line.lstrip()) for line in scattered)
+    assert len(scattered) == 3
+    assert sum(len(line) - len(line.lstrip()) > outside for line in scattered) == 2
+
+
 def clipped() -> optax.GradientTransformation:
     """Clips by the norm of all gradients."""
     return optax.chain(optax.clip_by_global_norm(0.1), momentum())
