@@ -18,7 +18,7 @@ from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
 from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, put
 from distribute_jax._messages import is_donated, leaf_text, listed
-from distribute_jax._user_frames import warn_user
+from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._layout import FlatStep
@@ -270,9 +270,13 @@ def _sent(flat: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     return sent
 
 
+LARGE_STATE = 1 << 30
+"""Bytes: to make so much whole on each device is worth a line."""
+
+
 def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) -> None:
     """Leaves each device its part of what is divided; nothing keeps the whole arrays."""
-    parts = iter(shardings)
+    parts, total = iter(shardings), 0
 
     def divided(leaf: Any) -> Any:
         to = next(parts)
@@ -280,5 +284,13 @@ def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) ->
 
     for variable, raw in zip(binding.variables, read_raw(binding.variables), strict=True):
         new = jax.tree.map(divided, raw)
-        if any(map(operator.is_not, jax.tree.leaves(raw), jax.tree.leaves(new))):
+        pairs = zip(jax.tree.leaves(raw), jax.tree.leaves(new), strict=True)
+        if moved := sum(old.nbytes for old, there in pairs if old is not there):
             write_raw([variable], [new])
+            total += moved
+    if total > LARGE_STATE:
+        log_once(
+            "%.1f GiB of state were made whole on each device, and are divided among them now. Make the "
+            "model with strategy.create(lambda: Model(...)), so that no device holds all of it.",
+            total / 2**30,
+        )

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from distribute_jax.program import _state_placement
 
 
 def long(value: Any) -> Any:
@@ -169,11 +170,18 @@ def test_bits_of_mirrored_state(name: str, replicas: int) -> None:
     assert runs[0][0][-1] != runs[0][0][0]
 
 
-def test_every_device_keeps_its_share() -> None:
-    """Parameters and momentum that are large enough take a quarter of their bytes on each of 4 devices."""
+def test_every_device_keeps_its_share(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameters and momentum that are large enough take a quarter of their bytes on each of 4 devices.
+
+    Where much was made whole before, a line says how to avoid that.
+    """
+    monkeypatch.setattr(_state_placement, "LARGE_STATE", 1000)
     strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
     model, optimizer = made(strategy, MODELS["scan"])
     trained(strategy, model, optimizer)
+    assert "strategy.create(lambda: Model(...))" in caplog.text
     rows = strategy.placement(model)
     divided = [row for row in rows if row.spec]
     assert {row.path for row in divided} == {
