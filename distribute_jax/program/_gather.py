@@ -186,8 +186,8 @@ class Gathering:
             return self._remat(eqn, args)
         if name(eqn) == "scan":
             return self._scan(eqn, args, needed, scattered)
-        values = dict(zip(eqn.invars, self.whole(args), strict=True))
-        values = {v: x for v, x in values.items() if not isinstance(v, jex_core.Literal)}
+        pairs = zip(eqn.invars, self.whole(args), strict=True)
+        values = {v: x for v, x in pairs if not isinstance(v, jex_core.Literal)}
         run_piece(jaxpr, [eqn], values, eqn.outvars)
         return [values.get(v) for v in eqn.outvars]
 
