@@ -69,7 +69,10 @@ STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
 """How each is made, what its step sends, and how many arrays are divided."""
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k == "fully" else pytest.param(k, marks=pytest.mark.exhaustive) for k in STRATEGIES],
+)
 def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> None:
     """Of each kind, for the eight replicas that there are; the state is where the plan says."""
     make, sent, divided = STRATEGIES[kind]

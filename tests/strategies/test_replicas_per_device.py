@@ -121,24 +121,39 @@ def assert_close(left: list[np.ndarray], right: list[np.ndarray], most: float) -
         np.testing.assert_allclose(a, b, rtol=most, atol=most)
 
 
+def long(*value: Any) -> Any:
+    """A case of the exhaustive suite."""
+    return pytest.param(*value, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
-    "tx", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)], ids=["sgd", "adam"]
+    ("model", "name"),
+    [
+        ("dense", "adam"),
+        ("synchronised batch norm", "sgd"),
+        *(
+            long(model, name)
+            for model in MODELS
+            if model != "convolution"
+            for name in ("sgd", "adam")
+        ),
+    ],
 )
-@pytest.mark.parametrize("model", ["dense", "dropout", "synchronised batch norm"])
-def test_replicas_of_one_device_are_those_of_several_bit_by_bit(model: str, tx: Any):
+def test_replicas_of_one_device_are_those_of_several_bit_by_bit(model: str, name: str):
     """Losses, each replica's values and all state: the sums are added up in the same order."""
     make = MODELS[model]
+    tx = optax.sgd(0.1, momentum=0.9) if name == "sgd" else optax.adam(0.01)
     assert_close(trained(several(1, 4), make, tx), trained(several(4, 1), make, tx), 0)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*map(long, MODELS)])
 def test_replicas_of_two_devices_are_those_of_several_to_rounding(model: str):
     """Each device adds up its own first, which is another order; convolutions are compiled otherwise."""
     make, tx = MODELS[model], optax.sgd(0.1, momentum=0.9)
     assert_close(trained(several(2, 2), make, tx), trained(several(4, 1), make, tx), 3e-6)
 
 
-@pytest.mark.parametrize("sizes", [(16, 13), (16, 3)])
+@pytest.mark.parametrize("sizes", [(16, 3), long((16, 13))])
 def test_partial_batches_are_divided_over_all_replicas(sizes: tuple[int, ...]):
     """13 examples are 4, 4, 4 and 1; of 3 one replica has none."""
     make, tx = MODELS["dense"], optax.sgd(0.1)
@@ -153,7 +168,7 @@ def test_several_steps_in_one_program_are_single_steps():
     assert_close(left, right, 3e-6)
 
 
-@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("parameters", [True, long(False)])
 def test_state_is_divided_over_the_devices(parameters: bool):
     """A sharded update of 4 replicas on 2 devices is that of 4 devices, in halves; so is a sharded model."""
     strategy: dj.Strategy = several(2, 2, shard_optimizer_state=True)
