@@ -1,8 +1,11 @@
 """Train a character-level transformer on Python's standard library, and generate text with it.
 
     python examples/char_lm.py                    8 simulated devices, on any machine
-    python examples/char_lm.py --replicas 4       only four of them
+    python examples/char_lm.py --use 4            only four of them
     python examples/char_lm.py --devices real     the GPUs, TPU cores or CPU that JAX finds
+    python examples/char_lm.py --strategy fully_sharded    each device keeps a share of the model
+    python examples/char_lm.py --strategy model_parallel   two devices compute each layer together
+    python examples/char_lm.py --plan             what the first step takes on each device; nothing is trained
 
 The text is the standard library of the running Python, so nothing is downloaded. Each dispatch runs
 several batches (``steps_per_execution``), since dispatching the step of a small model takes about as long
@@ -15,7 +18,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import distribute_jax as dj
 
@@ -31,6 +37,24 @@ VOCABULARY = 128
 """A character is its ASCII code."""
 TEMPERATURE = 0.7
 """Below 1, likely characters are drawn more often than the model predicts."""
+
+
+RULES = {
+    r"(query|key|value)\.kernel": PartitionSpec(
+        None, "model", None
+    ),  # (width, heads, width of a head)
+    r"(query|key|value)\.bias": PartitionSpec("model", None),
+    r"out\.kernel": PartitionSpec("model", None, None),
+    r"wide\.kernel": PartitionSpec(None, "model"),
+    r"wide\.bias": PartitionSpec("model"),
+    r"narrow\.kernel": PartitionSpec("model", None),
+}
+"""With ``model_parallel`` a device has half of the heads, and half of each wide layer."""
+STRATEGIES = {
+    "mirrored": dj.MirroredStrategy,
+    "fully_sharded": dj.FullyShardedStrategy,
+    "model_parallel": partial(dj.ModelParallelStrategy, model=2, rules=RULES),
+}
 
 
 # The model: plain Flax.
@@ -61,15 +85,18 @@ class Transformer(nnx.Module):
     ) -> None:
         self.characters = nnx.Embed(VOCABULARY, width, rngs=rngs)
         self.places = nnx.Embed(context, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(layers)])
+        stack = nnx.vmap(lambda rngs: Block(width, heads, rngs))
+        self.blocks = nnx.split_rngs(splits=layers)(stack)(rngs)
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, VOCABULARY, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the logits of the character after each one, which depend on earlier characters only."""
         x = self.characters(x) + self.places(jnp.arange(x.shape[1]))
-        for block in self.blocks:
-            x = block(x)
+        # One block after the other, and in the backward pass each is computed again from its input: the
+        # activations, and the gathered parameters, of one block at a time are in memory.
+        block = nnx.remat(lambda x, block: block(x))
+        x = nnx.scan(block, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
         return self.head(self.norm(x))
 
 
@@ -113,8 +140,9 @@ def load_data(characters: int, context: int) -> tuple[Windows, Windows]:
 
 def make_model(strategy: dj.Strategy, module: dict[str, int], steps_per_execution: int) -> dj.Model:
     """Builds and compiles the transformer under the strategy."""
+    transformer = strategy.create(lambda: Transformer(**module, rngs=nnx.Rngs(0)))
     with strategy.scope():
-        model = dj.Model(Transformer(**module, rngs=nnx.Rngs(0)))
+        model = dj.Model(transformer)
     model.compile(
         optimizer=optax.adamw(3e-3),
         loss=dj.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -143,9 +171,13 @@ def write(module: Transformer, beginning: np.ndarray, length: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains, and prints perplexities and a generated text."""
     options = parser().parse_args(arguments)
+    if options.plan:  # the same program, up to its first step
+        program = [a for a in arguments or sys.argv[1:] if a != "--plan"]
+        plan = [sys.executable, "-m", "distribute_jax", "plan", __file__]
+        os.execv(sys.executable, [*plan, *program])
     if options.devices == "simulated":
         dj.simulate(8)
-    strategy = dj.MirroredStrategy(list(range(options.replicas or jax.device_count())))
+    strategy = STRATEGIES[options.strategy](list(range(options.use or jax.device_count())))
     train, validation = load_data(options.characters, options.context)
     sizes = {"context": options.context, "width": options.width, "layers": options.layers}
     model = make_model(strategy, sizes, options.steps_per_execution)
@@ -170,7 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     added = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     numbers = {
         "--epochs": (3, "passes over the text"),
@@ -184,7 +218,11 @@ def parser() -> argparse.ArgumentParser:
     }
     for name, (default, meaning) in numbers.items():
         added.add_argument(name, type=int, default=default, help=f"{meaning} (%(default)s)")
-    added.add_argument("--replicas", type=int, help="default: all devices")
+    added.add_argument("--use", type=int, help="the number of devices (all)")
+    added.add_argument("--strategy", choices=STRATEGIES, default="mirrored", help="(%(default)s)")
+    added.add_argument(
+        "--plan", action="store_true", help="print what the first step takes, and end"
+    )
     added.add_argument(
         "--devices",
         choices=("simulated", "real"),
