@@ -140,11 +140,17 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         roots = modules_of(made)
         flat, tree = jax.tree.flatten(state)
         pairs = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        keys = [tuple(key.key for key in path) for path, _ in pairs]
+        keys = [tuple(key.key for key in path) for path, v in pairs if isinstance(v, nnx.Variable)]
         # Paths are those inside a module, whatever holds the modules.
         paths = [next(path[i:] for i in range(len(path) + 1) if path[:i] in roots) for path in keys]
-        wanted = replicas.placement.shardings([variable for _, variable in pairs], lambda: paths)
-        parts[:] = graph, tree, [to or replicas.state for to in wanted]
+        held = [v for _, v in pairs if isinstance(v, nnx.Variable)]
+        wanted = iter(replicas.placement.shardings(held, lambda: paths))
+        # An array outside of variables is whole on each device.
+        parts[:] = graph, tree, [
+            (next(wanted) if isinstance(v, nnx.Variable) else None) or replicas.state
+            for _, v in pairs
+            for _ in jax.tree.leaves(v)
+        ]  # fmt: skip
         return flat
 
     try:

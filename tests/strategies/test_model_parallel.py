@@ -247,3 +247,18 @@ def test_create_refuses_what_cannot_be_traced() -> None:
 
     with pytest.raises(ValueError, match=r"(?s)one compiled program.*strategy\.scope\(\)"):
         dj.MirroredStrategy([0, 1]).create(reads)
+
+
+def test_create_makes_arrays_that_are_no_variables() -> None:
+    """An array that a module holds beside its variables, and one beside modules, are whole."""
+
+    class Scaled(nnx.Module):
+        def __init__(self) -> None:
+            self.layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+            self.scale = nnx.data(jnp.full((64, 64), 2.0))
+
+    module, array = dj.FullyShardedStrategy([0, 1]).create(lambda: (Scaled(), jnp.ones((64, 64))))
+    assert float(module.scale.sum() / array.sum()) == 2
+    assert module.scale.is_fully_replicated
+    assert array.is_fully_replicated
+    assert not module.layer.kernel.get_raw_value().is_fully_replicated
