@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_000,
-    lines_of_tests: 41_000,
-    files: 212,
+    lines: 40_904,
+    lines_of_tests: 40_470,
+    files: 208,
     pieces: 0,
     private_words: 0,
     private_imports: 31,
