@@ -66,14 +66,14 @@ class Cut(NamedTuple):
         return Cut(self.dim + 1, (None, *self.axes))
 
     def _by_parts(self, collective: Callable[..., Any], array: Any, **dims: int) -> Any:
-        """Has each device of a replica talk about its part: XLA would put the parts together first."""
-        talk = functools.partial(collective, axis_name=DATA, tiled=True, **dims)
+        """Runs a collective on the part of each device of a replica: XLA would gather the parts first."""
+        run = functools.partial(collective, axis_name=DATA, tiled=True, **dims)
         if names := {name for of_dim in self.axes for name in names_of(of_dim)}:
             spec = PartitionSpec(*self.axes)
-            talk = jax.shard_map(
-                talk, in_specs=(spec,), out_specs=spec, axis_names=names, check_vma=False
+            run = jax.shard_map(
+                run, in_specs=(spec,), out_specs=spec, axis_names=names, check_vma=False
             )
-        return talk(array)
+        return run(array)
 
 
 @dataclass(frozen=True, eq=False)

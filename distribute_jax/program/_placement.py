@@ -2,8 +2,8 @@
 
 A leaf that the replicas share is divided along its first dim that their number divides, so that shares are
 contiguous, and gathers and sums need no copies in another order. Along a short first dim a scan may go over
-stacked layers: it is divided only if no other can be. A leaf without such a dim
-stays whole on each replica: padding it would change what an optax transformation sees of it.
+stacked layers: it is divided only if no other can be. A leaf without such a dim stays whole on each replica:
+padding it would change what an optax transformation sees of it.
 """
 
 from __future__ import annotations
