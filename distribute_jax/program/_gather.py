@@ -197,7 +197,11 @@ class Gathering:
         if len(shares) != 1 or len(eqn.outvars) != 1:
             return None
         share, primitive = shares[0], name(eqn)
-        numbers = all(x is share or jnp.ndim(x) == 0 for x in args)
+        # A number that is computed may be another on each replica, and their shares are of one array.
+        numbers = all(
+            x is share or isinstance(v, jex_core.Literal)
+            for v, x in zip(eqn.invars, args, strict=True)
+        )
         if primitive in _EACH_ELEMENT or (primitive in _BY_A_NUMBER and numbers):
             local = [x.local if x is share else x for x in args]
             return Share(eqn.primitive.bind(*local, **eqn.params), share.cut)
