@@ -43,8 +43,9 @@ class Scope:
         where = ExitStack()
         if not frame.merging:
             where.enter_context(self._where())
-            # Where state is stored is for the strategy to say, also of variables that name logical axes.
-            where.enter_context(nnx.use_eager_sharding(False))
+            if self._replicas.rules is not None:
+                # Flax would take the names of logical axes for those of the mesh.
+                where.enter_context(nnx.use_eager_sharding(False))
         _context.push(frame)
         self._entered.append((frame, where))
         return self._strategy

@@ -151,8 +151,6 @@ def test_logical_axes_of_flax() -> None:
     assert layer.kernel.get_raw_value().sharding.spec == PartitionSpec(None, "model")
     [row] = [row for row in strategy.placement(layer) if row.path == "kernel"]
     assert row.why.startswith("rule 'embed', 'mlp'")
-    with dj.MirroredStrategy([0, 1]).scope():  # where nothing is divided, the names mean nothing
-        nnx.Linear(64, 32, kernel_init=init, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
