@@ -41,10 +41,9 @@ def maps_shards(mesh: Mesh) -> bool:
     return mesh.shape[DATA] > 1 or mesh.size == 1
 
 
-def compile_for_mesh(
-    step: FlatStep, all_replicas: Compiled, options: dict[str, bool | str] | None = None
-) -> Compiled:
+def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
     """Compiles a function of global arrays; XLA partitions what is not mapped over the mesh."""
+    options = _compiler_options(step)
     jitted = jax.jit(
         all_replicas,
         in_shardings=step.shardings.in_shardings(step.mesh),
@@ -61,7 +60,7 @@ def compile_for_mesh(
 def compile_shard_map(step: FlatStep) -> Compiled:
     """Compiles a step of one replica for the mesh; the result takes and gives flat global arrays."""
     if not maps_shards(step.mesh):
-        return compile_for_mesh(step, _one_replica(step), _compiler_options(step))
+        return compile_for_mesh(step, _one_replica(step))
     mapped = jax.shard_map(
         step.function,
         mesh=step.mesh,
@@ -70,7 +69,7 @@ def compile_shard_map(step: FlatStep) -> Compiled:
         axis_names=manual_axes(step.mesh),
         check_vma=False,
     )
-    return compile_for_mesh(step, mapped, _compiler_options(step))
+    return compile_for_mesh(step, mapped)
 
 
 def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
@@ -81,7 +80,7 @@ def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
     """
     mesh, options = step.mesh, dict[str, bool | str]()
     if step.platform == "cpu":
-        if cores_per_replica(mesh) > 1:
+        if manual_axes(mesh) != set(mesh.axis_names):
             options["xla_disable_hlo_passes"] = "all-reduce-promotion"
         if step.runs_once:
             options["xla_backend_optimization_level"] = "0"

@@ -144,7 +144,7 @@ def check_arrays(binding: Binding, *more: type) -> None:
 def _check_one_strategy(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
     """Refuses state that is mirrored over the devices of another strategy."""
     mixed = {
-        name: f"{name}: mirrored over {_devices(other)}"
+        name: f"{name}: stored on {_devices(other)}"
         for name, raw in zip(binding.names, raws, strict=True)
         for leaf in jax.tree.leaves(raw)
         if (other := _other_mesh(leaf, mesh)) is not None
@@ -155,12 +155,12 @@ def _check_one_strategy(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
 
 
 def _other_mesh(leaf: Any, mesh: Mesh) -> Any:
-    """Returns the mesh of other devices that an array is mirrored over."""
+    """Returns the mesh of other devices that an array is stored on."""
     if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
         return None
     other = leaf.sharding.mesh
     same = other.devices.flatten().tolist() == mesh.devices.flatten().tolist()
-    return other if other.size > 1 and not same and leaf.sharding.is_fully_replicated else None
+    return other if other.size > 1 and not same else None
 
 
 def _devices(mesh: Any) -> str:

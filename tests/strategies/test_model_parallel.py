@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 import distribute_jax as dj
 
 
-def long(value: Any) -> Any:
+def long(*value: Any) -> Any:
     """A case of the exhaustive suite."""
-    return pytest.param(value, marks=pytest.mark.exhaustive)
+    return pytest.param(*value, marks=pytest.mark.exhaustive)
 
 
 RULES = {
@@ -141,6 +141,25 @@ def test_replicas_of_one_row_of_devices(each: Any) -> None:
     for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
     assert not model.blocks.up.kernel.get_raw_value().is_fully_replicated
+
+
+@pytest.mark.parametrize(("devices", "model"), [(4, 2), long(2, 1)])
+def test_sums_of_bfloat16(devices: int, model: int) -> None:
+    """XLA ends the process in a bfloat16 sum beside a model axis, unless a pass of it is left out."""
+    rules = {"kernel": PartitionSpec(None, "model")}
+    strategy = dj.ModelParallelStrategy(list(range(devices)), model=model, rules=rules)
+    layer = strategy.create(lambda: nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    x = np.ones((8, 64), np.float32)
+    [batch] = strategy.distribute_dataset([x])
+    before = np.asarray(layer(jnp.asarray(x)), np.float32)
+
+    def step(x: jax.Array) -> None:
+        grads = nnx.grad(lambda m: dj.compute_average_loss((m(x) ** 2).mean(1)))(layer)
+        grads = dj.get_replica_context().all_reduce("sum", grads)
+        nnx.update(layer, jax.tree.map(lambda p, g: p - 0.01 * g, nnx.state(layer), grads))
+
+    strategy.run(step, args=(batch,))
+    assert np.square(layer(jnp.asarray(x))).sum() < np.square(before).sum()
 
 
 def test_logical_axes_of_flax() -> None:
