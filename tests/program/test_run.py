@@ -800,9 +800,7 @@ def test_a_model_of_another_strategy_is_refused_until_it_is_moved(
     model = built(s4)
     x = np.ones((1, 2), np.float32)
     for other in (s2, dj.OneDeviceStrategy(0)):
-        with pytest.raises(
-            dj.MixedStrategiesError, match=r"model\.w: stored on .*cpu:3"
-        ) as caught:
+        with pytest.raises(dj.MixedStrategiesError, match=r"model\.w: stored on .*cpu:3") as caught:
             other.run(lambda: model(x))
         assert isinstance(caught.value, RuntimeError)
         assert str(other.mesh.devices.flat[-1]) in str(caught.value)
