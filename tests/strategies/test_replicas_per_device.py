@@ -161,6 +161,7 @@ def test_partial_batches_are_divided_over_all_replicas(sizes: tuple[int, ...]):
     assert_close(left, right, 0)
 
 
+@pytest.mark.exhaustive
 def test_several_steps_in_one_program_are_single_steps():
     """The scan over the steps is around that over the replicas."""
     make, tx = MODELS["dropout"], optax.sgd(0.1)

@@ -343,6 +343,7 @@ def test_a_parameter_and_a_number_in_one_equation(
     assert figures["bitwise"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "examples", [2, pytest.param(300, marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
