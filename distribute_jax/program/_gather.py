@@ -28,7 +28,14 @@ from distribute_jax.program._jaxprs import (
     name,
     opened,
 )
-from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
+from distribute_jax.program._pieces import (
+    Values,
+    run_piece,
+    run_with_body,
+    start,
+    value_of,
+    variables,
+)
 from distribute_jax.program._placement import data_dim
 from distribute_jax.program._placement_rules import Axes, names_of
 
@@ -236,11 +243,7 @@ class Gathering:
             outs, out_cuts[:] = _taken_apart(outs)
             return outs
 
-        closed = jax.make_jaxpr(body)(*local)
-        jaxpr = closed.jaxpr
-        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        outs = eqn.primitive.bind(*closed.consts, *local, **{**eqn.params, "jaxpr": jaxpr})
-        return _put_together(outs, out_cuts)
+        return _put_together(run_with_body(eqn, body, local), out_cuts)
 
     def _scan(
         self, eqn: Any, args: Sequence[Any], needed: set[Any], scattered: Mapping[Any, Cut]

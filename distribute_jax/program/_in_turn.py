@@ -31,13 +31,21 @@ from distribute_jax.program._jaxprs import (
     opened,
 )
 from distribute_jax.program._layout import FlatStep
-from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
+from distribute_jax.program._pieces import (
+    Values,
+    run_piece,
+    run_with_body,
+    start,
+    value_of,
+    variables,
+)
 from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in, traced
 
 _REFUSED = """\
 {what} at {where} cannot run with replicas_per_device={each}.
-The replicas of a device run one after the other, so they meet between them: in psum, psum_scatter, \
-pmax, pmin and all_gather over all of them, and not inside of a loop, a branch or a jax.checkpoint.
+The replicas of a device run one after the other, so they exchange values only between them: in psum, \
+psum_scatter, pmax, pmin and all_gather over all of them, and not inside of a loop, a branch or a \
+jax.checkpoint.
 Run one replica on each device (replicas_per_device=1), or {instead}."""
 _KNOWN = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
 _INSIDE = "move {what} out of the {body} around it"
@@ -45,11 +53,11 @@ _REF = "make the ref after the collective that comes between it and its use"
 _OTHER = "use one of these in its place, and the default cross_device_ops"
 
 
-class Each(NamedTuple):
-    """A value of which each replica of a device has its own."""
+class Stacked(NamedTuple):
+    """A value that differs between the replicas of a device."""
 
     parts: jax.Array
-    """Those values, stacked on a leading dim."""
+    """The values of the replicas, stacked on a leading dim."""
 
 
 def in_turn(step: FlatStep) -> FlatStep:
@@ -67,14 +75,14 @@ class InTurn(SplitStep):
     """A step whose first half runs for all replicas of a device."""
 
     def __init__(self, body: Any, *args: Any, **kwargs: Any) -> None:
-        """Splits a step that asks for the replica's number only outside of loops and branches."""
-        super().__init__(asking_once(body, args[2]), *args, **kwargs)
+        """Splits a step that reads the replica's number only outside of loops and branches."""
+        super().__init__(with_replica_number(body, args[2]), *args, **kwargs)
 
     def first(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the first half of each replica of this device, from the inputs that it reads."""
         values = self.started([self._taken(i, x) for i, x in zip(self.reads, inputs, strict=True)])
         stages = self._stages(values)
-        early = [eqn for _, met in stages for eqn in met if _is_sum(eqn)]
+        early = [eqn for _, collectives in stages for eqn in collectives if _is_sum(eqn)]
         pairs = [pair for eqn in early for pair in zip(eqn.invars, eqn.outvars, strict=True)]
         addends = {
             x: out.aval.dtype
@@ -83,9 +91,9 @@ class InTurn(SplitStep):
         }
         ends = {*self.passed, *(v for b in self._branches.values() for v in variables(b.reads))}
         totals: Values = {}
-        for number, (local, met) in enumerate(stages):
+        for number, (local, collectives) in enumerate(stages):
             later = [eqn for stage in stages[number + 1 :] for eqns in stage for eqn in eqns]
-            reads = [v for eqn in [*met, *later] if not _is_sum(eqn) for v in eqn.invars]
+            reads = [v for eqn in [*collectives, *later] if not _is_sum(eqn) for v in eqn.invars]
             made = {v for eqn in local for v in eqn.outvars}
             new = {
                 x: dtype
@@ -93,8 +101,8 @@ class InTurn(SplitStep):
                 if x not in totals and (x in made or x in values)
             }
             totals.update(self._scan(local, values, [*ends, *variables(reads)], new))
-            for eqn in met:
-                values.update(zip(eqn.outvars, self._met(eqn, values, totals), strict=True))
+            for eqn in collectives:
+                values.update(zip(eqn.outvars, self._collective(eqn, values, totals), strict=True))
         self.add_up(totals)
         values.update((out, totals[out]) for _, out in self.sums())
         gathering = self.gathering()
@@ -108,14 +116,14 @@ class InTurn(SplitStep):
 
     def _taken(self, i: int, value: Any) -> Any:
         """Returns an input; where the replicas differ in it, their shares, which follow each other."""
-        if isinstance(value, Each) or not self._marks[self.jaxpr.invars[i]]:
+        if isinstance(value, Stacked) or not self._marks[self.jaxpr.invars[i]]:
             return value
-        return Each(value.reshape(self.each, value.shape[0] // self.each, *value.shape[1:]))
+        return Stacked(value.reshape(self.each, value.shape[0] // self.each, *value.shape[1:]))
 
     def _handed(self, v: Any, value: Any) -> jax.Array:
-        if v not in self.own:
-            return value.parts[0] if isinstance(value, Each) else value
-        parts = value.parts if isinstance(value, Each) else jnp.stack([value] * self.each)
+        if v not in self.per_replica:
+            return value.parts[0] if isinstance(value, Stacked) else value
+        parts = value.parts if isinstance(value, Stacked) else jnp.stack([value] * self.each)
         return jnp.reshape(parts, (-1, *parts.shape[2:]))
 
     def _stages(self, values: Values) -> list[tuple[list[Any], list[Any]]]:
@@ -126,14 +134,14 @@ class InTurn(SplitStep):
             self._check(eqn)
             if _is_number(eqn):
                 ids = jax.lax.axis_index(DATA) * self.each + jnp.arange(self.each, dtype=jnp.int32)
-                values[eqn.outvars[0]] = Each(ids)
+                values[eqn.outvars[0]] = Stacked(ids)
                 continue
             if waiting.intersection(variables(eqn.invars)):
                 stages.append(([], []))
                 waiting.clear()
-            meets = names_axis(eqn, DATA)
-            stages[-1][meets].append(eqn)
-            waiting.update(eqn.outvars if meets else ())
+            is_collective = names_axis(eqn, DATA)
+            stages[-1][is_collective].append(eqn)
+            waiting.update(eqn.outvars if is_collective else ())
         return stages
 
     def _check(self, eqn: Any) -> None:
@@ -160,7 +168,7 @@ class InTurn(SplitStep):
             return {}
         outer = [*(v for eqn in eqns for v in eqn.invars), *addends]
         reads = {v: values[v] for v in variables(outer) if v not in made}
-        own = [v for v, value in reads.items() if isinstance(value, Each)]
+        stacked = [v for v, value in reads.items() if isinstance(value, Stacked)]
         kept = [v for v in variables(wanted) if v in made]
         if any(map(is_ref, kept)):
             ref = next(eqn for eqn in eqns if any(is_ref(v) for v in eqn.outvars))
@@ -171,7 +179,7 @@ class InTurn(SplitStep):
         sunk = self._sunk(eqns)
 
         def one(carry: Any, parts: Any) -> Any:
-            inside = {**reads, **dict(zip(own, parts, strict=True))}
+            inside = {**reads, **dict(zip(stacked, parts, strict=True))}
             gathering = self.gathering()
             gathering.run(self.jaxpr, eqns, inside, [*kept, *addends], sunk)
             new = [value_of(x, inside) for x in addends]
@@ -186,10 +194,10 @@ class InTurn(SplitStep):
             for x, dtype in addends.items()
         ]
         empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in same]
-        shares = [reads[v].parts for v in own]
+        shares = [reads[v].parts for v in stacked]
         (sums, last), parts = jax.lax.scan(one, (zeros, empty), shares, length=self.each)
         values.update(zip(same, last, strict=True))
-        values.update((v, Each(x)) for v, x in zip(differ, parts, strict=True))
+        values.update((v, Stacked(x)) for v, x in zip(differ, parts, strict=True))
         return {
             x: Share(total, sunk[x]) if x in sunk else total
             for x, total in zip(addends, sums, strict=True)
@@ -202,7 +210,7 @@ class InTurn(SplitStep):
         stacked = [v for eqn in scans for v in eqn.outvars[consts_and_carries(eqn)[1] :]]
         return {v: scattered[v] for v in stacked if v in scattered and scattered[v].dim > 0}
 
-    def _met(self, eqn: Any, values: Values, totals: Values) -> list[Any]:
+    def _collective(self, eqn: Any, values: Values, totals: Values) -> list[Any]:
         """Runs a collective of all replicas."""
         if _is_sum(eqn):
             return [
@@ -210,7 +218,9 @@ class InTurn(SplitStep):
                 for x, out in zip(eqn.invars, eqn.outvars, strict=True)
             ]
         operands = [value_of(x, values) for x in eqn.invars]
-        parts = [x.parts if isinstance(x, Each) else jnp.stack([x] * self.each) for x in operands]
+        parts = [
+            x.parts if isinstance(x, Stacked) else jnp.stack([x] * self.each) for x in operands
+        ]
         if eqn.primitive.name == "all_gather":
             every = jax.lax.all_gather(parts[0], DATA, tiled=True)
             to = eqn.params["all_gather_dimension"]
@@ -229,16 +239,16 @@ class InTurn(SplitStep):
         shape = [*total.shape[:dim], self.replicas, *size, *total.shape[dim + 1 :]]
         parts = jnp.moveaxis(total.reshape(shape), dim, 0)
         first = jax.lax.axis_index(DATA) * self.each
-        return Each(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
+        return Stacked(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
 
 
-def asking_once(body: Any, replicas: int) -> Any:
+def with_replica_number(body: Any, replicas: int) -> Any:
     """Returns a program in which loops, branches and checkpoints take the replica's number from outside."""
-    if not any(_asks(body.jaxpr, eqn) and not _is_number(eqn) for eqn in body.jaxpr.eqns):
+    if not any(_needs_number(body.jaxpr, eqn) and not _is_number(eqn) for eqn in body.jaxpr.eqns):
         return body
 
     def step(*inputs: Any) -> list[Any]:
-        return _told(body, jax.lax.axis_index(DATA), inputs)
+        return _run_numbered(body, jax.lax.axis_index(DATA), inputs)
 
     avals = [v.aval for v in body.jaxpr.invars]
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
@@ -249,19 +259,19 @@ def _is_number(eqn: Any) -> bool:
     return eqn.primitive.name == "axis_index" and names_axis(eqn, DATA)
 
 
-def _asks(jaxpr: Any, eqn: Any) -> bool:
+def _needs_number(jaxpr: Any, eqn: Any) -> bool:
     return any(map(_is_number, equations(jaxpr.replace(eqns=[eqn]))))
 
 
-def _told(body: Any, replica: jax.Array, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a program whose replica has a number that is known."""
+def _run_numbered(body: Any, replica: jax.Array, inputs: Sequence[Any]) -> list[Any]:
+    """Runs a program with the number of its replica."""
     jaxpr, values = opened(body), start(body, inputs)
     for eqn in jaxpr.eqns:
         operands = [value_of(v, values) for v in eqn.invars]
         if _is_number(eqn):
             outs = [replica]
-        elif _asks(jaxpr, eqn):
-            outs = _told_inside(eqn, replica, operands)
+        elif _needs_number(jaxpr, eqn):
+            outs = _run_bodies(eqn, replica, operands)
         else:
             run_piece(jaxpr, [eqn], values, eqn.outvars)
             continue
@@ -269,33 +279,30 @@ def _told(body: Any, replica: jax.Array, inputs: Sequence[Any]) -> list[Any]:
     return [value_of(v, values) for v in jaxpr.outvars]
 
 
-def _told_inside(eqn: Any, replica: jax.Array, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation whose bodies ask for the number."""
+def _run_bodies(eqn: Any, replica: jax.Array, operands: Sequence[Any]) -> list[Any]:
+    """Runs an equation whose bodies read the number."""
     kind, params = name(eqn), eqn.params
     if kind == "scan":
         consts, carries = consts_and_carries(eqn)
         first = consts + carries
 
         def one(carry: Any, xs: Any) -> Any:
-            outs = _told(params["jaxpr"], replica, [*operands[:consts], *carry, *xs])
+            outs = _run_numbered(params["jaxpr"], replica, [*operands[:consts], *carry, *xs])
             return outs[:carries], outs[carries:]
 
         loop = {key: params[key] for key in ("reverse", "length", "unroll")}
         carry, ys = jax.lax.scan(one, operands[consts:first], operands[first:], **loop)
         return [*carry, *ys]
     if kind == "cond":
-        branches = [functools.partial(_told, b, replica) for b in params["branches"]]
-        chosen = [lambda *x, told=told: told(x) for told in branches]
+        branches = [functools.partial(_run_numbered, b, replica) for b in params["branches"]]
+        chosen = [lambda *x, run=run: run(x) for run in branches]
         return list(jax.lax.switch(operands[0], chosen, *operands[1:]))
     body = called_body(eqn)
     if kind == "checkpoint":
-        inner = jax.make_jaxpr(lambda *x: _told(body, replica, x))(*operands)
-        jaxpr = inner.jaxpr
-        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        return list(eqn.primitive.bind(*inner.consts, *operands, **{**params, "jaxpr": jaxpr}))
+        return run_with_body(eqn, lambda *x: _run_numbered(body, replica, x), operands)
     if body is None:  # it is refused
         return list(eqn.primitive.bind(*operands, **params))
-    return _told(body, replica, operands)
+    return _run_numbered(body, replica, operands)
 
 
 def _is_sum(eqn: Any) -> bool:

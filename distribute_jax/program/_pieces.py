@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
@@ -45,3 +46,11 @@ def start(body: Any, args: Sequence[Any]) -> Values:
     """Returns the values that a jaxpr starts from: its constants and its inputs."""
     inner, consts = opened(body), getattr(body, "consts", ())
     return dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
+
+
+def run_with_body(eqn: Any, body: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
+    """Runs an equation of one body, such as ``jax.checkpoint``, with a function in place of that body."""
+    closed = jax.make_jaxpr(body)(*operands)
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return list(eqn.primitive.bind(*closed.consts, *operands, **{**eqn.params, "jaxpr": jaxpr}))

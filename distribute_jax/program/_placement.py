@@ -58,6 +58,8 @@ class Placement:
     """The kinds of variables of which each replica keeps its share; others are whole on each."""
     rules: Rules | None = None
     """What divides them over the devices of one replica."""
+    strategy: str = "Strategy"
+    """The name of the strategy, for messages."""
 
     def shardings(
         self, variables: Sequence[nnx.Variable[Any]], paths: Callable[[], Sequence[Path]]
@@ -65,12 +67,19 @@ class Placement:
         """Returns how each leaf is divided over the mesh; None where each device has the whole."""
         if not self.shared and self.rules is None:
             return (None,) * sum(len(jax.tree.leaves(v.get_raw_value())) for v in variables)
-        rows = self.rows(variables, paths())
+        keys = paths()
+        rows = self.rows(variables, keys)
+        wanted = tuple(NamedSharding(self.mesh, row.spec) if row.spec else None for row in rows)
         if any(isinstance(v, nnx.Param) for v in variables):
-            self._check_divides(rows)
+            leaves = [(v, leaf) for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
+            self._check_divides(
+                [row for row, of in zip(rows, leaves, strict=True) if not self._kept_whole(*of)]
+            )
             if self.rules is not None:
-                self.rules.check_matched([row.path for row in rows])
-        return tuple(NamedSharding(self.mesh, row.spec) if row.spec else None for row in rows)
+                pairs = zip(leaves, wanted, strict=True)
+                placed = [_is_placed(leaf, to) for (_, leaf), to in pairs if to is not None]
+                self.rules.check_matched(variables, list(map(path_text, keys)), placed)
+        return wanted
 
     def rows(
         self, variables: Sequence[nnx.Variable[Any]], paths: Sequence[Path]
@@ -108,23 +117,28 @@ class Placement:
                 spec.pop()
             return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason)
 
-        if keeps_own_values(variable):
-            return row("each replica has its value")
-        if not isinstance(variable, self.shared):
-            return row(why or "mirrored")
-        if isinstance(variable, nnx.metrics.MetricState):
-            return row("read on the host after each epoch")
-        if _is_key(leaf):
-            return row("a random key")
-        if self.mesh.shape[DATA] == 1:
-            return row(why or "the data axis has size 1")
-        if moved_at_once(shape) < LEAST_ELEMENTS:
-            return row(why or f"less than {LEAST_ELEMENTS} elements")
+        if reason := self._kept_whole(variable, leaf):
+            return row(why or reason)
         dim = share_dim(shape, replicas := self.mesh.shape[DATA], axes)
         if dim is None:
-            return row(why or _NOT_DIVISIBLE.format(replicas=replicas))
+            return row(why or f"no dim is a multiple of {replicas}")
         of_data = f"dim {dim} is divided among {replicas} replicas"
         return row(f"{why}, {of_data}" if why else of_data, dim)
+
+    def _kept_whole(self, variable: nnx.Variable[Any], leaf: Any) -> str:
+        """Returns why the replicas do not divide a leaf, whatever its dims; empty if they may."""
+        if keeps_own_values(variable):
+            return "each replica has its value"
+        if not isinstance(variable, self.shared):
+            return "mirrored"
+        if isinstance(variable, nnx.metrics.MetricState):
+            return "read on the host after each epoch"
+        if _is_key(leaf):
+            return "a random key"
+        if self.mesh.shape[DATA] == 1:
+            return "the data axis has size 1"
+        small = moved_at_once(jnp.shape(leaf)) < LEAST_ELEMENTS
+        return f"less than {LEAST_ELEMENTS} elements" if small else ""
 
     def _model_axes(
         self,
@@ -145,17 +159,19 @@ class Placement:
             return whole, ""
         return of_parameter[1], of_parameter[2]
 
-    def _check_divides(self, rows: Iterable[PlacedLeaf]) -> None:
+    def _check_divides(self, rows: Sequence[PlacedLeaf]) -> None:
         """Refuses a model of which nothing can be divided, although its parameters should be."""
-        replicas = self.mesh.shape[DATA]
-        if replicas == 1 or nnx.Variable not in self.shared:
+        if not rows or nnx.Variable not in self.shared or any(row.spec for row in rows):
             return
-        large = [row for row in rows if moved_at_once(row.shape) >= LEAST_ELEMENTS]
-        refused = [row for row in large if row.why == _NOT_DIVISIBLE.format(replicas=replicas)]
-        if refused and not any(row.spec for row in large):
-            refused.sort(key=lambda row: -prod(row.shape))
-            lines = listed([f"{row.path}: {list(row.shape)}" for row in refused])
-            raise ArgumentError(_NOTHING.format(replicas=replicas, lines=lines))
+        rows = sorted(rows, key=lambda row: -prod(row.shape))
+        raise ArgumentError(
+            _NOTHING.format(
+                strategy=self.strategy,
+                replicas=self.mesh.shape[DATA],
+                lines=listed([f"{row.path}: {list(row.shape)}" for row in rows]),
+                instead=_BY_RULES if self.rules is not None else _WHOLE,
+            )
+        )
 
 
 def path_text(path: Sequence[Any]) -> str:
@@ -166,13 +182,13 @@ def path_text(path: Sequence[Any]) -> str:
     return text.removeprefix(".")
 
 
-_NOT_DIVISIBLE = "no dim is a multiple of {replicas}"
-
 _NOTHING = """\
-FullyShardedStrategy can divide none of the parameters among its {replicas} replicas:
+{strategy} can divide none of the parameters among its {replicas} replicas:
 {lines}
 One dim of an array must be a multiple of the number of replicas. Use fewer devices, or widths that are \
-multiples of {replicas}; dj.MirroredStrategy() keeps the whole model on each device."""
+multiples of {replicas}; {instead}."""
+_WHOLE = "dj.MirroredStrategy() keeps the whole model on each device"
+_BY_RULES = "fully_sharded=False divides by the rules alone"
 
 
 def moved_at_once(shape: Sequence[int]) -> int:
@@ -235,6 +251,12 @@ def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
     """Returns the sharding of the shares of an array; None where it stays replicated."""
     dim = None if _is_key(value) else share_dim(jnp.shape(value), mesh.shape[DATA])
     return None if dim is None else NamedSharding(mesh, share_spec(dim))
+
+
+def _is_placed(leaf: Any, wanted: NamedSharding) -> bool:
+    """Returns whether an array is divided already as it should be."""
+    there = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    return there is not None and there.is_equivalent_to(wanted, len(leaf.shape))
 
 
 def _is_key(leaf: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +32,6 @@ class Rules:
         self._mesh = mesh
         self._patterns: dict[str, Axes] = {}
         self._logical: dict[str, Any] = {}
-        self._matched: set[str] = set()
         for key, value in rules.items():
             if not isinstance(key, str) or not isinstance(value, (PartitionSpec, str, type(None))):
                 raise ArgumentError(
@@ -62,6 +62,12 @@ class Rules:
         return cores if value == MODEL else value
 
     def _check_axes(self, key: str, axes: Sequence[Any], strategy: str) -> None:
+        for of_dim in axes:
+            if not isinstance(of_dim, (str, tuple, type(None))):
+                raise ArgumentError(
+                    f"{strategy}: the rule {key!r} must have an axis, a tuple of axes or None for each dim; "
+                    f"got {of_dim!r}."
+                )
         known = [name for name in self._mesh.axis_names if name != DATA]
         names = [name for dim in axes for name in names_of(dim)]
         for name in names:
@@ -81,18 +87,19 @@ class Rules:
         self, path: str, variable: nnx.Variable[Any], shape: Sequence[int]
     ) -> tuple[Axes, str]:
         """Returns what divides each dim of an array, and the rule that says so."""
-        for pattern, spec in self._patterns.items():
-            if re.search(pattern, path):
-                self._matched.add(pattern)
-                return self._aligned(path, spec, shape, repr(pattern)), f"rule {pattern!r}"
-        logical = logical_axes(variable)
-        known = [name for name in logical if name in self._logical]
-        if not known:
+        if not (rules := self._matching(path, variable)):
             return (None,) * len(shape), ""
-        self._matched.update(known)
-        spec = tuple(self._logical.get(name) if name is not None else None for name in logical)
-        rules = ", ".join(repr(name) for name in known)
-        return self._aligned(path, spec, shape, rules), f"rule {rules}"
+        if (spec := self._patterns.get(rules[0])) is None:
+            spec = tuple(map(self._logical.get, logical_axes(variable)))
+        text = ", ".join(map(repr, rules))
+        return self._aligned(path, spec, shape, text), f"rule {text}"
+
+    def _matching(self, path: str, variable: nnx.Variable[Any]) -> list[str]:
+        """Returns the rules that divide a variable: the first pattern, or those of its logical axes."""
+        pattern = next((pattern for pattern in self._patterns if re.search(pattern, path)), None)
+        if pattern is not None:
+            return [pattern]
+        return [name for name in logical_axes(variable) if name in self._logical]
 
     def _aligned(self, path: str, spec: Axes, shape: Sequence[int], rule: str) -> Axes:
         """Returns a spec for the last dims: stacked layers have more in front."""
@@ -118,15 +125,19 @@ class Rules:
         return tuple(of_dim if self._size(of_dim) > 1 else None for of_dim in axes)
 
     def _size(self, of_dim: Any) -> int:
-        size = 1
-        for name in names_of(of_dim):
-            size *= self._mesh.shape[name]
-        return size
+        return math.prod(self._mesh.shape[name] for name in names_of(of_dim))
 
-    def check_matched(self, paths: Sequence[str]) -> None:
-        """Refuses a rule that matches no variable of a model: it was renamed, or misspelled."""
-        unused = [rule for rule in (*self._patterns, *self._logical) if rule not in self._matched]
-        if unused:
+    def check_matched(
+        self, variables: Sequence[nnx.Variable[Any]], paths: Sequence[str], placed: Sequence[bool]
+    ) -> None:
+        """Refuses a rule that matches no variable of a model: it was renamed, or misspelled.
+
+        A step may reach a part of a model, of which all that is divided was ``placed`` before.
+        """
+        pairs = zip(paths, variables, strict=True)
+        matched = {rule for path, variable in pairs for rule in self._matching(path, variable)}
+        unused = [rule for rule in (*self._patterns, *self._logical) if rule not in matched]
+        if unused and not (all(placed) and (placed or matched)):
             lines = []
             for rule in unused:
                 near = difflib.get_close_matches(re.sub(r"[\\^$]", "", rule), paths, 3, 0.3)

@@ -109,7 +109,7 @@ def traced(step: FlatStep) -> Any:
     ]
     with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
-        if any(map(_is_talking_jit, body.jaxpr.eqns)):
+        if any(map(_is_jit_of_collectives, body.jaxpr.eqns)):
             body = jax.make_jaxpr(flat(body), axis_env=[(DATA, replicas)])(*shares)
     return without_forwarding(body)
 
@@ -184,8 +184,8 @@ class SplitStep:
         self._branches: dict[int, Branches] = {}
         self._rest: list[Any] = []
         outs = zip(self.jaxpr.outvars, mirrored, strict=True)
-        self.own = set(variables(v for v, same in outs if not same))
-        self._needed = set(self.own)
+        self.per_replica = set(variables(v for v, same in outs if not same))
+        self._needed = set(self.per_replica)
         self._sort(self._marked())
         self.passed = self._passed()
         """What goes from the first half to the second, by variable of the jaxpr."""
@@ -238,7 +238,7 @@ class SplitStep:
         first = {v for eqn in self._first for v in eqn.outvars}
         passed: dict[Any, BoundaryValue] = {}
         for v in after:
-            if v in self.own:
+            if v in self.per_replica:
                 passed[v] = BoundaryValue(v.aval, Cut(0, (None,) * v.aval.ndim))
             elif v in first or self._marks.get(v):
                 passed[v] = BoundaryValue(v.aval)
@@ -452,13 +452,13 @@ def _is_cond(eqn: Any) -> bool:
 
 
 def flat(body: Any) -> Callable[..., list[Any]]:
-    """Returns a jaxpr as a function without the ``jit``s in it that talk to the other replicas."""
+    """Returns a jaxpr as a function without the ``jit``s in it around collectives."""
 
     def run(*args: Any) -> list[Any]:
         jaxpr, values = body.jaxpr, start(body, args)
         wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars])
-        for talks, eqns in itertools.groupby(jaxpr.eqns, _is_talking_jit):
-            if not talks:
+        for has_collectives, eqns in itertools.groupby(jaxpr.eqns, _is_jit_of_collectives):
+            if not has_collectives:
                 run_piece(jaxpr, list(eqns), values, wanted)
                 continue
             for eqn in eqns:
@@ -469,6 +469,6 @@ def flat(body: Any) -> Callable[..., list[Any]]:
     return run
 
 
-def _is_talking_jit(eqn: Any) -> bool:
+def _is_jit_of_collectives(eqn: Any) -> bool:
     is_jit = eqn.primitive.name in {"jit", "pjit"}
     return is_jit and any(names_axis(e, DATA) for e in equations(opened(eqn.params["jaxpr"])))

@@ -215,11 +215,13 @@ class Replicas:
     """The kinds of variables of which each replica keeps its share only."""
     rules: Rules | None = None
     """What divides the model over the devices of each replica."""
+    strategy: str = "Strategy"
+    """The name of the strategy, for messages."""
 
     @property
     def placement(self) -> Placement:
         """How each leaf of state is divided."""
-        return Placement(self.mesh, self.shared, self.rules)
+        return Placement(self.mesh, self.shared, self.rules, self.strategy)
 
     @property
     def state(self) -> Sharding:

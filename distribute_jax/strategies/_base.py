@@ -17,6 +17,7 @@ from distribute_jax._lazy import answering
 from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
 from distribute_jax._user_frames import frames_hidden, hide_frames
+from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import check_barrier, job_of
@@ -63,6 +64,8 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """
 
+    _resolver: ClusterResolver | None = None
+
     if not TYPE_CHECKING:
         __getattr__ = answering("Strategy")
 
@@ -87,9 +90,10 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
+        name = type(self).__name__
         self._mesh = mesh
-        self._replicas = Replicas(mesh, parameter_device, shared, rules)
-        self._axis_name = checked_axis_name(axis_name, mesh, type(self).__name__)
+        self._replicas = Replicas(mesh, parameter_device, shared, rules, name)
+        self._axis_name = checked_axis_name(axis_name, mesh, name)
         self._runner = Runner(self, self._replicas, steps_in_flight)
 
     @property
@@ -114,9 +118,10 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         return num_replicas(self._mesh)
 
     @property
+    @final
     def cluster_resolver(self) -> Any:
-        """Where the strategy got its cluster from; None for strategies of one process."""
-        return None
+        """Where the strategy got its cluster from, a ``ClusterResolver``; None for one process's devices."""
+        return self._resolver
 
     @functools.cached_property
     def extended(self) -> StrategyExtended:

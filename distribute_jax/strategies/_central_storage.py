@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_choice
+from distribute_jax._messages import check_choice, check_int
 from distribute_jax.program import ParameterDevice
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import devices_of, find_device, find_devices
@@ -29,6 +29,8 @@ class CentralStorageStrategy(Strategy):
             means the compute device where there is only one, else the host's ``"cpu:0"``.
         memory_kind: which memory of the parameter device holds the variables between steps, such as
             ``"pinned_host"``; None means its default memory.
+        replicas_per_device: how many replicas each compute device runs, one after the other, as in
+            ``MirroredStrategy``.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
         axis_name: how code in ``run`` names the axis of the replicas, as in
@@ -53,10 +55,12 @@ class CentralStorageStrategy(Strategy):
         parameter_device: Any = None,
         *,
         memory_kind: str | None = None,
+        replicas_per_device: int = 1,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
         devices = find_devices(compute_devices)
+        each = check_int("CentralStorageStrategy: replicas_per_device", replicas_per_device)
         if parameter_device is not None:
             device = find_device(parameter_device)
         else:
@@ -65,7 +69,7 @@ class CentralStorageStrategy(Strategy):
             kinds = [memory.kind for memory in device.addressable_memories()]
             check_choice(f"CentralStorageStrategy: memory_kind on {device}", memory_kind, kinds)
         super().__init__(
-            replica_mesh(devices),
+            replica_mesh(devices, each),
             steps_in_flight=steps_in_flight,
             parameter_device=ParameterDevice(device, memory_kind),
             axis_name=axis_name,

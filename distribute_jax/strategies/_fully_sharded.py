@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, final
+from typing import Any
 
 from flax import nnx
 
@@ -77,9 +76,3 @@ class FullyShardedStrategy(Strategy):
             shared=(nnx.Variable,),
             axis_name=axis_name,
         )
-
-    @cached_property
-    @final
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """Where the strategy got its cluster from; None where it uses one process's devices."""
-        return self._resolver

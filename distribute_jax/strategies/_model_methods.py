@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
+import flax
 import jax
 import jax.extend.core as jex_core
 from flax import nnx
@@ -38,7 +39,8 @@ class ModelMethods:
             What ``make`` returned.
 
         Raises:
-            ValueError: ``make`` reads numbers of what it computes, as ``float(x)``.
+            ValueError: ``make`` is not a function that returns a module, reads numbers of what it
+                computes, as ``float(x)``, or uses an ``nnx.Rngs`` that was made before.
             RuntimeError: called inside ``run``, or the processes of a job would make different models.
 
         Example:
@@ -50,6 +52,8 @@ class ModelMethods:
             (None, 'data')
         """
         self._enter_program("strategy.create")
+        if not callable(make) or isinstance(make, nnx.Pytree):
+            raise ArgumentError(_MAKE.format(got=f"{make!r:.60}"))
         with self.scope():
             return _created(make, self._replicas)
 
@@ -137,7 +141,8 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     def leaves() -> list[Any]:
         made = make()
         graph, state = nnx.split(made)
-        roots = modules_of(made)
+        if not (roots := modules_of(made)):
+            raise ArgumentError(_MAKE.format(got=f"one that returns {made!r:.60}"))
         flat, tree = jax.tree.flatten(state)
         pairs = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
         keys = [tuple(key.key for key in path) for path, v in pairs if isinstance(v, nnx.Variable)]
@@ -157,6 +162,8 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         closed = jax.make_jaxpr(leaves)()
     except jax.errors.JAXTypeError as error:
         raise ArgumentError(_NOT_TRACED.format(reason=error_text(error))) from error
+    except flax.errors.TraceContextError as error:
+        raise ArgumentError(_FROM_OUTSIDE) from error
     graph, tree, shardings = parts
     lowered = jax.jit(jex_core.jaxpr_as_fun(closed), out_shardings=shardings).lower()
     _check_same(lowered, replicas)
@@ -177,6 +184,12 @@ def _check_same(lowered: Any, replicas: Replicas) -> None:
         )
 
 
+_MAKE = """\
+strategy.create: make must be a function that returns a module, such as lambda: Model(nnx.Rngs(0)); \
+got {got}."""
+_FROM_OUTSIDE = """\
+strategy.create: make changes an nnx.Rngs or a module that was made before it. Make it in the function: \
+lambda: Model(nnx.Rngs(0))."""
 _NOT_TRACED = """\
 strategy.create computes all state in one compiled program, and the function that makes the model reads \
 numbers that are only known when it runs: {reason}

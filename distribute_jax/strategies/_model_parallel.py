@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, final
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,9 +92,3 @@ class ModelParallelStrategy(Strategy):
             rules=Rules(rules, mesh, name),
             axis_name=axis_name,
         )
-
-    @cached_property
-    @final
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """Where the strategy got its cluster from; None where it uses one process's devices."""
-        return self._resolver

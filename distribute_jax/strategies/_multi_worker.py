@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import final
-
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
@@ -93,9 +90,3 @@ class MultiWorkerMirroredStrategy(Strategy):
             shared=(nnx.OptState,) if shares else (),
             axis_name=axis_name,
         )
-
-    @cached_property
-    @final
-    def cluster_resolver(self) -> ClusterResolver:
-        """Where the strategy got its cluster from: ``task_type``, ``task_id``, ``cluster_spec()``."""
-        return self._resolver

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +44,8 @@ class TPUStrategy(Strategy):
             partitions one program for all cores.
         rules: what divides the state over the cores of each replica, as in ``ModelParallelStrategy``;
             ``"model"`` is all of its cores.
+        replicas_per_device: how many replicas each core, or block of cores, runs one after the other, as in
+            ``MirroredStrategy``.
         cluster_options: how long the processes wait for each other.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
@@ -77,6 +78,7 @@ class TPUStrategy(Strategy):
         experimental_spmd_xla_partitioning: bool = True,
         *,
         rules: Mapping[str, PartitionSpec | str | None] | None = None,
+        replicas_per_device: int = 1,
         cluster_options: ClusterOptions | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
@@ -84,6 +86,7 @@ class TPUStrategy(Strategy):
         name = type(self).__name__
         spmd = f"{name}(experimental_spmd_xla_partitioning)"
         check_choice(spmd, experimental_spmd_xla_partitioning, (True,))
+        each = check_int(f"{name}: replicas_per_device", replicas_per_device)
         self._resolver = connected(tpu_cluster_resolver, cluster_options, name)
         if experimental_device_assignment is None:
             note_no_tpu(name)
@@ -92,19 +95,13 @@ class TPUStrategy(Strategy):
             if experimental_device_assignment is None
             else checked_assignment(experimental_device_assignment, name)
         )
-        mesh = replica_mesh(replicas)
+        mesh = replica_mesh(replicas, each)
         super().__init__(
             mesh,
             steps_in_flight=steps_in_flight,
             rules=None if rules is None else Rules(rules, mesh, name),
             axis_name=axis_name,
         )
-
-    @cached_property
-    @final
-    def cluster_resolver(self) -> ClusterResolver:
-        """Where the strategy got its cluster from: ``task_type``, ``task_id``, ``cluster_spec()``."""
-        return self._resolver
 
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
@@ -209,7 +206,7 @@ class TPUStrategy(Strategy):
 
 
 def _constrained(array: jax.Array, dims: Sequence[tuple[str, ...]]) -> jax.Array:
-    if not jax.sharding.get_abstract_mesh().axis_names[1:]:  # one core
+    if not any(dims):  # one core
         return array
     spec = PartitionSpec(*(names or None for names in dims))
     constrained: jax.Array = jax.lax.with_sharding_constraint(array, spec)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
@@ -149,6 +150,24 @@ def write_another_value():
         time.sleep(0.01)
 
 
+def train_by_rules(**kwargs):
+    """Trains replicas that are each divided over two devices, and by what is left over the replicas."""
+    rules = {
+        r"up\.kernel": PartitionSpec(None, "model"),
+        r"down\.kernel": PartitionSpec("model", None),
+        r"embed\.": PartitionSpec("model", None),
+    }
+    strategy = dj.ModelParallelStrategy(model=2, rules=rules, **kwargs)
+    tree = dict(zip(("model", "optimizer"), made(strategy, MODELS["scan"]), strict=True))
+    return {"trained": train(strategy, tree), "bytes": bytes_of(tree)}
+
+
+def train_by_rules_in_job():
+    timeouts = dj.ClusterOptions(start_seconds=90, step_seconds=60)
+    resolver = dj.cluster_resolver.detect()
+    return train_by_rules(cluster_resolver=resolver, cluster_options=timeouts)
+
+
 def create_in_job():
     """Makes state where it is stored, and a model that is another one in each process."""
     strategy = job_strategy()
@@ -250,3 +269,13 @@ def test_state_is_born_divided_and_equal_in_all_processes():
     for result in LocalCluster(2, 2, timeout=120).run(create_in_job):
         assert result.value["shape"] == (32, 16)
         assert_close(result.value["state"], wanted)
+
+
+@pytest.mark.exhaustive
+def test_replicas_of_two_devices_are_divided_over_processes():
+    """Rules divide each replica in its process; numbers and bytes are those of one process."""
+    wanted = train_by_rules()
+    assert max(wanted["bytes"]["devices"]) < wanted["bytes"]["whole"] / 8 + 8_000
+    for result in LocalCluster(2, 4, timeout=180).run(train_by_rules_in_job):
+        assert_close(result.value["trained"], wanted["trained"])
+        assert result.value["bytes"]["devices"] == wanted["bytes"]["devices"][:4]

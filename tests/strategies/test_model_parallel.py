@@ -181,6 +181,7 @@ def test_logical_axes_of_flax() -> None:
         ({"kernel": PartitionSpec("data")}, r"names 'data', the axis of the replicas"),
         ({"kernel": PartitionSpec("tensor")}, r"names the axis 'tensor'; the axes are \['model'\]"),
         ({"kernel": PartitionSpec("model", "model")}, r"uses one axis for two dims"),
+        ({"kernel": PartitionSpec(PartitionSpec.UNCONSTRAINED)}, r"None for each dim; got UNCONS"),
     ],
 )
 def test_rules_that_no_mesh_could_follow(rules: Any, message: str) -> None:
@@ -218,6 +219,25 @@ def test_rules_that_do_not_fit_the_model(rules: Any, message: str) -> None:
     strategy = dj.ModelParallelStrategy([0, 1, 2, 3], model=4, rules=rules)
     with pytest.raises(ValueError, match=message):
         strategy.create(Uneven)
+
+
+def test_rules_match_in_each_model() -> None:
+    """A rule is looked for in every model that is made, and a step may reach a part of one."""
+    rules = {"up.kernel": PartitionSpec(None, "model"), "embedding": PartitionSpec("model")}
+    strategy = dj.ModelParallelStrategy([0, 1], model=2, rules=rules)
+    language = strategy.create(Language)
+    assert strategy.run(lambda: language.embed(jnp.zeros(2, int)).shape) == (2, 64)
+    with pytest.raises(ValueError, match=r"match no variable of the model(?s:.*)'embedding'"):
+        strategy.create(lambda: Block(nnx.Rngs(0)))
+
+
+def test_a_model_of_which_nothing_can_be_divided() -> None:
+    """The error names the strategy, and how it divides by the rules alone."""
+    strategy = dj.ModelParallelStrategy(model=2, rules={"bias": PartitionSpec()})
+    with pytest.raises(
+        ValueError, match=r"^ModelParallelStrategy(?s:.*)kernel(?s:.*)fully_sharded="
+    ):
+        strategy.create(lambda: nnx.Linear(65, 33, rngs=nnx.Rngs(0)))
 
 
 def test_arguments() -> None:
@@ -264,6 +284,23 @@ def test_create_refuses_what_cannot_be_traced() -> None:
 
     with pytest.raises(ValueError, match=r"(?s)one compiled program.*strategy\.scope\(\)"):
         dj.MirroredStrategy([0, 1]).create(reads)
+
+
+RNGS = nnx.Rngs(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Language(), r"make must be a function .*; got Language"),
+        (None, r"make must be a function .*; got None"),
+        (lambda: Block(RNGS), r"changes an nnx.Rngs or a module that was made before it"),
+    ],
+)
+def test_create_takes_a_function_that_makes_all_of_the_model(make: Any, message: str) -> None:
+    """A model in place of a function, and random streams from outside, are refused in one line."""
+    with pytest.raises(ValueError, match=message):
+        dj.MirroredStrategy([0, 1]).create(make)
 
 
 def test_create_makes_arrays_that_are_no_variables() -> None:

@@ -379,6 +379,45 @@ def test_activations_of_one_replica_are_in_memory_at_a_time():
 SIZES = (16, 13)
 
 
+def tpu() -> dj.TPUStrategy:
+    """A TPU of which two cores are a block that runs two replicas."""
+    topology = dj.initialize_tpu_system(dj.cluster_resolver.TPUClusterResolver("local"))
+    assignment = dj.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=2)
+    return dj.TPUStrategy(experimental_device_assignment=assignment, replicas_per_device=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (lambda: dj.CentralStorageStrategy([0], "cpu:1", replicas_per_device=4), 0),
+        long(lambda: dj.CentralStorageStrategy([0, 1], "cpu:1", replicas_per_device=2), 3e-6),
+        long(tpu, 3e-6),
+    ],
+)
+def test_other_strategies_have_several_replicas_on_a_device(
+    make: Callable[[], dj.Strategy], most: float
+):
+    """With parameters on one device, and on the cores of a TPU, they are those of as many devices."""
+    strategy, model, tx = make(), MODELS["synchronised batch norm"], optax.sgd(0.1, momentum=0.9)
+    assert strategy.num_replicas_in_sync == 4
+    assert_close(trained(strategy, model, tx), trained(several(4, 1), model, tx), most)
+
+
+@pytest.mark.exhaustive
+def test_a_tpu_divides_each_of_its_replicas():
+    """An array that is split over the cores of a block is, for every replica that the block runs."""
+    strategy = tpu()
+
+    def step() -> jax.Array:
+        x = jnp.arange(8.0).reshape(2, 4) + dj.get_replica_context().replica_id_in_sync_group
+        split = strategy.experimental_split_to_logical_devices(x, [1, 2])
+        whole = strategy.experimental_replicate_to_logical_devices(split)
+        return jax.lax.psum((split * whole).sum(), "data")
+
+    x = np.arange(8.0)
+    assert float(strategy.run(step)) == sum(((x + i) ** 2).sum() for i in range(4))
+
+
 def in_job() -> list[np.ndarray]:
     """Trains in one of several processes."""
     timeouts = dj.ClusterOptions(start_seconds=90, step_seconds=60)
