@@ -131,6 +131,18 @@ def split_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(DATA))
 
 
+def sharding_over(value: Any, mesh: Mesh) -> NamedSharding | None:
+    """Returns the sharding of an array that is divided over just this mesh, None for all else."""
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return None
+    other = sharding.mesh
+    same = other is mesh or (
+        other.axis_names == mesh.axis_names and other.devices.tolist() == mesh.devices.tolist()
+    )
+    return NamedSharding(mesh, sharding.spec) if same else None
+
+
 def outside_mesh() -> Any:
     """Leaves the mesh context for a ``with`` block, where computing on one shard is allowed."""
     return jax.set_mesh(cast("Any", None))

@@ -19,7 +19,7 @@ from distribute_jax.program._ahead_of_time import (
 from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
 from distribute_jax.program._options import RunOptions, library_options
-from distribute_jax.program._placement import PlacedLeaf, modules_of
+from distribute_jax.program._placement import Path, PlacedLeaf, modules_of
 from distribute_jax.program._placement_rules import Rules
 from distribute_jax.program._random import same_on_all_replicas
 from distribute_jax.program._replica_context import MergedValues, ReplicaContext
@@ -34,6 +34,7 @@ __all__ = [
     "MergeRule",
     "MergedValues",
     "ParameterDevice",
+    "Path",
     "PlacedLeaf",
     "PlanTable",
     "ReplicaContext",

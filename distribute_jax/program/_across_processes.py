@@ -73,6 +73,7 @@ def check_same_program(step: str, program: Program, arguments: Arguments, mesh: 
 def _facts(step: str, text: str, arguments: Arguments) -> dict[str, str]:
     # What goes whole to each replica has to be equal.
     whole = [v for v in arguments.data if not isinstance(v, PerReplica) and not is_key(v)]
+    whole = [v for v in whole if _is_whole(v)]
     small = (host for host in map(_on_host, whole) if host.nbytes <= _MOST_BYTES)
     arrays = (v.global_array if isinstance(v, PerReplica) else v for v in arguments.data)
     return {

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._jax_private import adopt, write_raw
-from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding, with_replicas
+from distribute_jax._mesh import DATA, num_replicas, outside_mesh, split_sharding, with_replicas
 from distribute_jax._messages import check_int
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
@@ -30,7 +30,7 @@ from distribute_jax.program._arguments import Arguments, check_function
 from distribute_jax.program._binding import Binding, check_leaked_tracers, contents_of, restore
 from distribute_jax.program._layout import AheadOfTime
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._placement import PlacedLeaf
+from distribute_jax.program._placement import PlacedLeaf, data_dim
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import Replicas, check_arrays
 from distribute_jax.program._trace import Call, StandIn, abstract, global_value, made_again
@@ -254,7 +254,9 @@ def plan_step(
     mesh = with_replicas(replicas.mesh, number)
     local = [d for d in replicas.mesh.devices.flat if d.process_index == jax.process_index()]
     data = [_on_replicas(value, mesh) for value in arguments.data]
-    arguments = arguments.with_data(data)
+    pairs = zip(data, arguments.shardings or [None] * len(data), strict=True)
+    kept = tuple(to and _kept_over(to, value, mesh) for value, to in pairs)
+    arguments = replace(arguments.with_data(data), shardings=kept)
     abstract_replicas = replace(replicas, mesh=mesh, parameter_device=None)
     binding = Binding(fn, arguments)
     tables = [vars(node) for ref in binding.nodes if (node := ref()) is not None]
@@ -287,6 +289,14 @@ def _on_replicas(value: Any, mesh: Any) -> Any:
     shape = (number * shape[0], *shape[1:]) if joined else (number, *shape)
     array: Any = jax.ShapeDtypeStruct(shape, value.dtype)
     return PerReplica(array, mesh, layout=value.layout, counts=value.counts)
+
+
+def _kept_over(to: NamedSharding, value: Any, mesh: Any) -> NamedSharding | None:
+    """Returns how an argument would be divided over a mesh of another number of replicas."""
+    spec = to.spec
+    if (dim := data_dim(spec)) is not None and value.shape[dim] % mesh.shape[DATA]:
+        spec = PartitionSpec(*(None if of_dim == DATA else of_dim for of_dim in spec))
+    return NamedSharding(mesh, spec)
 
 
 def _give_shapes(created: Sequence[nnx.Variable[Any]], number: int) -> None:

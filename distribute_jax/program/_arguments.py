@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
+from distribute_jax._mesh import sharding_over
 from distribute_jax._messages import check_int_range, leaf_text, listed, path_text
 from distribute_jax._padding import rows_to_joined, uneven_to_joined
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
@@ -68,12 +69,14 @@ class Arguments:
     """Whether a distributed batch is among the arguments."""
     batches: int
     """How many of the leaves are ``PerReplica``s."""
+    shardings: tuple[NamedSharding | None, ...] = ()
+    """For each of ``data`` how it stays divided over the mesh; empty where nothing does."""
 
     def with_data(self, data: list[Any]) -> Arguments:
         """Returns the same arguments with other data; the batch is taken from the data."""
         joined = [v for v in data if isinstance(v, PerReplica) and v.layout is Layout.JOINED]
         counts = joined[0].counts if joined else None
-        return replace(self, data=data, counts=counts)
+        return replace(self, data=data, counts=counts, shardings=())
 
     @property
     def names(self) -> list[str]:
@@ -86,8 +89,13 @@ class Arguments:
         return [name for name, of in zip(self.names, self.kinds, strict=True) if of == kind]
 
 
-def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arguments:
-    """Sorts the leaves of the arguments by what ``run`` does with them."""
+def take_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, *, divided: bool = False
+) -> Arguments:
+    """Sorts the leaves of the arguments by what ``run`` does with them.
+
+    Arrays that are ``divided`` over the mesh stay so, if that is asked for; else they are made whole.
+    """
     if not kwargs and all(map(_is_flat, map(type, args))):
         leaves, treedef = list(args), _flat_treedef(len(args))
     else:
@@ -113,9 +121,13 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> Arg
         data, kinds, bound, batches = _sorted_leaves(leaves, signature, mesh)
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
+    shardings: tuple[NamedSharding | None, ...] = ()
+    if divided and any(shardings := tuple(sharding_over(leaf, mesh) for leaf in data)):
+        signature += shardings
     return Arguments(
-        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches)
-    )
+        treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches),
+        shardings,
+    )  # fmt: skip
 
 
 def _sorted_leaves(

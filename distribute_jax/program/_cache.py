@@ -104,7 +104,7 @@ class ProgramCache:
         self.forget_dead()
         binding = Binding(fn, arguments)
         check_leaked_tracers(binding)
-        placement = self._place(name, binding, request.options, warn=warn)
+        placement = self._place(name, binding, request, warn=warn)
         key = (binding.key, placement, *head[1:])
         program = self.programs.get(key)
         once = None
@@ -181,12 +181,13 @@ class ProgramCache:
                 self.programs[binding.key, *key[1:]] = self.programs.pop(key)
 
     def _place(
-        self, step: str, binding: Binding, options: RunOptions, *, warn: bool
+        self, step: str, binding: Binding, request: Request, *, warn: bool
     ) -> tuple[Any, ...]:
         """Places state where it is stored between steps, and returns how each leaf is sharded."""
         shardings = self._replicas.placement.shardings(binding.variables, binding.paths)
-        if any(shardings) and options.lowering == "pmap":
-            raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=options.lowering))
+        lowering = request.options.lowering
+        if any((*shardings, *request.arguments.shardings)) and lowering == "pmap":
+            raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=lowering))
         place_state(binding, self._replicas, shardings, warn=warn)
         agree_on_values(step, binding, self._replicas.mesh)
         divide_state(binding, shardings)

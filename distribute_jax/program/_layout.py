@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from distribute_jax._mesh import mirrored_sharding, num_replicas, split_sharding
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
 from distribute_jax.program._jaxprs import ClosedJaxpr
-from distribute_jax.program._plan import Plan
+from distribute_jax.program._plan import Plan, model_shaped
 from distribute_jax.program._trace import Call, Traced, abstract, global_value
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
@@ -89,10 +89,18 @@ def _step_shardings(
         sharded_in=sharded,
         sharded_out={
             out: sharded[old]
-            for out, old in enumerate(traced.old_inputs)
+            for out, old in (*enumerate(traced.old_inputs), *returned_arguments(call, traced))
             if old in sharded and ins[old].aval.shape == outs[out].aval.shape
         },
     )
+
+
+def returned_arguments(call: Call, traced: Traced) -> Iterator[tuple[int, int]]:
+    """Returns the outputs that are the new value of an argument, each with that input."""
+    results, data = sum(traced.written_sizes), sum(traced.sizes[:2])
+    for part in model_shaped(call, traced):
+        for k, leaf in zip(part.results, part.leaves, strict=True):
+            yield results + k, data + call.arguments.kinds[: leaf.position].count("data")
 
 
 class AheadOfTime:

@@ -61,6 +61,11 @@ class Placement:
     strategy: str = "Strategy"
     """The name of the strategy, for messages."""
 
+    @property
+    def divides_arguments(self) -> bool:
+        """Whether state that a step takes as arguments, as a ``TrainState``, may be divided too."""
+        return nnx.Variable in self.shared or self.rules is not None
+
     def shardings(
         self, variables: Sequence[nnx.Variable[Any]], paths: Callable[[], Sequence[Path]]
     ) -> tuple[NamedSharding | None, ...]:

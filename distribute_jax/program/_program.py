@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from distribute_jax._errors import StepFailedError
 from distribute_jax._mesh import replicas_per_device
 from distribute_jax._messages import error_text, listed
+from distribute_jax._user_frames import log_once
 from distribute_jax.program._in_turn import InTurn, in_turn
 from distribute_jax.program._layout import (
     AheadOfTime,
@@ -22,6 +23,7 @@ from distribute_jax.program._layout import (
     by_equation,
     flat_step,
     in_one_equation,
+    returned_arguments,
 )
 from distribute_jax.program._lowerings import (
     COMPILERS,
@@ -30,7 +32,7 @@ from distribute_jax.program._lowerings import (
     with_token,
 )
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._placement import data_dim
+from distribute_jax.program._placement import data_dim, share_sharding
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import SplitStep, compile_shares, on_shares
@@ -128,6 +130,7 @@ def build(
     traced = trace(call)
     decided = plan(call, traced, options)
     sharded = replicas.placement.shardings(call.binding.variables, call.binding.paths)
+    sharded = (*sharded, *(None,) * traced.sizes[1], *call.arguments.shardings)
     shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
     several = replicas_per_device(call.mesh) > 1
     in_shards = is_jit and maps_shards(call.mesh) and not shares
@@ -139,6 +142,8 @@ def build(
         donated_state = len(traced.old_inputs)
     more = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
     step = replace(step, donated=(*range(donated_state), *more), ahead=ahead)
+    if replicas.placement.divides_arguments:
+        _note_whole_arguments(call, traced)
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     if shares:
@@ -156,6 +161,25 @@ def build(
         mesh=call.mesh, step=step, compile=compile_,
         parameter_device=replicas.parameter_device, has_token=has_token,
     )  # fmt: skip
+
+
+def _note_whole_arguments(call: Call, traced: Traced) -> None:
+    """Logs state that the step takes as arguments whole, although the replicas could divide it."""
+    first = sum(traced.sizes[:2])
+    kept = (*call.arguments.shardings, *(None,) * len(call.arguments.data))
+    whole = {
+        i: traced.input_names[i]
+        for _, i in returned_arguments(call, traced)
+        if kept[i - first] is None and share_sharding(call.arguments.data[i - first], call.mesh)
+    }
+    if whole:
+        log_once(_WHOLE_ARGUMENTS, len(whole), listed(list(whole.values()), 3))
+
+
+_WHOLE_ARGUMENTS = """\
+%s arrays of state that the step takes as arguments, and returns, are whole on each device:
+%s
+Make them with strategy.create(lambda: TrainState.create(...)), so that the replicas divide them."""
 
 
 def _input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -48,6 +48,8 @@ class Runner:
         accelerators, and one of 2 on CPU, where more can deadlock.
         """
         self._replicas, self._mesh = replicas, replicas.mesh
+        divided = replicas.placement.divides_arguments
+        self._take_apart = functools.partial(take_apart, divided=divided)
         self.cache = ProgramCache(
             strategy, replicas, lambda entry, flat: self._advance(entry, entry.execute, flat, 0)
         )
@@ -73,7 +75,7 @@ class Runner:
         options = checked_run_options(options)
         fn = without_jit(fn)
         with one_at_a_time:
-            arguments = take_apart(tuple(args), kwargs or {}, self._mesh)
+            arguments = self._take_apart(tuple(args), kwargs or {}, self._mesh)
             return self._run(Request(fn, arguments, options))
 
     def steps(
@@ -84,7 +86,7 @@ class Runner:
         fn = without_jit(fn)
         with one_at_a_time:
             elements, error = take_batches(iterator, steps)
-            batches = [take_apart(element, {}, self._mesh) for element in elements]
+            batches = [self._take_apart(element, {}, self._mesh) for element in elements]
             result = self._run_batches(fn, batches, steps, options)
         if error is not None:
             # Those batches are gone from the iterator, so they are run, as single steps would be.
@@ -98,7 +100,7 @@ class Runner:
     def find_non_batched_results(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""
         with one_at_a_time:
-            request = Request(fn, take_apart(args, {}, self._mesh), UNVERIFIED)
+            request = Request(fn, self._take_apart(args, {}, self._mesh), UNVERIFIED)
             entry = self.entry(request)
             with self.cache.tracing(request):
                 return find_non_batched_results(self.cache.call(request, entry.binding), entry)
@@ -118,7 +120,7 @@ class Runner:
         # The batch may be distributed by another strategy: its shares are what counts.
         mesh = next((x.mesh for x in leaves if isinstance(x, PerReplica)), self._mesh)
         with one_at_a_time:
-            arguments = take_apart(tuple(args), kwargs or {}, mesh)
+            arguments = self._take_apart(tuple(args), kwargs or {}, mesh)
             return self.cache.plan(without_jit(fn), arguments, options, number)
 
     def programs(self) -> int:

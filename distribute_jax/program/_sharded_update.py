@@ -56,7 +56,7 @@ def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     # What is stored whole is computed in shares too, as the weights of a sharded update.
     wanted = {
         i: shardings.sharded_out.get(i) or share_sharding(outs[i], mesh)
-        for i in range(shardings.state)
+        for i in (*range(shardings.state), *shardings.sharded_out)
         if shardings.mirrored[i]
     }
     shares = {i: Cut.of(to.spec, step.avals[i].ndim) for i, to in shardings.sharded_in.items()}

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
-from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, put
+from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, put, sharding_over
 from distribute_jax._messages import is_donated, leaf_text, listed
 from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.program._aggregation import keeps_own_values
@@ -63,16 +63,6 @@ def place_state(
         _warn(moved, mesh, replicas.parameter_device)
 
 
-def _over_mesh(leaf: Any, mesh: Mesh) -> NamedSharding | None:
-    """Returns the sharding of an array that is divided over just this mesh."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
-        return None
-    other = sharding.mesh
-    same = other.axis_names == mesh.axis_names and other.devices.tolist() == mesh.devices.tolist()
-    return NamedSharding(mesh, sharding.spec) if same else None
-
-
 def _is_placed(leaf: Any, wanted: Sharding) -> bool:
     """Returns whether an array is there; what was donated is refused by name if the step reads it."""
     return isinstance(leaf, jax.Array) and (
@@ -109,7 +99,7 @@ def _warn(
     sharded, outside = [], []
     for name, leaves in moved:
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        if any(_over_mesh(array, mesh) for array in arrays):
+        if any(sharding_over(array, mesh) for array in arrays):
             sharded.append(name)
         elif parameter_device is None or any(
             array.devices() != {parameter_device.device} for array in arrays

@@ -12,10 +12,17 @@ import jax.extend.core as jex_core
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ProcessesDifferError
-from distribute_jax._messages import Kwargs, StepFunction, error_text
+from distribute_jax._messages import (
+    Kwargs,
+    StepFunction,
+    error_text,
+    is_array,
+    is_number,
+    leaf_text,
+)
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax.processes import job_of
-from distribute_jax.program import PlacedLeaf, Replicas, RunOptions, StepPlan, modules_of
+from distribute_jax.program import Path, PlacedLeaf, Replicas, RunOptions, StepPlan, modules_of
 
 M = TypeVar("M")
 
@@ -32,8 +39,8 @@ class ModelMethods:
         initializer otherwise. A model that does not fit one device is made so.
 
         Args:
-            make: returns a module or a nest of them, such as ``(model, optimizer)``. It is traced: its
-                arrays come from ``jax.numpy`` and ``nnx.Rngs``.
+            make: returns a module, a ``TrainState``, or a nest of them, such as ``(model, optimizer)``. It
+                is traced: its arrays come from ``jax.numpy`` and ``nnx.Rngs``.
 
         Returns:
             What ``make`` returned.
@@ -63,7 +70,8 @@ class ModelMethods:
         """Returns how the devices divide the state of a model, before anything runs.
 
         Args:
-            model: a module, an optimizer, or a nest of them, in ``tuple``, ``list`` or ``dict``.
+            model: a module, an optimizer, a ``TrainState``, or a nest of them, in ``tuple``, ``list`` or
+                ``dict``.
 
         Returns:
             For each array, by path: ``path``, ``shape`` of the whole array, ``spec``, the ``PartitionSpec``
@@ -79,18 +87,14 @@ class ModelMethods:
             >>> tuple(dj.FullyShardedStrategy(["cpu:0", "cpu:1"]).placement(layer)[0].spec)
             (None, 'data')
         """
-        pairs = [
-            (value, path)
-            for module in modules_of(model).values()
-            for path, value in nnx.iter_graph(module)
-            if isinstance(value, nnx.Variable)
-        ]
-        if not pairs:
+        is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(model))
+        paths, held = ([], []) if is_leaf else _leaves_of(model, nnx.state(model))
+        if not held:
             raise ArgumentError(
-                f"strategy.placement got {type(model).__name__}, which holds no nnx.Variable. Pass the "
-                "model, or (model, optimizer)."
+                f"strategy.placement got {leaf_text(model)}, which is not a nest of variables and arrays. Pass "
+                "the model, or (model, optimizer)."
             )
-        rows: list[PlacedLeaf] = self._replicas.placement.rows(*zip(*pairs, strict=True))
+        rows: list[PlacedLeaf] = self._replicas.placement.rows(held, paths)
         return rows
 
     @final
@@ -141,20 +145,12 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     def leaves() -> list[Any]:
         made = make()
         graph, state = nnx.split(made)
-        if not (roots := modules_of(made)):
-            raise ArgumentError(_MAKE.format(got=f"one that returns {made!r:.60}"))
         flat, tree = jax.tree.flatten(state)
-        pairs = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        keys = [tuple(key.key for key in path) for path, v in pairs if isinstance(v, nnx.Variable)]
-        # Paths are those inside a module, whatever holds the modules.
-        paths = [next(path[i:] for i in range(len(path) + 1) if path[:i] in roots) for path in keys]
-        held = [v for _, v in pairs if isinstance(v, nnx.Variable)]
-        wanted = iter(replicas.placement.shardings(held, lambda: paths))
-        # An array outside of variables is whole on each device.
+        if not flat or not all(map(is_array, flat)):
+            raise ArgumentError(_MAKE.format(got=f"one that returns {made!r:.60}"))
+        paths, held = _leaves_of(made, state)
         parts[:] = graph, tree, [
-            (next(wanted) if isinstance(v, nnx.Variable) else None) or replicas.state
-            for _, v in pairs
-            for _ in jax.tree.leaves(v)
+            to or replicas.state for to in replicas.placement.shardings(held, lambda: paths)
         ]  # fmt: skip
         return flat
 
@@ -169,6 +165,18 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     _check_same(lowered, replicas)
     made: M = nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
     return made
+
+
+def _leaves_of(nest: Any, state: Any) -> tuple[list[Path], list[nnx.Variable[Any]]]:
+    """Returns the variables of a nest and their paths; an array outside of them is stored as a parameter."""
+    roots = modules_of(nest)
+    pairs = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    keys = [tuple(key.key for key in path) for path, _ in pairs]
+    # Paths are those inside a module, whatever holds the modules.
+    paths = [
+        next((path[i:] for i in range(len(path) + 1) if path[:i] in roots), path) for path in keys
+    ]
+    return paths, [v if isinstance(v, nnx.Variable) else nnx.Param(v) for _, v in pairs]
 
 
 def _check_same(lowered: Any, replicas: Replicas) -> None:

@@ -1,0 +1,105 @@
+"""State that a step takes as arguments and returns, as Linen's ``TrainState``: divided as variables are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
+
+import distribute_jax as dj
+
+ROWS = np.random.default_rng(0).normal(size=(512, 64)).astype(np.float32)
+
+
+class Perceptron(linen.Module):
+    """Two layers that give back what they read."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dense(64)(linen.relu(linen.Dense(256)(x)))
+
+
+def state() -> TrainState:
+    """The parameters, and the optimizer whose bits are promised."""
+    model, tx = Perceptron(), optax.sgd(0.1, momentum=0.9)
+    params = model.init(jax.random.key(0), jnp.ones((1, 64)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def update(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+    """The step of one replica, which knows nothing of shares."""
+
+    def loss_of(params: Any) -> jax.Array:
+        return dj.compute_average_loss(((state.apply_fn({"params": params}, x) - x) ** 2).mean(-1))
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    total, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
+    return state.apply_gradients(grads=grads), total
+
+
+def trained(strategy: dj.Strategy) -> tuple[TrainState, list[float]]:
+    """The state after three steps, the last on a partial batch, and the losses."""
+    now, losses = strategy.create(state), []
+    for batch in strategy.distribute_dataset(dj.data.from_arrays(ROWS).batch(200)):
+        now, loss = strategy.run(update, args=(now, batch))
+        losses.append(float(loss))
+    return now, losses
+
+
+@pytest.mark.parametrize(
+    "replicas", [8, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4)]]
+)
+def test_a_train_state_stays_divided_with_the_bits_of_a_mirrored_one(replicas: int) -> None:
+    """Each step takes and leaves an Nth of a ``TrainState`` on each device."""
+    strategy = dj.FullyShardedStrategy(list(range(replicas)))
+    mirrored = dj.MirroredStrategy(list(range(replicas)))
+    (ours, losses), (whole, theirs) = trained(strategy), trained(mirrored)
+    assert losses == theirs
+    jax.tree.map(np.testing.assert_array_equal, ours.params, whole.params)
+    for tree in (ours.params, ours.opt_state[0].trace):
+        assert tree["Dense_0"]["kernel"].sharding.spec == PartitionSpec("data")
+        assert tree["Dense_1"]["kernel"].sharding.spec == PartitionSpec(None, "data")
+    assert strategy._runner.programs() == mirrored._runner.programs()
+    plan = strategy.plan(update, args=(ours, jnp.asarray(ROWS)))
+    size = sum(x.nbytes for x in jax.tree.leaves(whole) if hasattr(x, "nbytes"))
+    assert plan.argument_bytes < 1.1 * size / replicas + ROWS.nbytes
+
+
+def test_rules_divide_a_train_state() -> None:
+    """``ModelParallelStrategy`` divides parameters and momentum of a ``TrainState`` by their paths."""
+    rules = {r"Dense_0.kernel": PartitionSpec(None, "model")}
+    strategy = dj.ModelParallelStrategy([0, 1, 2, 3], model=2, rules=rules)
+    ours, losses = trained(strategy)
+    for kernel in (ours.params["Dense_0"]["kernel"], ours.opt_state[0].trace["Dense_0"]["kernel"]):
+        assert kernel.sharding.spec == PartitionSpec("data", "model")
+    one, theirs = trained(dj.OneDeviceStrategy("cpu:0"))
+    np.testing.assert_allclose(losses, theirs, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(one.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_train_state_that_is_whole_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Made without ``strategy.create`` it stays whole on each device, and a line says so."""
+    strategy = dj.FullyShardedStrategy([0, 1])
+    now, _ = strategy.run(update, args=(state(), jnp.asarray(ROWS)))
+    assert now.params["Dense_0"]["kernel"].sharding.is_fully_replicated
+    assert "args[0].params['Dense_0']['kernel']" in caplog.text
+    assert "strategy.create(lambda: TrainState.create(...))" in caplog.text
+    caplog.clear()
+    strategy.run(update, args=(strategy.create(state), jnp.asarray(ROWS)))
+    assert "strategy.create" not in caplog.text
+
+
+def test_pmap_refuses_divided_arguments() -> None:
+    """``lowering="pmap"``, which keeps all state whole, is refused as it is for variables."""
+    strategy = dj.FullyShardedStrategy([0, 1])
+    options = dj.RunOptions(lowering="pmap")
+    with pytest.raises(dj.LoweringError, match="keeps all state whole"):
+        strategy.run(update, args=(strategy.create(state), jnp.asarray(ROWS)), options=options)
