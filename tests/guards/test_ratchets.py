@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 40_958,
-    lines_of_tests: 40_589,
+    lines: 41_032,
+    lines_of_tests: 40_694,
     files: 208,
     pieces: 0,
     private_words: 0,
