@@ -17,7 +17,6 @@ from distribute_jax._messages import (
     StepFunction,
     error_text,
     is_array,
-    is_number,
     leaf_text,
 )
 from distribute_jax._user_frames import frames_hidden
@@ -91,8 +90,8 @@ class ModelMethods:
         paths, held = ([], []) if is_leaf else _leaves_of(model, nnx.state(model))
         if not held:
             raise ArgumentError(
-                f"strategy.placement got {leaf_text(model)}, which is not a nest of variables and arrays. Pass "
-                "the model, or (model, optimizer)."
+                f"strategy.placement got {leaf_text(model)}, which is not a nest of variables and arrays. "
+                "Pass the model, or (model, optimizer)."
             )
         rows: list[PlacedLeaf] = self._replicas.placement.rows(held, paths)
         return rows
