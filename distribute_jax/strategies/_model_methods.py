@@ -87,13 +87,13 @@ class ModelMethods:
             (None, 'data')
         """
         is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(model))
-        paths, held = ([], []) if is_leaf else _leaves_of(model, nnx.state(model))
-        if not held:
+        found = [] if is_leaf else _leaves_of(model, nnx.state(model))
+        if not (state := [(v, path) for v, path in found if v is not None]):
             raise ArgumentError(
                 f"strategy.placement got {leaf_text(model)}, which is not a nest of variables and arrays. "
                 "Pass the model, or (model, optimizer)."
             )
-        rows: list[PlacedLeaf] = self._replicas.placement.rows(held, paths)
+        rows: list[PlacedLeaf] = self._replicas.placement.rows(*zip(*state, strict=True))
         return rows
 
     @final
@@ -147,9 +147,14 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         flat, tree = jax.tree.flatten(state)
         if not flat or not all(map(is_array, flat)):
             raise ArgumentError(_MAKE.format(got=f"one that returns {made!r:.60}"))
-        paths, held = _leaves_of(made, state)
+        found = _leaves_of(made, state)
+        held = [v for v, _ in found if v is not None]
+        paths = [path for v, path in found if v is not None]
+        wanted = iter(replicas.placement.shardings(held, lambda: paths))
         parts[:] = graph, tree, [
-            to or replicas.state for to in replicas.placement.shardings(held, lambda: paths)
+            (next(wanted) if v is not None else None) or replicas.state
+            for v, _ in found
+            for _ in ([v] if v is None else jax.tree.leaves(v))
         ]  # fmt: skip
         return flat
 
@@ -166,16 +171,22 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     return made
 
 
-def _leaves_of(nest: Any, state: Any) -> tuple[list[Path], list[nnx.Variable[Any]]]:
-    """Returns the variables of a nest and their paths; an array outside of them is stored as a parameter."""
-    roots = modules_of(nest)
-    pairs = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    keys = [tuple(key.key for key in path) for path, _ in pairs]
-    # Paths are those inside a module, whatever holds the modules.
-    paths = [
-        next((path[i:] for i in range(len(path) + 1) if path[:i] in roots), path) for path in keys
-    ]
-    return paths, [v if isinstance(v, nnx.Variable) else nnx.Param(v) for _, v in pairs]
+def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
+    """Returns the variables of a nest and their paths.
+
+    An array outside of modules is like a parameter; one that a module holds beside its variables is no state,
+    so there is None in its place.
+    """
+    roots, found = modules_of(nest), []
+    for keys, value in jax.tree.leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    ):
+        path = tuple(key.key for key in keys)
+        # Paths are those inside a module, whatever holds the modules.
+        inside = next((path[i:] for i in range(len(path) + 1) if path[:i] in roots), None)
+        variable = value if isinstance(value, nnx.Variable) else nnx.Param(value)
+        found.append((variable if inside is None or variable is value else None, inside or path))
+    return found
 
 
 def _check_same(lowered: Any, replicas: Replicas) -> None:

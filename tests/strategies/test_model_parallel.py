@@ -304,7 +304,7 @@ def test_create_takes_a_function_that_makes_all_of_the_model(make: Any, message:
 
 
 def test_create_makes_arrays_that_are_no_variables() -> None:
-    """An array that a module holds beside its variables, and one beside modules, are whole."""
+    """An array that a module holds beside its variables is whole; one beside modules is like a parameter."""
 
     class Scaled(nnx.Module):
         def __init__(self) -> None:
@@ -314,5 +314,5 @@ def test_create_makes_arrays_that_are_no_variables() -> None:
     module, array = dj.FullyShardedStrategy([0, 1]).create(lambda: (Scaled(), jnp.ones((64, 64))))
     assert float(module.scale.sum() / array.sum()) == 2
     assert module.scale.is_fully_replicated
-    assert array.is_fully_replicated
+    assert not array.is_fully_replicated
     assert not module.layer.kernel.get_raw_value().is_fully_replicated
