@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_032,
+    lines: 41_042,
     lines_of_tests: 40_694,
     files: 208,
     pieces: 0,
-    private_words: 0,
+    private_words: 1,
     private_imports: 31,
 }
 
