@@ -23,6 +23,8 @@ DATA = "data"
 """The mesh axis of the replicas."""
 MODEL = "model"
 """The mesh axis of the cores of one replica, or how the names of several such axes begin."""
+GROUP, SHARD = "group", "shard"
+"""The axes of the mesh that divides state where groups of replicas do: the groups, and those in a group."""
 _PER_DEVICE = "replicas_per_device="
 
 
@@ -52,6 +54,30 @@ def with_replicas(mesh: Mesh, replicas: int) -> Mesh:
         )
     sizes = tuple(replicas // each if name == DATA else n for name, n in mesh.shape.items())
     return cast("Mesh", AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types))
+
+
+def state_mesh(mesh: Mesh, shard_over: int | None) -> Mesh:
+    """Returns the mesh that divides state: that of the replicas, or its devices in groups of so many."""
+    devices = int(mesh.shape[DATA])
+    if shard_over is None or shard_over == devices:
+        return mesh
+    if shard_over == 1:
+        raise ArgumentError(
+            "shard_over=1 divides nothing: dj.MirroredStrategy() has the whole model on each device."
+        )
+    if devices % shard_over:
+        raise ArgumentError(
+            f"shard_over={shard_over} does not divide the {devices} devices into equal groups."
+        )
+    sizes, names, kinds = (devices // shard_over, shard_over), (GROUP, SHARD), (AxisType.Auto,) * 2
+    if isinstance(mesh, AbstractMesh):
+        return cast("Mesh", AbstractMesh(sizes, names, axis_types=kinds))
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=kinds)
+
+
+def share_axis(mesh: Mesh) -> str:
+    """Returns the axis along which a mesh divides state."""
+    return SHARD if SHARD in mesh.axis_names else DATA
 
 
 def factors(number: int) -> list[int]:

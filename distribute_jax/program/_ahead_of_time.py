@@ -22,7 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distribute_jax._errors import DistributeError, LoweringError
 from distribute_jax._jax_private import adopt, write_raw
-from distribute_jax._mesh import DATA, num_replicas, outside_mesh, split_sharding, with_replicas
+from distribute_jax._mesh import (
+    num_replicas,
+    outside_mesh,
+    share_axis,
+    split_sharding,
+    with_replicas,
+)
 from distribute_jax._messages import check_int
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
@@ -255,9 +261,10 @@ def plan_step(
     local = [d for d in replicas.mesh.devices.flat if d.process_index == jax.process_index()]
     data = [_on_replicas(value, mesh) for value in arguments.data]
     pairs = zip(data, arguments.shardings or [None] * len(data), strict=True)
-    kept = tuple(to and _kept_over(to, value, mesh) for value, to in pairs)
-    arguments = replace(arguments.with_data(data), shardings=kept)
     abstract_replicas = replace(replicas, mesh=mesh, parameter_device=None)
+    over = abstract_replicas.placement.mesh
+    kept = tuple(to and _kept_over(to, value, over) for value, to in pairs)
+    arguments = replace(arguments.with_data(data), shardings=kept)
     binding = Binding(fn, arguments)
     tables = [vars(node) for ref in binding.nodes if (node := ref()) is not None]
     contents = contents_of([*binding.watch.containers, *tables])
@@ -293,10 +300,10 @@ def _on_replicas(value: Any, mesh: Any) -> Any:
 
 def _kept_over(to: NamedSharding, value: Any, mesh: Any) -> NamedSharding | None:
     """Returns how an argument would be divided over a mesh of another number of replicas."""
-    spec = to.spec
-    if (dim := data_dim(spec)) is not None and value.shape[dim] % mesh.shape[DATA]:
-        spec = PartitionSpec(*(None if of_dim == DATA else of_dim for of_dim in spec))
-    return NamedSharding(mesh, spec)
+    axes, axis = list(to.spec), share_axis(mesh)
+    if (dim := data_dim(to.spec)) is not None:
+        axes[dim] = None if value.shape[dim] % mesh.shape[axis] else axis
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def _give_shapes(created: Sequence[nnx.Variable[Any]], number: int) -> None:
@@ -314,7 +321,8 @@ def _planned(
 ) -> StepPlan:
     """Puts together what is known of a compiled program."""
     binding = call.binding
-    placements = replicas.placement.rows(binding.variables, binding.paths())
+    placement = replicas.placement
+    placements = placement.rows(binding.variables, binding.paths())
     rows = iter(placements)
     state = Counter({"parameters": 0, "optimizer": 0, "other": 0})
     for variable in binding.variables:
@@ -322,7 +330,7 @@ def _planned(
         for leaf, row in zip(
             jax.tree.leaves(global_value(variable, call.mesh)), rows, strict=False
         ):
-            sharding = split_sharding(call.mesh) if own else NamedSharding(call.mesh, row.spec)
+            sharding = split_sharding(call.mesh) if own else NamedSharding(placement.mesh, row.spec)
             local = sharding.shard_shape(jnp.shape(leaf))
             state[_kind(variable)] += prod(local) * getattr(leaf, "dtype", jnp.int32.dtype).itemsize
     memory = ahead.compiled.memory_analysis()

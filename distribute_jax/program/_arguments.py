@@ -90,11 +90,11 @@ class Arguments:
 
 
 def take_apart(
-    args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, *, divided: bool = False
+    args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, *, divided: Mesh | None = None
 ) -> Arguments:
     """Sorts the leaves of the arguments by what ``run`` does with them.
 
-    Arrays that are ``divided`` over the mesh stay so, if that is asked for; else they are made whole.
+    Arrays that are divided over the mesh ``divided`` stay so; others are made whole.
     """
     if not kwargs and all(map(_is_flat, map(type, args))):
         leaves, treedef = list(args), _flat_treedef(len(args))
@@ -122,7 +122,7 @@ def take_apart(
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     shardings: tuple[NamedSharding | None, ...] = ()
-    if divided and any(shardings := tuple(sharding_over(leaf, mesh) for leaf in data)):
+    if divided and any(shardings := tuple(sharding_over(leaf, divided) for leaf in data)):
         signature += shardings
     return Arguments(
         treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches),

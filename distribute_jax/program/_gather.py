@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from distribute_jax._mesh import DATA
+from distribute_jax._mesh import DATA, share_axis
 from distribute_jax.collectives._markers import unreduced_p
 from distribute_jax.program._jaxprs import (
     ClosedJaxpr,
@@ -47,18 +48,24 @@ class Cut(NamedTuple):
     """The dim that the replicas divide."""
     axes: Axes
     """What divides the other dims."""
+    shares: int
+    """How many replicas divide it; as many that follow divide a copy."""
 
     @classmethod
-    def of(cls, spec: PartitionSpec, ndim: int) -> Cut | None:
-        """Returns how a spec divides an array; None where the replicas do not."""
-        if (dim := data_dim(spec)) is None:
+    def of(cls, sharding: NamedSharding, ndim: int) -> Cut | None:
+        """Returns how a sharding divides an array; None where the replicas do not."""
+        if (dim := data_dim(sharding.spec)) is None:
             return None
-        axes = (*spec, *(None,) * (ndim - len(spec)))
-        return cls(dim, tuple(None if of_dim == DATA else of_dim for of_dim in axes))
+        axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+        axes[dim] = None
+        return cls(dim, tuple(axes), sharding.mesh.shape[share_axis(sharding.mesh)])
 
     def scatter(self, array: Any) -> Share:
         """Sums an array over the replicas, and leaves each its share."""
-        return Share(self._by_parts(jax.lax.psum_scatter, array, scatter_dimension=self.dim), self)
+        local = self._by_parts(jax.lax.psum_scatter, array, scatter_dimension=self.dim)
+        if (groups := self._groups()) is not None:
+            local = jax.lax.psum(local, DATA, axis_index_groups=groups.T.tolist())
+        return Share(local, self)
 
     def gather(self, local: Any) -> Any:
         """Puts the replicas' shares together."""
@@ -66,15 +73,27 @@ class Cut(NamedTuple):
 
     def inside(self) -> Cut | None:
         """Returns how one layer of stacked ones is divided; None where the layers are."""
-        return Cut(self.dim - 1, self.axes[1:]) if self.dim > 0 else None
+        return self._replace(dim=self.dim - 1, axes=self.axes[1:]) if self.dim > 0 else None
 
     def stacked(self) -> Cut:
         """Returns how layers of such arrays are divided."""
-        return Cut(self.dim + 1, (None, *self.axes))
+        return self._replace(dim=self.dim + 1, axes=(None, *self.axes))
+
+    def _groups(self) -> np.ndarray[Any, Any] | None:
+        """Returns the numbers of the replicas that divide each copy; None where there is one copy."""
+        replicas = np.arange(jax.lax.axis_size(DATA)).reshape(-1, self.shares)
+        return replicas if len(replicas) > 1 else None
 
     def _by_parts(self, collective: Callable[..., Any], array: Any, **dims: int) -> Any:
         """Runs a collective on the part of each device of a replica: XLA would gather the parts first."""
-        run = functools.partial(collective, axis_name=DATA, tiled=True, **dims)
+        groups = self._groups()
+        run = functools.partial(
+            collective,
+            axis_name=DATA,
+            tiled=True,
+            axis_index_groups=None if groups is None else groups.tolist(),
+            **dims,
+        )
         if names := {name for of_dim in self.axes for name in names_of(of_dim)}:
             spec = PartitionSpec(*self.axes)
             run = jax.shard_map(
@@ -110,12 +129,12 @@ _BY_A_NUMBER = frozenset({"add", "div", "mul", "sub"})
 class Gathering:
     """Runs equations on one replica, some of whose operands are shares."""
 
-    def __init__(self, replicas: int, total: int, *, keeps: bool = False) -> None:
+    def __init__(self, total: int, *, keeps: bool = False) -> None:
         """Starts with nothing gathered.
 
         ``total`` is the size of all that is divided. What one body ``keeps`` is gathered once for it.
         """
-        self._replicas, self._total, self._keeps = replicas, total, keeps
+        self._total, self._keeps = total, keeps
         self._last: Any = None
         self._gathered: dict[int, tuple[Share, Any]] = {}
 
@@ -214,7 +233,8 @@ class Gathering:
             return Share(eqn.primitive.bind(*local, **eqn.params), share.cut)
         if primitive == "transpose":
             order = eqn.params["permutation"]
-            cut = Cut(order.index(share.cut.dim), tuple(share.cut.axes[i] for i in order))
+            axes = tuple(share.cut.axes[i] for i in order)
+            cut = share.cut._replace(dim=order.index(share.cut.dim), axes=axes)
             return Share(jax.lax.transpose(share.local, order), cut)
         if primitive == "reshape" and eqn.params.get("dimensions") is None:
             return self._reshaped(share, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
@@ -224,11 +244,11 @@ class Gathering:
         """Returns the share of a reshaped array, where one new dim begins as the divided one does."""
         if any(share.cut.axes):
             return None  # where the parts of a replica's devices go is left to XLA
-        before = prod(old[: share.cut.dim])
+        before, shares = prod(old[: share.cut.dim]), share.cut.shares
         for dim, size in enumerate(new):
-            if size and prod(new[:dim]) == before and size % self._replicas == 0:
-                sizes = [*new[:dim], size // self._replicas, *new[dim + 1 :]]
-                cut = Cut(dim, (None,) * len(new))
+            if size and prod(new[:dim]) == before and size % shares == 0:
+                sizes = [*new[:dim], size // shares, *new[dim + 1 :]]
+                cut = Cut(dim, (None,) * len(new), shares)
                 return Share(jax.lax.reshape(share.local, sizes), cut)
         return None
 
@@ -238,7 +258,7 @@ class Gathering:
         out_cuts: list[Cut | None] = []
 
         def body(*operands: Any) -> list[Any]:
-            inner = Gathering(self._replicas, self._total, keeps=True)
+            inner = Gathering(self._total, keeps=True)
             outs = inner._body(eqn.params["jaxpr"], _put_together(operands, cuts))
             outs, out_cuts[:] = _taken_apart(outs)
             return outs
@@ -252,7 +272,7 @@ class Gathering:
         num_consts, num_carry = consts_and_carries(eqn)
         first = num_consts + num_carry
         consts, carry, xs = args[:num_consts], self.whole(args[num_consts:first]), args[first:]
-        held = sum(x.local.size * self._replicas for x in consts if isinstance(x, Share))
+        held = sum(x.local.size * x.cut.shares for x in consts if isinstance(x, Share))
         if held <= self._total / 2:  # else it is the model, as where gradients are accumulated
             consts = self.whole(consts)
         xs = [self._whole(x) if isinstance(x, Share) and x.cut.dim == 0 else x for x in xs]
@@ -262,7 +282,7 @@ class Gathering:
 
         def one(carry: Any, xs: Any) -> Any:
             layer = _put_together(xs, [cut and cut.inside() for cut in cuts])
-            inner = Gathering(self._replicas, self._total, keeps=True)
+            inner = Gathering(self._total, keeps=True)
             outs = inner._body(eqn.params["jaxpr"], [*consts, *carry, *layer])
             ys = [
                 y if v in needed else None for v, y in zip(stacked, outs[num_carry:], strict=True)

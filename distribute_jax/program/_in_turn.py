@@ -62,7 +62,7 @@ class Stacked(NamedTuple):
 
 def in_turn(step: FlatStep) -> FlatStep:
     """Returns a step of one device, which runs its replicas one after the other, from that of one replica."""
-    halves = split_in(InTurn, step, traced(step), 1, {}, {})
+    halves = split_in(InTurn, step, traced(step), {}, {})
 
     def on_device(*inputs: Any) -> list[Any]:
         handed = halves.first([inputs[i] for i in halves.reads])
@@ -190,7 +190,7 @@ class InTurn(SplitStep):
 
         # Zero is -0.0: added to it, every number stays as it is.
         zeros = [
-            -BoundaryValue(x.aval, sunk.get(x)).zeros(self.shards).astype(dtype)
+            -BoundaryValue(x.aval, sunk.get(x)).zeros().astype(dtype)
             for x, dtype in addends.items()
         ]
         empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in same]

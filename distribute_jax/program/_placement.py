@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import DATA
+from distribute_jax._mesh import DATA, SHARD, share_axis
 from distribute_jax._messages import listed
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._placement_rules import Axes, Rules
@@ -54,6 +54,7 @@ class Placement:
     """How each leaf of state is divided over a mesh."""
 
     mesh: Mesh
+    """That divides state: see ``state_mesh``."""
     shared: tuple[type[nnx.Variable[Any]], ...] = ()
     """The kinds of variables of which each replica keeps its share; others are whole on each."""
     rules: Rules | None = None
@@ -117,18 +118,24 @@ class Placement:
         axes, why = self._model_axes(path, variable, shape, of_model)
 
         def row(reason: str, dim: int | None = None) -> PlacedLeaf:
-            spec = [DATA if i == dim else of_dim for i, of_dim in enumerate(axes)]
+            spec = [share_axis(self.mesh) if i == dim else of_dim for i, of_dim in enumerate(axes)]
             while spec and spec[-1] is None:
                 spec.pop()
             return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason)
 
         if reason := self._kept_whole(variable, leaf):
             return row(why or reason)
-        dim = share_dim(shape, replicas := self.mesh.shape[DATA], axes)
+        dim = share_dim(shape, self._shares, axes)
         if dim is None:
-            return row(why or f"no dim is a multiple of {replicas}")
-        of_data = f"dim {dim} is divided among {replicas} replicas"
+            return row(why or f"no dim is a multiple of {self._shares}")
+        groups = f" of {self.mesh.size}" if SHARD in self.mesh.axis_names else ""
+        of_data = f"dim {dim} is divided among {self._shares}{groups} replicas"
         return row(f"{why}, {of_data}" if why else of_data, dim)
+
+    @property
+    def _shares(self) -> int:
+        """How many shares an array has that is divided."""
+        return int(self.mesh.shape[share_axis(self.mesh)])
 
     def _kept_whole(self, variable: nnx.Variable[Any], leaf: Any) -> str:
         """Returns why the replicas do not divide a leaf, whatever its dims; empty if they may."""
@@ -140,7 +147,7 @@ class Placement:
             return "read on the host after each epoch"
         if _is_key(leaf):
             return "a random key"
-        if self.mesh.shape[DATA] == 1:
+        if self._shares == 1:
             return "the data axis has size 1"
         small = moved_at_once(jnp.shape(leaf)) < LEAST_ELEMENTS
         return f"less than {LEAST_ELEMENTS} elements" if small else ""
@@ -172,7 +179,7 @@ class Placement:
         raise ArgumentError(
             _NOTHING.format(
                 strategy=self.strategy,
-                replicas=self.mesh.shape[DATA],
+                replicas=self._shares,
                 lines=listed([f"{row.path}: {list(row.shape)}" for row in rows]),
                 instead=_BY_RULES if self.rules is not None else _WHOLE,
             )
@@ -188,11 +195,11 @@ def path_text(path: Sequence[Any]) -> str:
 
 
 _NOTHING = """\
-{strategy} can divide none of the parameters among its {replicas} replicas:
+{strategy} can divide none of the parameters among {replicas} replicas:
 {lines}
 One dim of an array must be a multiple of the number of replicas. Use fewer devices, or widths that are \
 multiples of {replicas}; {instead}."""
-_WHOLE = "dj.MirroredStrategy() keeps the whole model on each device"
+_WHOLE = "shard_over=k divides it among k devices; dj.MirroredStrategy() keeps the whole model on each device"
 _BY_RULES = "fully_sharded=False divides by the rules alone"
 
 
@@ -216,14 +223,14 @@ def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | Non
     return min(fits, key=lambda dim: (layers and dim == 0, dim))
 
 
-def share_spec(dim: int | None) -> PartitionSpec:
+def share_spec(dim: int | None, axes: Any = DATA) -> PartitionSpec:
     """Returns the placement of an array that is divided along a dim, or whole."""
-    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, DATA)
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes)
 
 
 def data_dim(spec: PartitionSpec) -> int | None:
     """Returns the dim that the replicas divide."""
-    return next((dim for dim, axes in enumerate(spec) if axes == DATA), None)
+    return next((dim for dim, axes in enumerate(spec) if axes in {DATA, SHARD}), None)
 
 
 def variable_paths(
@@ -254,8 +261,9 @@ def modules_of(nest: Any) -> dict[Path, Any]:
 
 def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
     """Returns the sharding of the shares of an array; None where it stays replicated."""
-    dim = None if _is_key(value) else share_dim(jnp.shape(value), mesh.shape[DATA])
-    return None if dim is None else NamedSharding(mesh, share_spec(dim))
+    axis = share_axis(mesh)
+    dim = None if _is_key(value) else share_dim(jnp.shape(value), mesh.shape[axis])
+    return None if dim is None else NamedSharding(mesh, share_spec(dim, axis))
 
 
 def _is_placed(leaf: Any, wanted: NamedSharding) -> bool:

@@ -143,7 +143,7 @@ def build(
     more = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
     step = replace(step, donated=(*range(donated_state), *more), ahead=ahead)
     if replicas.placement.divides_arguments:
-        _note_whole_arguments(call, traced)
+        _note_whole_arguments(call, traced, replicas.placement.mesh)
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     if shares:
@@ -163,14 +163,14 @@ def build(
     )  # fmt: skip
 
 
-def _note_whole_arguments(call: Call, traced: Traced) -> None:
+def _note_whole_arguments(call: Call, traced: Traced, mesh: Mesh) -> None:
     """Logs state that the step takes as arguments whole, although the replicas could divide it."""
     first = sum(traced.sizes[:2])
     kept = (*call.arguments.shardings, *(None,) * len(call.arguments.data))
     whole = {
         i: traced.input_names[i]
         for _, i in returned_arguments(call, traced)
-        if kept[i - first] is None and share_sharding(call.arguments.data[i - first], call.mesh)
+        if kept[i - first] is None and share_sharding(call.arguments.data[i - first], mesh)
     }
     if whole:
         log_once(_WHOLE_ARGUMENTS, len(whole), listed(list(whole.values()), 3))

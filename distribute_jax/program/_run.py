@@ -48,7 +48,8 @@ class Runner:
         accelerators, and one of 2 on CPU, where more can deadlock.
         """
         self._replicas, self._mesh = replicas, replicas.mesh
-        divided = replicas.placement.divides_arguments
+        placement = replicas.placement
+        divided = placement.mesh if placement.divides_arguments else None
         self._take_apart = functools.partial(take_apart, divided=divided)
         self.cache = ProgramCache(
             strategy, replicas, lambda entry, flat: self._advance(entry, entry.execute, flat, 0)

@@ -22,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._mesh import (
     DATA,
+    GROUP,
+    SHARD,
     inside_replica,
     manual_axes,
     mirrored_sharding,
@@ -51,17 +53,18 @@ def compile_shares(step: FlatStep) -> Compiled:
 def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     """Returns a step of all replicas, over global arrays, from that of one; sharded state is shared."""
     mesh, shardings = step.mesh, step.shardings
+    over = next((to.mesh for to in shardings.sharded_in.values()), mesh)
     body = traced(step)
     outs = [v.aval for v in body.jaxpr.outvars]
     # What is stored whole is computed in shares too, as the weights of a sharded update.
     wanted = {
-        i: shardings.sharded_out.get(i) or share_sharding(outs[i], mesh)
+        i: shardings.sharded_out.get(i) or share_sharding(outs[i], over)
         for i in (*range(shardings.state), *shardings.sharded_out)
         if shardings.mirrored[i]
     }
-    shares = {i: Cut.of(to.spec, step.avals[i].ndim) for i, to in shardings.sharded_in.items()}
-    results = {i: Cut.of(to.spec, outs[i].ndim) for i, to in wanted.items() if to is not None}
-    halves = split_in(split, step, body, mesh.shape[DATA], shares, results)
+    shares = {i: Cut.of(to, step.avals[i].ndim) for i, to in shardings.sharded_in.items()}
+    results = {i: Cut.of(to, outs[i].ndim) for i, to in wanted.items() if to is not None}
+    halves = split_in(split, step, body, shares, results)
     first: Callable[..., Any] = jax.shard_map(
         lambda *inputs: halves.first(inputs),
         mesh=mesh,
@@ -81,23 +84,42 @@ def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     }
 
     def all_replicas(*inputs: Any) -> list[Any]:
-        return halves.rest(inputs, first(*(inputs[i] for i in halves.reads)), settle)
+        parts = first(*(_every_copy(inputs[i], shares.get(i), over) for i in halves.reads))
+        handed = [
+            _every_copy(x, value.cut, over, back=True)
+            for x, value in zip(parts, halves.handed(), strict=True)
+        ]
+        return halves.rest(inputs, handed, settle)
 
     return replace(step, function=all_replicas)
+
+
+def _every_copy(array: Any, cut: Cut | None, mesh: Mesh, *, back: bool = False) -> Any:
+    """Returns the copies of a divided array that the groups of a mesh have, one after the other.
+
+    Or ``back``, from equal copies the array. That is how the mesh of all replicas divides it too, so nothing
+    is sent.
+    """
+    if cut is None or GROUP not in mesh.axis_names or cut.shares == mesh.size:
+        return array
+    specs = share_spec(cut.dim, SHARD), share_spec(cut.dim, (GROUP, SHARD))
+    one, every = reversed(specs) if back else specs
+    return jax.shard_map(lambda x: x, mesh=mesh, in_specs=one, out_specs=every, check_vma=False)(
+        array
+    )
 
 
 def split_in(
     kind: type[_S],
     step: FlatStep,
     body: Any,
-    shards: int,
     shares: Mapping[int, Cut | None],
     results: Mapping[int, Cut | None],
 ) -> _S:
-    """Returns the two halves of a traced step, of which the second is divided into so many shards."""
+    """Returns the two halves of a traced step."""
     marks = [_NOT_REPLICATED if split else MIRRORED for split in step.shardings.split]
     each, replicas = replicas_per_device(step.mesh), num_replicas(step.mesh)
-    return kind(body, marks, step.shardings.mirrored, replicas, each, shards, shares, results)
+    return kind(body, marks, step.shardings.mirrored, replicas, each, shares, results)
 
 
 def traced(step: FlatStep) -> Any:
@@ -147,11 +169,11 @@ class BoundaryValue:
         """The dim along which it is divided."""
         return None if self.cut is None else self.cut.dim
 
-    def zeros(self, shards: int) -> jax.Array:
+    def zeros(self) -> jax.Array:
         """Stands in, on one replica, for the value where it is not computed."""
-        shape = [
-            size // shards if dim == self.dim else size for dim, size in enumerate(self.aval.shape)
-        ]
+        shape = list(self.aval.shape)
+        if self.cut is not None:
+            shape[self.cut.dim] //= self.cut.shares
         return jnp.zeros(shape, self.aval.dtype)
 
 
@@ -165,16 +187,14 @@ class SplitStep:
         mirrored: Sequence[bool],
         replicas: int,
         each: int,
-        shards: int,
         shares: Mapping[int, Cut | None],
         results: Mapping[int, Cut | None],
     ) -> None:
-        """Splits a step of so many replicas, ``each`` of them on a device, and its state in ``shards``.
+        """Splits a step of so many replicas, ``each`` of them on a device.
 
         ``shares`` says how inputs are divided, ``results`` how outputs should be.
         """
-        self.body, self.jaxpr, self.replicas = body, body.jaxpr, replicas
-        self.each, self.shards = each, shards
+        self.body, self.jaxpr, self.replicas, self.each = body, body.jaxpr, replicas, each
         self._shares = {i: cut for i, cut in shares.items() if cut is not None}
         self._wanted = _wanted(self.jaxpr, results)
         self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
@@ -239,7 +259,9 @@ class SplitStep:
         passed: dict[Any, BoundaryValue] = {}
         for v in after:
             if v in self.per_replica:
-                passed[v] = BoundaryValue(v.aval, Cut(0, (None,) * v.aval.ndim))
+                passed[v] = BoundaryValue(
+                    v.aval, Cut(0, (None,) * v.aval.ndim, self.replicas // self.each)
+                )
             elif v in first or self._marks.get(v):
                 passed[v] = BoundaryValue(v.aval)
         used = set(after)
@@ -277,7 +299,7 @@ class SplitStep:
     def gathering(self) -> Gathering:
         """Returns what runs equations that read shares."""
         total = sum(prod(self.jaxpr.invars[i].aval.shape) for i in self._shares)
-        return Gathering(self.shards, total)
+        return Gathering(total)
 
     def sums(self) -> list[tuple[Any, Any]]:
         """Returns what is summed between the halves, with the sum."""
@@ -348,7 +370,7 @@ class Branches:
         around: SplitStep,
         wanted: Mapping[int, Cut | None],
     ) -> None:
-        self.eqn, self.shards = eqn, around.shards
+        self.eqn = eqn
         mirrored, of = [True] * len(eqn.outvars), type(around)
         self.halves = [
             of(
@@ -357,7 +379,6 @@ class Branches:
                 mirrored,
                 around.replicas,
                 around.each,
-                around.shards,
                 {},
                 wanted,
             )
@@ -383,7 +404,7 @@ class Branches:
                 for value in (
                     halves.first([operand[i] for i in halves.reads])
                     if k == number
-                    else [boundary.zeros(self.shards) for boundary in halves.handed()]
+                    else [boundary.zeros() for boundary in halves.handed()]
                 )
             ]
 

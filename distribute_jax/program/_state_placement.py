@@ -16,7 +16,14 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from distribute_jax._errors import ArgumentError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
-from distribute_jax._mesh import mirrored_sharding, num_replicas, outside_mesh, put, sharding_over
+from distribute_jax._mesh import (
+    mirrored_sharding,
+    num_replicas,
+    outside_mesh,
+    put,
+    sharding_over,
+    state_mesh,
+)
 from distribute_jax._messages import is_donated, leaf_text, listed
 from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.program._aggregation import keeps_own_values
@@ -207,11 +214,15 @@ class Replicas:
     """What divides the model over the devices of each replica."""
     strategy: str = "Strategy"
     """The name of the strategy, for messages."""
+    shard_over: int | None = None
+    """How many devices that follow each other share the state; None for all."""
 
     @property
     def placement(self) -> Placement:
         """How each leaf of state is divided."""
-        return Placement(self.mesh, self.shared, self.rules, self.strategy)
+        return Placement(
+            state_mesh(self.mesh, self.shard_over), self.shared, self.rules, self.strategy
+        )
 
     @property
     def state(self) -> Sharding:

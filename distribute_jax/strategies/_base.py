@@ -77,6 +77,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         parameter_device: ParameterDevice | None = None,
         shared: tuple[type[nnx.Variable[Any]], ...] = (),
         rules: Rules | None = None,
+        shard_over: int | None = None,
         axis_name: str = DATA,
     ) -> None:
         """Takes the devices along the mesh's ``"data"`` axis as replicas.
@@ -87,12 +88,13 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             parameter_device: where state is stored between steps; None for mirrored over the mesh.
             shared: the kinds of variables of which each replica keeps its share.
             rules: what divides the model over the devices of each replica.
+            shard_over: how many devices that follow each other share the state; None for all.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
         name = type(self).__name__
         self._mesh = mesh
-        self._replicas = Replicas(mesh, parameter_device, shared, rules, name)
+        self._replicas = Replicas(mesh, parameter_device, shared, rules, name, shard_over)
         self._axis_name = checked_axis_name(axis_name, mesh, name)
         self._runner = Runner(self, self._replicas, steps_in_flight)
 
@@ -405,9 +407,11 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
     def __repr__(self) -> str:
         names = ", ".join(map(str, self._mesh.devices.flat))
         sharded = ", shard_optimizer_state=True" if self._replicas.shared == (nnx.OptState,) else ""
+        over = self._replicas.shard_over
+        groups = "" if over is None else f", shard_over={over}"
         each = replicas_per_device(self._mesh)
         several = f", replicas_per_device={each}" if each > 1 else ""
-        return f"{type(self).__name__}([{names}]{sharded}{several})"
+        return f"{type(self).__name__}([{names}]{sharded}{groups}{several})"
 
     def _enter_program(self, name: str) -> None:
         """Checks a method that starts a program, or makes data."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from distribute_jax._mesh import DATA, replica_mesh
+from distribute_jax._mesh import DATA, replica_mesh, state_mesh
 from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
@@ -28,6 +28,10 @@ class FullyShardedStrategy(Strategy):
 
     Args:
         devices: as for ``MirroredStrategy``; None or an empty list means all local devices.
+        shard_over: how many devices that follow each other divide the model, where each such group has all of
+            it; None means all devices. Their number is a multiple of it. The step, its replicas and the axis
+            ``"data"`` stay those of all devices; sums in groups have another order, so that losses and
+            updates are those of ``MirroredStrategy`` to rounding. 1, which divides nothing, is refused.
         replicas_per_device: as for ``MirroredStrategy``; the state is divided among the devices.
         cluster_resolver: who the processes are, to divide the model over the devices of all of them, as
             ``dj.cluster_resolver.detect()``; they are connected as by ``MultiWorkerMirroredStrategy``.
@@ -60,6 +64,7 @@ class FullyShardedStrategy(Strategy):
         self,
         devices: Sequence[Any] | None = None,
         *,
+        shard_over: int | None = None,
         replicas_per_device: int = 1,
         cluster_resolver: ClusterResolver | None = None,
         cluster_options: ClusterOptions | None = None,
@@ -70,9 +75,14 @@ class FullyShardedStrategy(Strategy):
         each = check_int(f"{name}: replicas_per_device", replicas_per_device)
         self._resolver = cluster_resolver
         used = devices_of_job(devices, cluster_resolver, cluster_options, name)
+        mesh = replica_mesh(used, each)
+        if shard_over is not None:
+            shard_over = check_int(f"{name}: shard_over", shard_over)
+            state_mesh(mesh, shard_over)  # refuses what does not fit the devices
         super().__init__(
-            replica_mesh(used, each),
+            mesh,
             steps_in_flight=steps_in_flight,
             shared=(nnx.Variable,),
+            shard_over=shard_over,
             axis_name=axis_name,
         )

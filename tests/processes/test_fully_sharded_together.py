@@ -25,8 +25,9 @@ X = np.random.default_rng(0).normal(size=(44, 32)).astype(np.float32)
 Y = (X[:, :8] + X[:, 8:16] > 0).astype(np.float32)
 
 
-def job_strategy():
+def job_strategy(shard_over=None):
     return dj.FullyShardedStrategy(
+        shard_over=shard_over,
         cluster_resolver=dj.cluster_resolver.detect(),
         cluster_options=dj.ClusterOptions(start_seconds=90, step_seconds=60),
     )
@@ -84,6 +85,21 @@ def train_in_job(folder):
     told["loaded"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
     told["repr"] = [repr(strategy), type(strategy.cluster_resolver).__name__]
     told["shown"] = str(tree["model"].embed)
+    return told
+
+
+def train_in_groups(folder):
+    """The two devices of each process divide the model; saves it, trains on, and loads what was saved."""
+    strategy, folder = job_strategy(shard_over=2), Path(folder)
+    tree = tree_of(strategy)
+    told = {"trained": train(strategy, tree), "bytes": bytes_of(tree)}
+    dj.check_in_sync(tree)
+    dj.checkpoint.save(folder / "groups", tree)
+    told["again"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
+    shards = tree["model"].embed.embedding[...].addressable_shards
+    told["indices"] = sorted(shard.index[1].start for shard in shards)
+    dj.checkpoint.load(folder / "groups", tree)
+    told["loaded"] = train(strategy, tree, (16,))
     return told
 
 
@@ -242,6 +258,19 @@ def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, told):
         tree = tree_of(strategy)
         dj.checkpoint.load(folder / "job", tree)
         assert_close(train(strategy, tree, (16,)), later)
+
+
+@pytest.mark.exhaustive
+def test_each_process_is_a_group(alone, processes):
+    """With shard_over=2 each process has all of the model, half on each device; numbers are those of one."""
+    folder, trained, later = alone
+    for result in LocalCluster(processes, 2, timeout=180).run(train_in_groups, str(folder)):
+        told = result.value
+        assert_close(told["trained"], trained)
+        assert_close([told["again"], told["loaded"]], [later, later])
+        assert told["indices"] == [0, 32]
+        for kept in told["bytes"]["devices"]:
+            assert told["bytes"]["whole"] / 2 < kept < told["bytes"]["whole"] / 2 + 8_000
 
 
 @pytest.mark.exhaustive

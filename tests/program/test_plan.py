@@ -65,6 +65,7 @@ STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
     "optimizer": (lambda: dj.MirroredStrategy(shard_optimizer_state=True), DIVIDED, 4),
     "in turn": (lambda: dj.MirroredStrategy(replicas_per_device=2), {"all-reduce"}, 0),
     "fully": (dj.FullyShardedStrategy, DIVIDED, 6),
+    "in groups": (lambda: dj.FullyShardedStrategy(shard_over=4), DIVIDED, 6),
 }
 """How each is made, what its step sends, and how many arrays are divided."""
 

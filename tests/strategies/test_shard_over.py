@@ -1,0 +1,211 @@
+"""``FullyShardedStrategy(shard_over=k)``: groups of k devices divide the state, and each group has all of it.
+
+The order of the sums differs from that of ``MirroredStrategy``: first in a group, then over the groups. So
+numbers agree to rounding, and where sums are exact, in all bits.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from test_fully_sharded import (
+    MODELS,
+    assert_same_bits,
+    batches,
+    collectives,
+    made,
+    program,
+    trained,
+    values,
+)
+
+import distribute_jax as dj
+
+
+def grouped(devices: int, shard_over: int | None, each: int = 1) -> dj.Strategy:
+    """The strategy on the first devices."""
+    numbers = list(range(devices))
+    return dj.FullyShardedStrategy(numbers, shard_over=shard_over, replicas_per_device=each)
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    """Two runs are equal to rounding."""
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def every(*cases: Any) -> list[Any]:
+    """Cases of which all but the first are of the exhaustive suite."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[1:])]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "shard_over", "each"),
+    every(
+        ("remat", 4, 2, 1), ("remat", 8, 4, 1), ("remat", 8, 2, 1), ("remat", 4, 2, 2),
+        ("loop", 8, 4, 1), ("scan", 8, 2, 1), ("dropout", 8, 4, 1), ("convolution", 8, 4, 1),
+    ),
+)  # fmt: skip
+def test_numbers_of_mirrored_state(name: str, devices: int, shard_over: int, each: int) -> None:
+    """Losses and state are those of MirroredStrategy; a device has the bytes of one of k devices."""
+    strategy = grouped(devices, shard_over, each)
+    model, optimizer = made(strategy, MODELS[name])
+    got = trained(strategy, model, optimizer)
+    mirrored = dj.MirroredStrategy(list(range(devices)), replicas_per_device=each)
+    assert strategy.num_replicas_in_sync == devices * each
+    assert_close(got, trained(mirrored, *made(mirrored, MODELS[name])))
+    for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
+        shards = leaf.addressable_shards
+        divided = not leaf.is_fully_replicated
+        assert {s.data.size for s in shards} == {leaf.size // (shard_over if divided else 1)}
+        assert len(shards) == devices
+    dj.check_in_sync((model, optimizer))
+
+
+def test_the_step_is_that_of_all_replicas() -> None:
+    """Ids, sums by the user and the batch are those of 8 replicas; exact sums have the same bits."""
+    rng = np.random.default_rng(0)
+    start = rng.integers(-2, 3, (64, 32)).astype(np.float32)
+    rows = rng.integers(-1, 2, (16, 64)).astype(np.float32)
+    runs = []
+    for strategy in (dj.MirroredStrategy(list(range(8))), grouped(8, 4), grouped(8, 2)):
+        with strategy.scope():
+            weights, speed = nnx.Param(jnp.asarray(start)), nnx.Variable(jnp.zeros((64, 32)))
+
+        def step(x: jax.Array, w: Any = weights, v: Any = speed) -> Any:
+            gradient = jax.grad(lambda w: ((x @ w) ** 2).sum())(w[...])
+            v[...] = 0.5 * v[...] + jax.lax.psum(gradient, "data")
+            w[...] = w[...] - 0.25 * v[...]
+            replica = jax.lax.axis_index("data")
+            return replica, jax.lax.psum(replica, "data"), x.sum()
+
+        (batch,) = strategy.distribute_dataset([rows])
+        outs = strategy.run(step, args=(batch,))
+        runs.append(
+            (
+                jax.tree.map(np.asarray, strategy.experimental_local_results(outs)),
+                values((weights, speed)),
+            )
+        )
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
+
+
+@pytest.mark.exhaustive
+def test_collectives_stay_in_groups() -> None:
+    """Gathers and reduce-scatters are of a group; a sum over the groups follows each, and nothing else."""
+    found, groups = [], []
+    for strategy in (grouped(4, None), grouped(4, 2)):
+        trained(strategy, *made(strategy, MODELS["remat"]), (16,))
+        found.append(collectives(strategy))
+        flat = program(strategy).step
+        groups.append(str(jax.make_jaxpr(flat.function)(*flat.avals)))
+    more = found[1] - found[0]
+    assert (more, found[0] - found[1]) == ({"all_reduce": found[0]["reduce_scatter"]}, {})
+    assert set(re.findall(r"axis_index_groups=(\(.*?\)\))", groups[1])) == {
+        "((0, 1), (2, 3))", "((0, 2), (1, 3))",
+    }  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_one_group_is_the_program_without_groups() -> None:
+    """shard_over of all devices compiles what None does."""
+    programs = []
+    for strategy in (grouped(4, None), grouped(4, 4)):
+        trained(strategy, *made(strategy, MODELS["scan"]), (16,))
+        step = program(strategy).step
+        programs.append(jax.jit(step.function).lower(*step.avals).as_text())
+    assert programs[0] == programs[1]
+
+
+def test_placement_creation_and_plans_know_groups() -> None:
+    """They show k shares of what k divides; a plan is for groups of k, as many as there are."""
+    strategy = grouped(8, 4)
+    assert repr(strategy).endswith(", shard_over=4)")
+    layer = strategy.create(lambda: nnx.Linear(64, 36, use_bias=False, rngs=nnx.Rngs(0)))
+    (row,) = strategy.placement(layer)
+    assert (tuple(row.spec), row.why) == ((None, "shard"), "dim 1 is divided among 4 of 8 replicas")
+    kernel = layer.kernel[...]
+    assert kernel.sharding.spec == row.spec
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(64, 9)}
+
+    def step(x: jax.Array) -> None:
+        gradient = jax.grad(lambda w: (x @ w).sum())(layer.kernel[...])
+        layer.kernel[...] += jax.lax.psum(gradient, "data")
+
+    (batch,) = strategy.distribute_dataset([np.ones((16, 64), np.float32)])
+    plans = [strategy.plan(step, (batch,), replicas=number) for number in (None, 4, 64)]
+    assert [plan.replicas for plan in plans] == [8, 4, 64]
+    assert {plan.state_bytes["parameters"] for plan in plans} == {64 * 9 * 4}
+    assert str(plans[0]).startswith("test_placement")
+    assert "FullyShardedStrategy(shard_over=4), 8 replicas" in str(plans[0])
+    with pytest.raises(dj.ArgumentError, match="shard_over=4 does not divide the 6 devices"):
+        strategy.plan(step, (batch,), replicas=6)
+
+
+@pytest.mark.parametrize("value", [0, True, 2.0, 3, 16, 1])
+def test_a_number_that_makes_no_groups_is_refused(value: Any) -> None:
+    """In one line that names the argument."""
+    with pytest.raises(dj.ArgumentError, match=r"^[^\n]*shard_over[^\n]*$"):
+        grouped(8, value)
+
+
+@pytest.mark.exhaustive
+def test_partial_batches_several_steps_and_a_norm_of_all_gradients() -> None:
+    """The numbers are those of mirrored state, also where an update is under lax.cond."""
+    runs = []
+    clipped = lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9))  # noqa: E731
+    for strategy in (dj.MirroredStrategy([0, 1, 2, 3]), grouped(4, 2)):
+        model, optimizer = made(strategy, MODELS["scan"], clipped)
+
+        def step(tokens: Any, targets: Any, m: Any = model, o: Any = optimizer) -> Any:
+            def loss_fn(m: Any) -> jax.Array:
+                losses = optax.softmax_cross_entropy_with_integer_labels(m(tokens), targets)
+                return dj.compute_average_loss(losses.mean(1))
+
+            loss, grads = nnx.value_and_grad(loss_fn)(m)
+
+            def summed(m: Any, o: Any) -> None:
+                o.update(m, dj.get_replica_context().all_reduce("sum", grads))
+
+            loss = dj.get_replica_context().all_reduce("sum", loss)
+            nnx.cond(loss > 0, summed, lambda m, o: None, m, o)
+            return loss
+
+        iterator = iter(strategy.distribute_dataset(batches((16, 16, 13, 16))))
+        first = strategy.run_steps(step, iterator, 2)
+        rest = [float(strategy.run(step, args=batch)) for batch in iterator]
+        runs.append((np.asarray(first), rest, values((model, optimizer))))
+    assert_close(*runs)
+
+
+LAYOUTS = {
+    "mirrored": lambda: dj.MirroredStrategy([0, 1, 2, 3]),
+    "divided": lambda: dj.FullyShardedStrategy([0, 1, 2, 3]),
+    "groups": lambda: grouped(8, 4),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), every(("groups", "divided"), ("mirrored", "groups")))
+def test_checkpoints_go_into_other_layouts(before: str, after: str, tmp_path: Path) -> None:
+    """Bit by bit, and each group trains on from there; the file has one copy of the shares."""
+    strategy = LAYOUTS[before]()
+    model, optimizer = made(strategy, MODELS["scan"])
+    _, expected = trained(strategy, model, optimizer, (16,))
+    dj.checkpoint.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state((model, optimizer))))
+    files = [path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file()]
+    assert sum(files) < 1.5 * whole
+    other = LAYOUTS[after]()
+    model, optimizer = made(other, MODELS["scan"])
+    dj.checkpoint.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    assert_same_bits(values((model, optimizer)), expected)
+    trained(other, model, optimizer, (16,))
