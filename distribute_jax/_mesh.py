@@ -75,7 +75,7 @@ def state_mesh(mesh: Mesh, shard_over: int | None) -> Mesh:
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=kinds)
 
 
-def share_axis(mesh: Mesh) -> str:
+def share_axis(mesh: Mesh | AbstractMesh) -> str:
     """Returns the axis along which a mesh divides state."""
     return SHARD if SHARD in mesh.axis_names else DATA
 

@@ -53,7 +53,7 @@ def compile_shares(step: FlatStep) -> Compiled:
 def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     """Returns a step of all replicas, over global arrays, from that of one; sharded state is shared."""
     mesh, shardings = step.mesh, step.shardings
-    over = next((to.mesh for to in shardings.sharded_in.values()), mesh)
+    over: Any = next((to.mesh for to in shardings.sharded_in.values()), mesh)
     body = traced(step)
     outs = [v.aval for v in body.jaxpr.outvars]
     # What is stored whole is computed in shares too, as the weights of a sharded update.

@@ -366,9 +366,10 @@ def test_a_model_that_cannot_be_divided_is_refused() -> None:
         strategy.placement([3])
 
 
-def test_values_that_a_user_reads_are_whole() -> None:
+@pytest.mark.parametrize("shard_over", [2, long(None)])
+def test_values_that_a_user_reads_are_whole(shard_over: int | None) -> None:
     """What gathers, reduces or shows a divided variable returns all of it, never a share."""
-    strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
+    strategy = dj.FullyShardedStrategy([0, 1, 2, 3], shard_over=shard_over)
     host = np.arange(4096.0, dtype=np.float32).reshape(64, 64)
     with strategy.scope():
         variable, param = dj.Variable(host), nnx.Param(jnp.asarray(host))
@@ -380,6 +381,7 @@ def test_values_that_a_user_reads_are_whole() -> None:
         for value in whole:
             np.testing.assert_array_equal(value, host)
     assert not param[...].is_fully_replicated
+    assert len(variable.values) == 4
     for value in (variable.numpy(), *variable.values):
         np.testing.assert_array_equal(value, host)
 

@@ -61,8 +61,13 @@ def test_tpu_strategy_passes_every_check(name: str, replicas: int):
     dj.testing.check_strategy(getattr(tpu_factories, name), [replicas])
 
 
+ALONE: dict[str, Callable[[Any], dj.Strategy]] = {
+    "one_device": dj.OneDeviceStrategy,
+    "in_groups": lambda devices: dj.FullyShardedStrategy(devices, shard_over=2),
+}
 LOWERINGS = ("shard_map", "pmap")
 CELLS = [
+    ("in_groups", 4, "shard_map"),
     *(("one_device", 1, lowering) for lowering in LOWERINGS),
     *((name, n, lowering) for name in FACTORIES for n in (1, 2, 4, 8) for lowering in LOWERINGS),
 ]
@@ -72,7 +77,7 @@ CELLS = [
 @pytest.mark.parametrize(("name", "replicas", "lowering"), CELLS)
 def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: str):
     """Neither lowering refuses one."""
-    factory = FACTORIES.get(name, dj.OneDeviceStrategy)
+    factory = {**FACTORIES, **ALONE}[name]
     report = dj.testing.check_strategy(factory, [replicas], lowerings=[lowering])
     assert (report.checks, report.refused) == (tuple(CHECKS), ())
 
