@@ -16,6 +16,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
+from test_divided_arguments import ROWS, state, trained as train_state, update as update_state
 from test_fully_sharded import (
     MODELS,
     assert_same_bits,
@@ -185,6 +187,24 @@ def test_partial_batches_several_steps_and_a_norm_of_all_gradients() -> None:
         rest = [float(strategy.run(step, args=batch)) for batch in iterator]
         runs.append((np.asarray(first), rest, values((model, optimizer))))
     assert_close(*runs)
+
+
+@pytest.mark.exhaustive
+def test_a_train_state_is_divided_in_groups() -> None:
+    """It stays so from step to step, and in a plan for more groups."""
+    strategy, mirrored = grouped(8, 4), dj.MirroredStrategy(list(range(8)))
+    (ours, losses), (_, theirs) = train_state(strategy), train_state(mirrored)
+    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
+    for tree in (ours.params, ours.opt_state[0].trace):
+        assert tree["Dense_0"]["kernel"].sharding.spec == PartitionSpec("shard")
+    for divided, number in ((strategy, 8), (strategy, 64), (grouped(8, 8), 64)):
+        plan = divided.plan(
+            update_state, (divided.create(state), jnp.asarray(ROWS)), replicas=number
+        )
+        shares = plan.argument_bytes - ROWS.nbytes
+        shard_over = 4 if divided is strategy else 8
+        whole = 2 * 4 * 2 * 64 * 256
+        assert whole / shard_over < shares < 1.2 * whole / shard_over
 
 
 LAYOUTS = {
