@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 41_151,
-    lines_of_tests: 40_942,
+    lines_of_tests: 40_962,
     files: 208,
     pieces: 0,
     private_words: 1,
