@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distribute_jax._errors import DistributeError, LoweringError
+from distribute_jax._errors import ArgumentError, DistributeError, LoweringError
 from distribute_jax._jax_private import adopt, write_raw
 from distribute_jax._mesh import (
     num_replicas,
@@ -207,7 +207,8 @@ def plan(
         The plans, which ``print`` shows as a table.
 
     Raises:
-        ValueError: as for ``strategy.plan``, if no strategy can run it with any of these numbers.
+        ValueError: as for ``strategy.plan``, if no strategy can run it with any of these numbers; or an
+            argument is not what it should be.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -216,6 +217,13 @@ def plan(
         >>> [plan.argument_bytes for plan in table.plans]
         [1024, 1024]
     """
+    strategies = _listed("strategies", strategies, "dj.MirroredStrategy()")
+    for strategy in strategies:
+        if isinstance(strategy, type) or not hasattr(strategy, "plan"):
+            raise ArgumentError(f"dj.plan: {strategy!r:.60} in strategies is not a strategy.")
+    replicas = _listed("replicas", replicas, "8, 64")
+    if device_memory_bytes is not None:
+        check_int("dj.plan: device_memory_bytes", device_memory_bytes)
     planned = [
         lambda number, strategy=strategy: strategy.plan(
             step, args, kwargs, options, replicas=number
@@ -223,6 +231,19 @@ def plan(
         for strategy in strategies
     ]
     return plan_table(planned, replicas, device_memory_bytes)
+
+
+def _listed(name: str, values: Any, example: str) -> list[Any]:
+    """Returns an argument that must be a list of at least one value."""
+    if (
+        isinstance(values, (str, Mapping))
+        or not isinstance(values, Iterable)
+        or not (listed := list(values))
+    ):
+        raise ArgumentError(
+            f"dj.plan: {name} must be a non-empty list, as [{example}]; got {values!r:.60}."
+        )
+    return listed
 
 
 def plan_table(
@@ -256,7 +277,11 @@ def plan_step(
             'strategy.plan: what RunOptions(lowering="pmap") compiles is made when it runs. Leave it out.'
         )
     check_function(fn)
-    number = num_replicas(replicas.mesh) if number is None else check_int("replicas", number)
+    number = (
+        num_replicas(replicas.mesh)
+        if number is None
+        else check_int("replicas", number, below=_MOST_REPLICAS)
+    )
     mesh = with_replicas(replicas.mesh, number)
     local = [d for d in replicas.mesh.devices.flat if d.process_index == jax.process_index()]
     data = [_on_replicas(value, mesh) for value in arguments.data]
@@ -357,6 +382,9 @@ def _kind(variable: nnx.Variable[Any]) -> str:
         return "optimizer"
     return "parameters" if isinstance(variable, nnx.Param) else "other"
 
+
+_MOST_REPLICAS = 1 << 20
+"""JAX takes 10 s to make a mesh of so many devices, and minutes for ten times as many."""
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(", re.MULTILINE)
 _COLLECTIVE = re.compile(

@@ -38,11 +38,15 @@ class Rules:
                     f"{strategy}: a rule maps a str to a PartitionSpec, an axis or None; got {key!r}: "
                     f"{value!r}."
                 )
+            if isinstance(value, PartitionSpec) and (value.unreduced or value.reduced):
+                raise ArgumentError(
+                    f"{strategy}: the rule {key!r} must only divide dims; got {value!r}."
+                )
             value = self._on_cores(value)
             if isinstance(value, PartitionSpec):
                 try:
                     re.compile(key)
-                except re.error as error:
+                except (re.error, OverflowError, RecursionError) as error:
                     raise ArgumentError(
                         f"{strategy}: the rule {key!r} is not a regular expression: {error}."
                     ) from error

@@ -8,10 +8,15 @@ from typing import Any
 import jax
 
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_choice, check_int
+from distribute_jax._messages import check_choice
 from distribute_jax.program import ParameterDevice
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import devices_of, find_device, find_devices
+from distribute_jax.strategies._devices import (
+    check_replicas_per_device,
+    devices_of,
+    find_device,
+    find_devices,
+)
 
 
 class CentralStorageStrategy(Strategy):
@@ -60,7 +65,7 @@ class CentralStorageStrategy(Strategy):
         axis_name: str = DATA,
     ) -> None:
         devices = find_devices(compute_devices)
-        each = check_int("CentralStorageStrategy: replicas_per_device", replicas_per_device)
+        each = check_replicas_per_device("CentralStorageStrategy", replicas_per_device)
         if parameter_device is not None:
             device = find_device(parameter_device)
         else:

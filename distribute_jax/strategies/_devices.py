@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from distribute_jax import processes
 from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax._mesh import DATA
+from distribute_jax._messages import check_int
 from distribute_jax._user_frames import log_once
 from distribute_jax.cluster_resolver import (
     ClusterResolver,
@@ -128,6 +129,11 @@ def note_cluster_ignored(caller: str, instead: str = _MANY) -> None:
             caller,
             instead,
         )
+
+
+def check_replicas_per_device(caller: str, number: Any) -> int:
+    """Returns how many replicas a device runs one after the other, which is bounded so that steps end."""
+    return check_int(f"{caller}: replicas_per_device", number, below=1 << 16)
 
 
 def devices_of(kind: str) -> list[jax.Device]:

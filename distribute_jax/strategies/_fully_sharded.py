@@ -12,7 +12,7 @@ from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import devices_of_job
+from distribute_jax.strategies._devices import check_replicas_per_device, devices_of_job
 
 
 class FullyShardedStrategy(Strategy):
@@ -72,7 +72,7 @@ class FullyShardedStrategy(Strategy):
         axis_name: str = DATA,
     ) -> None:
         name = type(self).__name__
-        each = check_int(f"{name}: replicas_per_device", replicas_per_device)
+        each = check_replicas_per_device(name, replicas_per_device)
         self._resolver = cluster_resolver
         used = devices_of_job(devices, cluster_resolver, cluster_options, name)
         mesh = replica_mesh(used, each)

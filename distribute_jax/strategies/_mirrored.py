@@ -10,11 +10,16 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_bool, check_int
+from distribute_jax._messages import check_bool
 from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
 from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import find_device, find_devices, note_cluster_ignored
+from distribute_jax.strategies._devices import (
+    check_replicas_per_device,
+    find_device,
+    find_devices,
+    note_cluster_ignored,
+)
 
 
 class MirroredStrategy(Strategy):
@@ -72,7 +77,7 @@ class MirroredStrategy(Strategy):
         shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
         self._cross_device_ops = _placed(cross_device_ops, replicas)
         super().__init__(
-            replica_mesh(replicas, check_int(f"{name}: replicas_per_device", replicas_per_device)),
+            replica_mesh(replicas, check_replicas_per_device(name, replicas_per_device)),
             steps_in_flight=steps_in_flight,
             shared=(nnx.OptState,) if shares else (),
             axis_name=axis_name,

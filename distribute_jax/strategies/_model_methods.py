@@ -91,7 +91,7 @@ class ModelMethods:
         if not (state := [(v, path) for v, path in found if v is not None]):
             raise ArgumentError(
                 f"strategy.placement got {leaf_text(model)}, which is not a nest of variables and arrays. "
-                "Pass the model, or (model, optimizer)."
+                "Pass the module, or (module, optimizer); of a dj.Model its module."
             )
         rows: list[PlacedLeaf] = self._replicas.placement.rows(*zip(*state, strict=True))
         return rows
@@ -174,7 +174,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
 def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
     """Returns the variables of a nest and their paths.
 
-    An array outside of modules is like a parameter; one that a module holds beside its variables is no state,
+    An array outside of modules is like a parameter; one that a module holds beside its variables is not state,
     so there is None in its place.
     """
     roots, found = modules_of(nest), []

@@ -17,7 +17,7 @@ from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import devices_of_job
+from distribute_jax.strategies._devices import check_replicas_per_device, devices_of_job
 
 
 class ModelParallelStrategy(Strategy):
@@ -78,7 +78,7 @@ class ModelParallelStrategy(Strategy):
         name = type(self).__name__
         check_int(f"{name}: model", model)
         shares = check_bool(f"{name}: fully_sharded", fully_sharded)
-        each = check_int(f"{name}: replicas_per_device", replicas_per_device)
+        each = check_replicas_per_device(name, replicas_per_device)
         self._resolver = cluster_resolver
         every = devices_of_job(devices, cluster_resolver, cluster_options, name)
         here = [d for d in every if d.process_index == jax.process_index()]

@@ -6,14 +6,14 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_bool, check_int
+from distribute_jax._messages import check_bool
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps
 from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.collectives._options import checked_options
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import connect
+from distribute_jax.strategies._devices import check_replicas_per_device, connect
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -80,7 +80,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "in each process. Leave reduce_to_device out: the values are added up on replica 0."
             )
         shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
-        each = check_int(f"{name}: replicas_per_device", replicas_per_device)
+        each = check_replicas_per_device(name, replicas_per_device)
         self._resolver, devices = connect(
             cluster_resolver, cluster_options, name, self._communication_options.timeout_seconds
         )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_int
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import find_device, note_cluster_ignored
+from distribute_jax.strategies._devices import (
+    check_replicas_per_device,
+    find_device,
+    note_cluster_ignored,
+)
 
 
 class OneDeviceStrategy(Strategy):
@@ -35,7 +38,7 @@ class OneDeviceStrategy(Strategy):
     _offers_per_replica_input = False
 
     def __init__(self, device: Any, *, replicas_per_device: int = 1, axis_name: str = DATA) -> None:
-        each = check_int("OneDeviceStrategy: replicas_per_device", replicas_per_device)
+        each = check_replicas_per_device("OneDeviceStrategy", replicas_per_device)
         mesh = replica_mesh([find_device(device)], each)
         note_cluster_ignored(type(self).__name__)
         super().__init__(mesh, steps_in_flight=None, axis_name=axis_name)

@@ -19,7 +19,7 @@ from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import note_no_tpu
+from distribute_jax.strategies._devices import check_replicas_per_device, note_no_tpu
 from distribute_jax.tpu._system import connected
 from distribute_jax.tpu._topology import DeviceAssignment, checked_assignment, in_topology_order
 
@@ -86,7 +86,7 @@ class TPUStrategy(Strategy):
         name = type(self).__name__
         spmd = f"{name}(experimental_spmd_xla_partitioning)"
         check_choice(spmd, experimental_spmd_xla_partitioning, (True,))
-        each = check_int(f"{name}: replicas_per_device", replicas_per_device)
+        each = check_replicas_per_device(name, replicas_per_device)
         self._resolver = connected(tpu_cluster_resolver, cluster_options, name)
         if experimental_device_assignment is None:
             note_no_tpu(name)

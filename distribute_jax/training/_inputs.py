@@ -170,6 +170,11 @@ def _check_lengths(called: str, parts: dict[str, Any]) -> None:
 
 def check_placed(module: nnx.Module, strategy: Strategy) -> None:
     """Raises if arrays of a module are not on the devices where the strategy stores parameters."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(module))):
+        raise ArgumentError(
+            "A dj.Model cannot be made inside of strategy.create, or of a function that JAX traces. Make "
+            "its module there: `with strategy.scope(): model = dj.Model(strategy.create(make_module))`."
+        )
     device = getattr(strategy, "parameter_device", None)
     devices = set(strategy.mesh.devices.flat) if device is None else {device}
     elsewhere = [

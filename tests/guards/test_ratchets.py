@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_151,
-    lines_of_tests: 40_962,
+    lines: 41_207,
+    lines_of_tests: 40_975,
     files: 208,
     pieces: 0,
-    private_words: 1,
+    private_words: 0,
     private_imports: 31,
 }
 

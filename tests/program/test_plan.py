@@ -180,12 +180,17 @@ def test_a_step_that_makes_variables_is_planned(s2: dj.MirroredStrategy) -> None
 TEXT = nnx.Variable("text")
 REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     "no number": (lambda s: s.plan(abs, (1.0,), replicas=0), "replicas must be"),
+    "a huge number": (lambda s: s.plan(abs, (1.0,), replicas=2**62), "replicas must be .* < 1048576"),
     "a lowering": (
         lambda s: s.plan(abs, (1.0,), options=dj.RunOptions(lowering="pmap")), "made when it runs"
     ),
     "no tuple": (lambda s: s.plan(abs, 1.0), r"strategy.plan\(step, args="),
     "no array": (lambda s: s.plan(lambda: TEXT.get_value()), "TEXT: str 'text'"),
     "no function": (lambda s: s.plan(1, (1.0,)), "fn is a plain function"),
+    "a strategy in no list": (lambda s: dj.plan(abs, strategies=s), "strategies must be a non-empty list"),
+    "a class": (lambda s: dj.plan(abs, strategies=[type(s)]), "'> in strategies is not a strategy"),
+    "one number": (lambda s: dj.plan(abs, strategies=[s], replicas=8), "replicas must be a .* got 8"),
+    "a text": (lambda s: dj.plan(abs, strategies=[s], device_memory_bytes="8G"), "memory_bytes must be an"),
     "inside run": (lambda s: s.run(lambda: s.plan(abs, (1.0,))), "strategy.plan was called inside"),
 }  # fmt: skip
 

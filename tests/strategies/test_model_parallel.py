@@ -178,6 +178,11 @@ def test_logical_axes_of_flax() -> None:
         ({}, r"rules must be a non-empty dict"),
         ({"kernel": 3}, r"a rule maps a str to a PartitionSpec, an axis or None; got 'kernel': 3"),
         ({"(": PartitionSpec("model")}, r"'\(' is not a regular expression"),
+        (
+            {"k{99999999999}": PartitionSpec("model")},
+            r"is not a regular expression: the repetition",
+        ),
+        ({"kernel": PartitionSpec(unreduced={"model"})}, r"must only divide dims"),
         ({"kernel": PartitionSpec("data")}, r"names 'data', the axis of the replicas"),
         ({"kernel": PartitionSpec("tensor")}, r"names the axis 'tensor'; the axes are \['model'\]"),
         ({"kernel": PartitionSpec("model", "model")}, r"uses one axis for two dims"),
@@ -293,12 +298,13 @@ RNGS = nnx.Rngs(0)
     ("make", "message"),
     [
         (Language(), r"make must be a function .*; got Language"),
-        (None, r"make must be a function .*; got None"),
+        (lambda: 3, r"make must be a function .*; got one that returns 3"),
+        (lambda: dj.Model(Block(nnx.Rngs(0))), r"cannot be made inside of strategy.create"),
         (lambda: Block(RNGS), r"changes an nnx.Rngs or a module that was made before it"),
     ],
 )
 def test_create_takes_a_function_that_makes_all_of_the_model(make: Any, message: str) -> None:
-    """A model in place of a function, and random streams from outside, are refused in one line."""
+    """A model, a function without one, and random streams from outside are refused."""
     with pytest.raises(ValueError, match=message):
         dj.MirroredStrategy([0, 1]).create(make)
 

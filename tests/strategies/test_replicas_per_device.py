@@ -448,8 +448,10 @@ def test_strategies_say_how_many_replicas_a_device_has():
     ):
         several(1, 3).plan(lambda: 1, replicas=8)
     with pytest.raises(
-        dj.ArgumentError, match="replicas_per_device must be an integer >= 1; got 0"
+        dj.ArgumentError, match="replicas_per_device must be an integer >= 1 and < 65536; got 0"
     ):
         several(1, 0)
+    with pytest.raises(dj.ArgumentError, match="< 65536; got 1000000"):
+        several(1, 1_000_000)
     with pytest.raises(dj.LoweringError, match="with replicas_per_device=2: pmap knows one"):
         several(1, 2).run(lambda: 1, options=dj.RunOptions(lowering="pmap"))
