@@ -174,7 +174,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
 def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
     """Returns the variables of a nest and their paths.
 
-    An array outside of modules is like a parameter; one that a module holds beside its variables is not state,
+    An array outside of modules is like a parameter; one that a module holds beside its variables is not,
     so there is None in its place.
     """
     roots, found = modules_of(nest), []
