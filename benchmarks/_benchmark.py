@@ -87,11 +87,14 @@ def main(benchmark: Benchmark[Any]) -> list[Row]:
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
     parser.add_argument("--cases", type=int, nargs="+", help="only these of its cases, from 0")
+    parser.add_argument("--rounds", type=int, help="paired rounds, where it is timed")
     add_devices(parser)
     chosen = parser.parse_args()
     options = benchmark.quick if chosen.quick else benchmark.full
     if chosen.cases:
         options = replace(options, cases=tuple(options.cases[i] for i in chosen.cases))
+    if chosen.rounds:
+        options = replace(options, rounds=chosen.rounds)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         start_devices(chosen.devices)

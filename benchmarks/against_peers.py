@@ -3,6 +3,7 @@
     python -m benchmarks.against_peers             measures, and prints JSON lines
     python -m benchmarks.against_peers --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.against_peers --quick     a look: few rounds, only 4 replicas
+    python -m benchmarks.against_peers --divided   a model that 8 devices divide
 
 Every peer is a separate process (``benchmarks/peers/``), and may be of another environment:
 ``--python tensorflow=/path/to/python``. The processes on one and on N replicas of a workload live at once
@@ -22,6 +23,7 @@ import importlib.util
 import math
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -43,7 +45,7 @@ from benchmarks._harness import (
     write_report,
 )
 from benchmarks._peer_process import PeerError, PeerProcess, end_all
-from benchmarks.peers._models import CNN, MLP, TRANSFORMER, Work
+from benchmarks.peers._models import CNN, MLP, TRANSFORMER, WIDE, Work
 from benchmarks.peers._protocol import write_start
 
 OURS = "distribute_jax"
@@ -58,6 +60,17 @@ PEERS: Mapping[str, tuple[str, str]] = {
     "pytorch_ddp": ("PyTorch DDP, gloo", "torch"),
 }
 """For each module of ``benchmarks/peers/`` what it is, and the package that it needs."""
+DIVIDED: Mapping[str, tuple[str, str]] = {
+    "fully_sharded": ("distribute_jax, `FullyShardedStrategy`", "jax"),
+    "flax_guide": ("Flax's guide, `nnx.jit`", "jax"),
+    "pytorch_fully_shard": ("PyTorch `fully_shard`, gloo", "torch"),
+    "model_parallel": ("distribute_jax, `ModelParallelStrategy`, pairs of devices", "jax"),
+    "keras_model_parallel": ("Keras 3 on JAX, ModelParallel, `fit`, pairs of devices", "keras"),
+}
+"""Those that divide the model: among all devices, or among those of each pair."""
+LABELS = {name: label for name, (label, _) in {**PEERS, **DIVIDED}.items()}
+MARK = "  # many\n"
+"""Ends the lines of a peer that a user adds or changes to get from one device to several."""
 
 Key = tuple[str, int]
 """A peer and its number of replicas."""
@@ -76,7 +89,10 @@ class Options:
     works: tuple[Work, ...] = (MLP, CNN, TRANSFORMER)
     replicas: tuple[int, ...] = (2, 4, 8)
     """Each is measured together with one replica."""
+    divided: bool = False
+    """Whether the peers divide the model: not on one replica, and its bytes are counted."""
     peers: tuple[str, ...] = tuple(PEERS)
+    """The first is the one that all are compared with."""
     pythons: Mapping[str, str] = field(default_factory=dict)
     """The interpreter for a package of ``PEERS``; without one, this interpreter where it has it."""
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -90,6 +106,7 @@ class Options:
 
 
 QUICK = Options(replicas=(4,), rounds=10)
+MODELS = Options(works=(WIDE,), replicas=(8,), divided=True, peers=tuple(DIVIDED))
 
 
 def measure(options: Options) -> Log:
@@ -110,7 +127,7 @@ class _Session:
 
     def __init__(self, log: Log, options: Options, work: Work, replicas: int, path: str) -> None:
         self.log, self.options, self.work, self.path = log, options, work, path
-        self.replicas = tuple(dict.fromkeys((1, replicas)))
+        self.replicas = (replicas,) if options.divided else tuple(dict.fromkeys((1, replicas)))
         self.alive: dict[Key, PeerProcess] = {}
 
     def run(self) -> None:
@@ -119,12 +136,14 @@ class _Session:
             self._start()
             self._compare_losses()
             self._record(self._turns())
+            if self.options.divided:
+                self._count_bytes()
         finally:
             end_all(self.alive.values())
 
     def _start(self) -> None:
         for key in [(name, n) for n in self.replicas for name in self.options.peers]:
-            package = PEERS[key[0]][1]
+            package = {**PEERS, **DIVIDED}[key[0]][1]
             python = python_for(package, self.options)
             if python is None:
                 self._absent(key, why_absent(package, self.options))
@@ -137,7 +156,7 @@ class _Session:
     def _compare_losses(self) -> None:
         losses = dict(self._asked({"losses": LOSS_STEPS}))
         for key, answer in losses.items():
-            ours = losses.get((OURS, key[1]), {"losses": None})["losses"]
+            ours = losses.get((self.options.peers[0], key[1]), {"losses": None})["losses"]
             text = loss_difference(answer["losses"], ours)
             self._add("losses", key, losses=answer["losses"], differs=text)
 
@@ -152,7 +171,7 @@ class _Session:
 
     def _record(self, times: Mapping[Key, list[float]]) -> None:
         for (name, replicas), own in times.items():
-            ours, one = times.get((OURS, replicas)), times.get((name, 1))
+            ours, one = times.get((self.options.peers[0], replicas)), times.get((name, 1))
             facts: dict[str, Any] = {}
             if ours is not None:
                 facts["time"] = ratio(own, ours)
@@ -161,6 +180,11 @@ class _Session:
                 facts["kept_each"] = [a / b for a, b in zip(one, own, strict=True)]
             speed = self.work.batch / statistics.median(own)
             self._add("speed", (name, replicas), examples_per_s=speed, **facts)
+
+    def _count_bytes(self) -> None:
+        for key, answer in self._asked({"state": True}):
+            resident = self.alive[key].most_resident()
+            self._add("bytes", key, resident=resident, lines=marked_lines(key[0]), **answer)
 
     def _asked(
         self, question: Mapping[str, Any], keys: Sequence[Key] | None = None
@@ -206,6 +230,13 @@ def why_absent(package: str, options: Options) -> str:
 def peer_command(python: str, key: Key, work: Work, path: str) -> list[str]:
     """Returns what starts a peer."""
     return [python, "-m", f"benchmarks.peers.{key[0]}", work.model, str(key[1]), path]
+
+
+def marked_lines(name: str) -> int:
+    """Counts the lines that only several devices need, in a peer and in those that it stands on."""
+    text = (Path(__file__).parent / "peers" / f"{name}.py").read_text(encoding="utf-8")
+    others = re.findall(r"^from benchmarks\.peers\.(\w+)", text, re.MULTILINE)
+    return text.count(MARK) + sum(map(marked_lines, others))
 
 
 def peer_environment(replicas: int) -> dict[str, str]:
@@ -267,31 +298,43 @@ def report(log: Log) -> str:
         "least one thread; the others have all cores for all replicas.",
     ]
     cases: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for kind in ("absent", "losses", "speed"):
+    divided = any(log.of("bytes"))
+    if divided:
+        parts.append(
+            "*State* is MiB of weights and optimizer on the device that has most of them; *resident* the "
+            "most MiB in memory of all processes of a peer, with its libraries, which each process of "
+            "PyTorch counts, its compiler and its batches. *Lines* are those of its program that a user "
+            f"adds or changes to get from one device to several; they end with `{MARK.strip()}`."
+        )
+    head = ("state", "resident", "lines") if divided else ("N over one",)
+    for kind in ("absent", "losses", "speed", "bytes"):
         for record in log.of(kind):
             case = cases.setdefault((record["workload"], record["replicas"]), {})
             case.setdefault(record["peer"], {}).update(record)
     for (workload, replicas), peers in cases.items():
         parts.append(f"## {workload}, {replicas} replica{'s' if replicas > 1 else ''}")
-        rows = [_row(name, peers[name]) for name in PEERS if name in peers]
-        parts.append(table(["", "losses", "examples/s", "time to ours", "N over one"], rows))
+        rows = [_row(name, peers[name], len(head)) for name in LABELS if name in peers]
+        parts.append(table(["", "losses", "examples/s", "time to ours", *head], rows))
     parts += ["## Versions", "\n".join(_versions(log))]
-    parts += ["## Command", "    python3 dev.py bench --peers"]
+    parts += ["## Command", "    python3 dev.py bench --peers" + " --divided" * divided]
     return "\n\n".join(parts) + "\n"
 
 
-def _row(name: str, record: Mapping[str, Any]) -> list[str]:
-    label = PEERS[name][0]
+def _row(name: str, record: Mapping[str, Any], last: int) -> list[str]:
+    label = LABELS[name]
     if "examples_per_s" not in record:
-        return [label, record["why"].replace("|", "¦"), "", "", ""]
+        return [label, record["why"].replace("|", "¦"), *[""] * (2 + last)]
     ratios = [interval_text(record[k]) if k in record else "" for k in ("time", "kept")]
-    return [label, record["differs"] or "equal", f"{record['examples_per_s']:,.0f}", *ratios]
+    if "lines" in record:
+        sizes = [f"{record[k] / 2**20:.1f}" for k in ("state", "resident")]
+        ratios = [ratios[0], *sizes, str(record["lines"])]
+    return [label, record["differs"] or "equal", f"{record['examples_per_s']:,.1f}", *ratios]
 
 
 def _versions(log: Log) -> Iterator[str]:
     told = {r["peer"]: r["versions"] for r in log.of("ready")}
     for name, versions in told.items():
-        yield f"- {PEERS[name][0]}: " + ", ".join(f"{k} {v}" for k, v in versions.items())
+        yield f"- {LABELS[name]}: " + ", ".join(f"{k} {v}" for k, v in versions.items())
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -303,17 +346,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
+    parser.add_argument("--divided", action="store_true", help="a model that 8 devices divide")
     works = {work.model: work for work in Options.works}
     parser.add_argument("--only", nargs="+", choices=works, default=list(works), metavar="MODEL")
     parser.add_argument("--replicas", type=int, nargs="+", help="beside one replica")
+    parser.add_argument("--rounds", type=int, help="paired rounds")
     for name, what in (("python", "PATH"), ("absent", "WHY")):
         parser.add_argument(f"--{name}", action="append", default=[], metavar=f"PACKAGE={what}")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    base = QUICK if chosen.quick else Options()
+    base = MODELS if chosen.divided else QUICK if chosen.quick else Options()
     options = dataclasses.replace(
         base,
-        works=tuple(works[name] for name in chosen.only),
+        works=base.works if chosen.divided else tuple(works[name] for name in chosen.only),
+        rounds=chosen.rounds or (QUICK if chosen.quick else base).rounds,
         replicas=tuple(chosen.replicas or base.replicas),
         pythons=_pairs(chosen.python),
         absent=_pairs(chosen.absent),
@@ -325,7 +371,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in headline(log):
         log.add("headline", **dataclasses.asdict(row))
     if chosen.report:
-        write_report("against_peers", log, report(log))
+        question = "divided_against_peers" if chosen.divided else "against_peers"
+        write_report(question, log, report(log))
     return 0
 
 

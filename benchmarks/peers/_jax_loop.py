@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.peers._flax_models import example_losses, model_of, optimizer
-from benchmarks.peers._protocol import Start
+from benchmarks.peers._protocol import Start, most_on_a_device
 
 AHEAD = 2
 """Steps that may be dispatched and not finished: a loop that does not read each loss. On CPU devices
@@ -33,6 +33,8 @@ class JaxTrainer:
     """Reads the loss over the global batch from what ``step`` gave."""
     placed: Sequence[Any]
     """The batches."""
+    state: Callable[[], Any] = tuple
+    """Reads the arrays of weights and optimizer as they are now."""
 
     def __post_init__(self) -> None:
         """Begins with the first batch."""
@@ -50,6 +52,10 @@ class JaxTrainer:
             if len(unfinished) > AHEAD:
                 jax.block_until_ready(unfinished.popleft())
         jax.block_until_ready(list(unfinished))
+
+    def state_bytes(self) -> int:
+        """Counts what the state takes on the device that has most of it."""
+        return most_on_a_device(jax.tree.leaves(self.state()))
 
 
 def mesh_of(replicas: int) -> Mesh:

@@ -8,7 +8,7 @@ The optimizer is Adam in float32, the loss is cross entropy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -122,3 +122,11 @@ TRANSFORMER = Work(
     batch=16,
     calls=3,
 )
+WIDE = replace(
+    TRANSFORMER,
+    name="transformer 4 × 256, 128 of 1024 characters",
+    shapes=transformer_shapes(1024, 128, 256, 4),
+    data=partial(characters, 1024, 128),
+    calls=1,
+)
+"""Whose arrays are worth dividing."""

@@ -8,6 +8,7 @@ and answers each line that it reads with one line:
 
     {"losses": 20}   the losses of the first steps, from the initial weights; asked first
     {"turn": 10}     {"seconds": ...} of one step, over a turn of so many
+    {"state": true}  {"state": ...} bytes of weights and optimizer on the device that has most of them
     {"end": true}    nothing: the process ends, as it does when its input ends
 
 Standard library and NumPy only: every peer imports this, whatever its framework.
@@ -20,7 +21,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -82,11 +84,21 @@ def serve(build: Callable[[Start], Trainer], *packages: ModuleType) -> None:
 def _answer(trainer: Trainer, question: dict[str, Any]) -> dict[str, Any]:
     if "losses" in question:
         return {"losses": trainer.losses(question["losses"])}
+    if "state" in question:
+        return {"state": trainer.state_bytes()}  # type: ignore[attr-defined]
     calls = question["turn"]
     trainer.run(1)  # brings this process's data back into the caches
     start = time.perf_counter()
     trainer.run(calls)
     return {"seconds": (time.perf_counter() - start) / calls}
+
+
+def most_on_a_device(arrays: Iterable[Any]) -> int:
+    """Counts the bytes of arrays of JAX on the device that has most of them."""
+    held = Counter[Any]()
+    for shard in (shard for array in arrays for shard in array.addressable_shards):
+        held[shard.device] += shard.data.nbytes
+    return max(held.values())
 
 
 def _say(answers: Any, answer: dict[str, Any]) -> None:

@@ -17,24 +17,29 @@ from benchmarks.peers._protocol import Start, serve
 
 def build(start: Start) -> JaxTrainer:
     """Makes the step."""
-    strategy = dj.MirroredStrategy(list(range(start.replicas)))
-    with strategy.scope():
+    return train_under(dj.MirroredStrategy(list(range(start.replicas))), start)
+
+
+def train_under(strategy: dj.Strategy, start: Start) -> JaxTrainer:
+    """Makes the step, which is the same under every strategy; what one device does without is marked."""
+    with strategy.scope():  # many
         model = model_of(start)
         adam = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
 
     def train_step(x: jax.Array, y: jax.Array) -> jax.Array:
         def loss_fn(model: Any) -> jax.Array:
-            return dj.compute_average_loss(example_losses(model(x), y))
+            return dj.compute_average_loss(example_losses(model(x), y))  # many
 
         loss, grads = nnx.value_and_grad(loss_fn)(model)
-        adam.update(model, dj.get_replica_context().all_reduce("sum", grads))
+        adam.update(model, dj.get_replica_context().all_reduce("sum", grads))  # many
         return loss
 
     batches = list(zip(start.x, start.y, strict=True))
     return JaxTrainer(
-        step=lambda batch: strategy.run(train_step, args=batch),
-        read=lambda loss: float(strategy.reduce("sum", loss, axis=None)),
-        placed=list(strategy.distribute_dataset(batches)),
+        step=lambda batch: strategy.run(train_step, args=batch),  # many
+        read=lambda loss: float(strategy.reduce("sum", loss, axis=None)),  # many
+        placed=list(strategy.distribute_dataset(batches)),  # many
+        state=lambda: nnx.state((model, adam)),
     )
 
 

@@ -7,13 +7,14 @@ import os
 os.environ["KERAS_BACKEND"] = "jax"
 
 from itertools import cycle
+from typing import Any
 
 import jax
 import keras
 import numpy as np
 
 from benchmarks.peers._keras_models import model_of, optimizer
-from benchmarks.peers._protocol import Array, Start, serve
+from benchmarks.peers._protocol import Array, Start, most_on_a_device, serve
 
 REPEATS = 5
 """How often the batches stand in memory: a turn has at most so many times their number of steps."""
@@ -22,9 +23,11 @@ REPEATS = 5
 class KerasTrainer:
     """Trains with ``fit``."""
 
-    def __init__(self, start: Start) -> None:
-        devices = keras.distribution.list_devices()[: start.replicas]
-        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+    def __init__(
+        self, start: Start, distribution_of: Any = keras.distribution.DataParallel
+    ) -> None:
+        devices = keras.distribution.list_devices()[: start.replicas]  # many
+        keras.distribution.set_distribution(distribution_of(devices=devices))  # many
         self.start = start
         # One after the other in memory, so that a turn is a view.
         self.x, self.y = (
@@ -44,6 +47,11 @@ class KerasTrainer:
         """Trains for one epoch of so many steps."""
         examples = steps * self.start.x.shape[1]
         self._fit(self.x[:examples], self.y[:examples])
+
+    def state_bytes(self) -> int:
+        """Counts what the state takes on the device that has most of it."""
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        return most_on_a_device(variable.value for variable in variables)
 
     def _fit(self, x: Array, y: Array) -> float:
         size = self.start.x.shape[1]

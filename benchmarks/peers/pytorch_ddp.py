@@ -127,18 +127,21 @@ def _value(start: Start, name: str) -> Any:
     return value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T
 
 
-def rank_steps(start: Start, rank: int, link: Connection, port: int) -> None:
-    """Trains one replica: for each number of steps that it is sent, sends back their losses."""
+def rank_steps(start: Start, rank: int, link: Connection, port: int, wrap: Any) -> None:
+    """Trains one replica: for each number of steps that it is sent, sends back their losses.
+
+    What one device does without is marked, less what `torchrun` would do.
+    """
     torch.set_num_threads(max(1, torch.get_num_threads() // start.replicas))
     store = dist.TCPStore("127.0.0.1", port, start.replicas, is_master=False)
-    dist.init_process_group("gloo", rank=rank, world_size=start.replicas, store=store)
-    model = DistributedDataParallel(model_of(start))
+    dist.init_process_group("gloo", rank=rank, world_size=start.replicas, store=store)  # many
+    model = wrap(model_of(start))  # many
     adam = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=EPSILON)
-    share = start.x.shape[1] // start.replicas
-    mine = slice(rank * share, (rank + 1) * share)
+    share = start.x.shape[1] // start.replicas  # many
+    mine = slice(rank * share, (rank + 1) * share)  # many
     batches = cycle(
         [
-            (torch.from_numpy(x[mine]), torch.from_numpy(y[mine]).long())
+            (torch.from_numpy(x[mine]), torch.from_numpy(y[mine]).long())  # many
             for x, y in zip(start.x, start.y, strict=True)
         ]
     )
@@ -153,15 +156,24 @@ def rank_steps(start: Start, rank: int, link: Connection, port: int) -> None:
 
     link.send("ready")
     while steps := link.recv():
+        if steps == STATE:
+            tensors = [*model.parameters(), *(t for s in adam.state.values() for t in s.values())]
+            local = [getattr(tensor, "to_local", lambda t=tensor: t)() for tensor in tensors]
+            link.send(sum(tensor.nbytes for tensor in local))
+            continue
         losses = [step() for _ in range(steps)]
         link.send([float(loss) for loss in losses])
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # many
+
+
+STATE = -1
+"""Sent to a replica instead of a number of steps; it sends back the bytes of its state."""
 
 
 class TorchTrainer:
     """Starts the replicas and tells them when to train."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, wrap: Any = DistributedDataParallel) -> None:
         # The replicas meet over loopback, whatever name this machine has in its network.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         spawn = torch.multiprocessing.get_context("spawn")
@@ -169,7 +181,7 @@ class TorchTrainer:
         self.links = []
         for rank in range(start.replicas):
             link, theirs = spawn.Pipe()
-            arguments = (start, rank, theirs, self.store.port)
+            arguments = (start, rank, theirs, self.store.port, wrap)
             # A daemon ends with this process, also when this one is interrupted.
             spawn.Process(target=rank_steps, args=arguments, daemon=True).start()
             theirs.close()  # so that the replica's death is the end of its messages
@@ -180,13 +192,17 @@ class TorchTrainer:
     def losses(self, steps: int) -> list[float]:
         """Trains, and gives each step's loss, the mean over the replicas' equal shares."""
         shares = self._train(steps)
-        return [sum(losses) / len(losses) for losses in zip(*shares, strict=True)]
+        return [sum(losses) / len(losses) for losses in zip(*shares, strict=True)]  # many
 
     def run(self, steps: int) -> None:
         """Trains, and returns when every replica has finished."""
         self._train(steps)
 
-    def _train(self, steps: int) -> list[list[float]]:
+    def state_bytes(self) -> int:
+        """Counts what the state takes in the process that has most of it."""
+        return max(self._train(STATE))
+
+    def _train(self, steps: int) -> list[Any]:
         for link in self.links:
             link.send(steps)
         return [link.recv() for link in self.links]

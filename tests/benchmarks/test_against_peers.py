@@ -13,7 +13,15 @@ import pytest
 
 from benchmarks import against_peers
 from benchmarks._peer_process import PeerError, PeerProcess
-from benchmarks.against_peers import OURS, PEERS, Options, loss_difference, measure, report
+from benchmarks.against_peers import (
+    LABELS,
+    OURS,
+    Options,
+    loss_difference,
+    marked_lines,
+    measure,
+    report,
+)
 from benchmarks.peers import distribute_jax, nnx_jit, pmap, shard_map, sharded_jit
 from benchmarks.peers._models import MLP
 from benchmarks.peers._protocol import Start, write_start
@@ -220,12 +228,34 @@ def test_processes_on_jax_are_measured():
     ]
 
 
+@pytest.mark.exhaustive
+def test_peers_that_divide_the_model_have_its_bytes_and_lines():
+    """Of a kernel of 784 × 4 each of two devices has a half, with Adam's two moments, and all of the rest."""
+    peers = ("fully_sharded", "flax_guide")
+    log = measure(Options(works=(TINY,), replicas=(2,), peers=peers, rounds=2, divided=True))
+    small = 4 + 4 * 10 + 10
+    for record in log.of("bytes"):
+        assert 0 <= record["state"] - 3 * 4 * (784 * 4 // 2 + small) <= 8  # two counts of steps
+        assert record["resident"] > 50 * 2**20
+    assert {record["differs"] for record in log.of("losses")} == {""}
+    page = report(log)
+    assert page.count(f"| {marked_lines('fully_sharded')} |") == 1
+    assert [marked_lines(name) for name in ("fully_sharded", "pmap")] == [7, 0]
+
+
 ALLOWED = {
     OURS: {"jax", "flax", "optax", "distribute_jax"},
     **{name: {"jax", "flax", "optax"} for name in ("shard_map", "sharded_jit", "pmap", "nnx_jit")},
     "keras_jax": {"jax", "keras"},
     "tensorflow_mirrored": {"keras", "tensorflow"},
     "pytorch_ddp": {"torch"},
+    **{
+        name: {"jax", "flax", "optax", "distribute_jax"}
+        for name in ("fully_sharded", "model_parallel")
+    },
+    "flax_guide": {"jax", "flax", "optax"},
+    "keras_model_parallel": {"jax", "keras"},
+    "pytorch_fully_shard": {"torch"},
 }
 FRAMEWORKS = set().union(*ALLOWED.values())
 
@@ -244,7 +274,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", LABELS)
 def test_a_peer_imports_no_framework_but_its_own(name: str):
     """Another one would start threads, and would have to be installed beside it."""
     path = ROOT / "benchmarks" / "peers" / f"{name}.py"
