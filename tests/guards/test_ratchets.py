@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 41_207,
-    lines_of_tests: 40_975,
+    lines_of_tests: 41_023,
     files: 208,
     pieces: 0,
     private_words: 0,
