@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
-from distribute_jax.program._jaxprs import ClosedJaxpr, opened
+from distribute_jax._mesh import DATA
+from distribute_jax.program._jaxprs import ClosedJaxpr, equations, names_axis, opened
 
 Values = dict[Any, Any]
 """What the variables of a jaxpr stand for."""
@@ -54,3 +56,33 @@ def run_with_body(eqn: Any, body: Callable[..., Any], operands: Sequence[Any]) -
     jaxpr = closed.jaxpr
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     return list(eqn.primitive.bind(*closed.consts, *operands, **{**eqn.params, "jaxpr": jaxpr}))
+
+
+def flat(body: Any, is_opened: Callable[[Any], bool]) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function, with what some of its ``jit``s run in the place of these."""
+
+    def run(*args: Any) -> list[Any]:
+        jaxpr, values = body.jaxpr, start(body, args)
+        wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars])
+        for is_open, eqns in itertools.groupby(jaxpr.eqns, is_opened):
+            if not is_open:
+                run_piece(jaxpr, list(eqns), values, wanted)
+                continue
+            for eqn in eqns:
+                outs = flat(eqn.params["jaxpr"], is_opened)(
+                    *(value_of(v, values) for v in eqn.invars)
+                )
+                values.update(zip(eqn.outvars, outs, strict=True))
+        return [value_of(v, values) for v in jaxpr.outvars]
+
+    return run
+
+
+def is_jit(eqn: Any) -> bool:
+    """Returns whether an equation calls a jitted function."""
+    return eqn.primitive.name in {"jit", "pjit"}
+
+
+def is_jit_of_collectives(eqn: Any) -> bool:
+    """Returns whether an equation calls a jitted function in which replicas meet."""
+    return is_jit(eqn) and any(names_axis(e, DATA) for e in equations(opened(eqn.params["jaxpr"])))

@@ -41,37 +41,46 @@ class Plan:
     """For each array of the result: whether it is a part of a mean that is not summed yet."""
 
 
-def plan(call: Call, traced: Traced, options: RunOptions) -> Plan:
-    """Proves what is mirrored, and raises where state or a model-shaped result would drift."""
+def plan(
+    call: Call, traced: Traced, options: RunOptions, *, differing_arguments: bool = False
+) -> Plan:
+    """Proves what is mirrored, and raises where state or a model-shaped result would drift.
+
+    With ``differing_arguments`` every argument that is data differs, as those of the workers of parameter
+    servers do, whose steps are of one replica each: the state that they share must be combined too.
+    """
     state = sum(traced.written_sizes)
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
-    if replicas == 1:
+    if replicas == 1 and not differing_arguments:
         rules = tuple(
             Combine.OWN if keeps_own_values(variable) else Combine.MIRRORED
             for variable, *_ in state_outputs(call, traced)
         )
         return Plan(rules, (True,) * results, parts=(False,) * results)
-    before = input_marks(call, traced)
+    before = input_marks(call, traced, every_argument=differing_arguments)
     marks = prove(traced.jaxpr, before, axis_size=replicas)
     metrics = list(written_metrics(call, traced))
     merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
     special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
-    special |= {k: Combine.JOINT for merge in merges for k in merge.outputs}
+    joint = Combine.JOINT if replicas > 1 else Combine.FIRST
+    special |= {k: joint for merge in merges for k in merge.outputs}
     planned = list(_combine(call, traced, marks, options, special))
     combine = tuple(_with_dtypes(call, traced, marks, planned))
     mirrored = tuple(not mark for mark in marks[state:])
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
+    if replicas == 1:
+        return Plan(combine, mirrored, parts=(False,) * results)
     return Plan(combine, mirrored, merges, *remarks(call, traced, before, combine, options))
 
 
-def input_marks(call: Call, traced: Traced) -> list[Mark]:
+def input_marks(call: Call, traced: Traced, *, every_argument: bool = False) -> list[Mark]:
     """Returns the mark of each flat input: per-replica arguments and ON_READ variables differ."""
     variables, arrays, _, counts = traced.sizes
     names = traced.input_names[variables + arrays :]
     data = [
-        frozenset({name}) if isinstance(value, PerReplica) else _MIRRORED
+        frozenset({name}) if every_argument or isinstance(value, PerReplica) else _MIRRORED
         for name, value in zip(names, call.arguments.data, strict=False)
     ]
     state = [
@@ -121,8 +130,13 @@ def _combine(
         yield rule
     for text, lines in ((_DRIFT, drifting), (_STREAMS, streams), (_RESET, reset)):
         if lines and options.check_sync:
-            replicas = num_replicas(call.mesh)
-            raise OutOfSyncError(text.format(replicas=replicas, lines=listed(lines)))
+            raise OutOfSyncError(text.format(replicas=_number(call), lines=listed(lines)))
+
+
+def _number(call: Call) -> int | str:
+    """Returns the number of replicas for a message; workers may come and go."""
+    replicas = num_replicas(call.mesh)
+    return replicas if replicas > 1 else "N"
 
 
 def _with_dtypes(
@@ -238,7 +252,7 @@ def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> No
                 _MODEL_SHAPED.format(
                     what=what,
                     argument=argument,
-                    replicas=num_replicas(call.mesh),
+                    replicas=_number(call),
                     lines=listed(bad),
                 )
             )

@@ -134,7 +134,7 @@ def build(
     shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
     several = replicas_per_device(call.mesh) > 1
     in_shards = is_jit and maps_shards(call.mesh) and not shares
-    order, kept, read = _input_order(traced)
+    order, kept, read = input_order(traced)
     evaluate = in_one_equation if in_shards and not several else by_equation
     step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
     donated_state = 0
@@ -182,7 +182,7 @@ _WHOLE_ARGUMENTS = """\
 Make them with strategy.create(lambda: TrainState.create(...)), so that the replicas divide them."""
 
 
-def _input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Returns the flat inputs in the order of the program, the variables only read, and the arrays read.
 
     Written variables come first, then those that are only read, arrays, data and counts.

@@ -157,6 +157,8 @@ class Walk:
 
     def check_unreduced(self, jaxpr: Any) -> None:
         """Raises where values about to be summed are mirrored already, unless all are zeros."""
+        if self.axis_size == 1:
+            return  # The sum is right.
         for eqn, mark in self._unreduced.values():
             if not mark and not _ZeroWalk(self, eqn).meets_zeros_only(jaxpr):
                 raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))

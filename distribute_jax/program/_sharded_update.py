@@ -31,10 +31,18 @@ from distribute_jax._mesh import (
     replicas_per_device,
 )
 from distribute_jax.program._gather import Cut, Gathering, Share, without_forwarding
-from distribute_jax.program._jaxprs import equations, names_axis, opened
+from distribute_jax.program._jaxprs import equations
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compiled, compile_for_mesh
-from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
+from distribute_jax.program._pieces import (
+    Values,
+    flat,
+    is_jit_of_collectives,
+    run_piece,
+    start,
+    value_of,
+    variables,
+)
 from distribute_jax.program._placement import share_sharding, share_spec
 from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
@@ -122,8 +130,15 @@ def split_in(
     return kind(body, marks, step.shardings.mirrored, replicas, each, shares, results)
 
 
-def traced(step: FlatStep) -> Any:
-    """Traces the step of one replica with all that the lowering added to it."""
+def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> Any:
+    """Traces the step of one replica with all that the lowering added to it.
+
+    In the place of ``jit``s around collectives, and of those that it ``opens``, is what they run.
+    """
+
+    def is_opened(eqn: Any) -> bool:
+        return is_jit_of_collectives(eqn) or opens(eqn)
+
     replicas = num_replicas(step.mesh)
     shares = [
         jax.ShapeDtypeStruct((a.shape[0] // replicas, *a.shape[1:]), a.dtype) if split else a
@@ -131,8 +146,8 @@ def traced(step: FlatStep) -> Any:
     ]
     with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
-        if any(map(_is_jit_of_collectives, body.jaxpr.eqns)):
-            body = jax.make_jaxpr(flat(body), axis_env=[(DATA, replicas)])(*shares)
+        if any(map(is_opened, body.jaxpr.eqns)):
+            body = jax.make_jaxpr(flat(body, is_opened), axis_env=[(DATA, replicas)])(*shares)
     return without_forwarding(body)
 
 
@@ -234,7 +249,7 @@ class SplitStep:
         """Goes from the end to the start: a replica computes what it needs itself, and no more."""
         for eqn, operands, differs in reversed(marked):
             needed = any(v in self._needed for v in eqn.outvars)
-            each = differs or any(operands) or _is_for_each(self.jaxpr, eqn)
+            each = differs or any(operands) or is_for_each(self.jaxpr, eqn)
             if not needed and not each:
                 self._rest.append(eqn)
             elif not needed and not differs and _is_sum(eqn):
@@ -440,7 +455,7 @@ def _shape(v: Any) -> Any:
     return getattr(v.aval, "shape", None)
 
 
-def _is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
+def is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
     """Returns whether an equation belongs on each replica although all of them do the same in it."""
     if any(collectives(eqn, DATA)) or _has_effects(eqn):
         return True
@@ -470,26 +485,3 @@ def _is_sum(eqn: Any) -> bool:
 
 def _is_cond(eqn: Any) -> bool:
     return eqn.primitive.name == "cond" and not _has_effects(eqn)
-
-
-def flat(body: Any) -> Callable[..., list[Any]]:
-    """Returns a jaxpr as a function without the ``jit``s in it around collectives."""
-
-    def run(*args: Any) -> list[Any]:
-        jaxpr, values = body.jaxpr, start(body, args)
-        wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars])
-        for has_collectives, eqns in itertools.groupby(jaxpr.eqns, _is_jit_of_collectives):
-            if not has_collectives:
-                run_piece(jaxpr, list(eqns), values, wanted)
-                continue
-            for eqn in eqns:
-                outs = flat(eqn.params["jaxpr"])(*(value_of(v, values) for v in eqn.invars))
-                values.update(zip(eqn.outvars, outs, strict=True))
-        return [value_of(v, values) for v in jaxpr.outvars]
-
-    return run
-
-
-def _is_jit_of_collectives(eqn: Any) -> bool:
-    is_jit = eqn.primitive.name in {"jit", "pjit"}
-    return is_jit and any(names_axis(e, DATA) for e in equations(opened(eqn.params["jaxpr"])))

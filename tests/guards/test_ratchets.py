@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 41_207,
-    lines_of_tests: 41_023,
-    files: 208,
+    lines: 42_006,
+    lines_of_tests: 41_348,
+    files: 210,
     pieces: 0,
     private_words: 0,
     private_imports: 31,

@@ -1,0 +1,437 @@
+"""How the state and the update of a step are divided among servers: what each stores, reads and computes.
+
+The update is the part of a step's program that is equal on all replicas. Each server computes what its new
+state needs, from the newest state. What two servers need and gradients alone decide, such as their global
+norm, a worker computes once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex_core
+
+from distribute_jax._errors import LoweringError
+from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, called_body, line, opened
+from distribute_jax.program._pieces import variables
+
+SMALL = 16
+"""State of so many elements, such as a count of steps, is stored on each server that reads it."""
+
+_FOREIGN = """\
+The update of {name} on server {server} reads {foreign} at {where}, which is stored on server {home}.
+A server updates its variables from what it stores and what a worker sends. Use one server (servers=1), or \
+compute what both need from the gradients."""
+
+_USED_AGAIN = """\
+The step uses the new value of {name} at {where}.
+Parameter servers compute new values after the worker has finished the step, from their newest state. Use it \
+in the next step, or in a separate function: coordinator.schedule(evaluate, args=(batch,))."""
+
+_RESULT = """\
+{result} is computed from the new value of {name} at {where}.
+Parameter servers compute new values after the worker has finished the step and returned its results. Return \
+it from a separate function, scheduled after this one."""
+
+
+class ServerPart(NamedTuple):
+    """What one server stores and computes; state is named by its number."""
+
+    state: tuple[int, ...]
+    """What it stores."""
+    writes: tuple[int, ...]
+    """What of that gets a new value."""
+    reads: tuple[int, ...]
+    """What of that its update reads."""
+    takes: tuple[Any, ...]
+    """The variables of the jaxpr that a worker hands to it."""
+    eqns: tuple[Any, ...]
+    """Its update."""
+    shared: tuple[Any, ...]
+    """Numbers in it that the updates of other servers read too, such as how far a schedule is."""
+
+
+class Division(NamedTuple):
+    """A step, divided among a worker and servers."""
+
+    homes: tuple[tuple[int, ...], ...]
+    """The servers that store each leaf of state."""
+    servers: tuple[ServerPart, ...]
+    eqns: tuple[Any, ...]
+    """What a worker computes."""
+    pulls: tuple[int, ...]
+    """The state that it reads."""
+
+
+class State(NamedTuple):
+    """The leaves of state that a program has as inputs and outputs, by their numbers."""
+
+    names: Sequence[str]
+    inputs: dict[int, Any]
+    """The variable of the jaxpr that holds it; not of state that the step does not read."""
+    outputs: dict[int, Any]
+    """The atom that is its new value."""
+    sizes: Sequence[int]
+    together: Sequence[Sequence[int]]
+    """Numbers of the leaves of one variable each, in the order in which servers take them."""
+    followers: frozenset[int]
+    """State of optimizers, which is stored with the weight that it is for."""
+
+
+class _Groups:
+    """Numbers that belong together; the head of a group is the first that follows none."""
+
+    def __init__(self, number: int, followers: frozenset[int]) -> None:
+        self._above, self._followers = list(range(number)), followers
+
+    def head(self, k: int) -> int:
+        """Returns the head of a number's group."""
+        while self._above[k] != k:
+            k = self._above[k]
+        return k
+
+    def join(self, numbers: Sequence[int]) -> None:
+        """Joins the groups of some numbers."""
+        heads = sorted({self.head(k) for k in numbers}, key=lambda k: (k in self._followers, k))
+        for head in heads[1:]:
+            self._above[head] = heads[0]
+
+
+class Update:
+    """The equations of a step, sorted by what they depend on."""
+
+    def __init__(
+        self,
+        jaxpr: jex_core.Jaxpr,
+        first: Sequence[Any],
+        differs: Callable[[Any], bool],
+        stays: Callable[[Any], bool],
+        state: State,
+    ) -> None:
+        """Takes a program, what of it each worker needs ``first``, and what ``differs`` between workers.
+
+        ``stays`` says of an equation that it is computed by the worker although it gives all the same.
+        """
+        self.jaxpr, self.state = jaxpr, state
+        self.first = set(map(id, first))
+        self._number = {v: k for k, v in state.inputs.items()}
+        self._from_state = set(self._number)
+        self._from_data = {v for v in jaxpr.invars if v not in self._number}
+        self._on_servers: set[int] = set()
+        self._readers = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
+        self._narrow: dict[tuple[int, tuple[int, ...]], Any] = {}
+        self._whole: dict[int, int] = {}
+        self._effects = [eqn for eqn in jaxpr.eqns if _has_effects(eqn)]
+        self._read_by_effects = variables(v for eqn in self._effects for v in eqn.invars)
+        for eqn in jaxpr.eqns:
+            reads = variables(eqn.invars)
+            if any(map(differs, eqn.outvars)):
+                continue
+            if any(differs(v) or v in self._from_data for v in reads):
+                self._from_data.update(eqn.outvars)
+            if any(v in self._from_state for v in reads):
+                self._from_state.update(eqn.outvars)
+            if not stays(eqn) and not any(map(differs, reads)):
+                self._on_servers.add(id(eqn))
+        self.updated = {
+            v: k
+            for k, v in state.outputs.items()
+            if not isinstance(v, jex_core.Literal)
+            and v in self._from_state
+            and v in self._from_data
+            and v not in self._number
+        }
+        """New values that depend on old ones and on data."""
+
+    def check_not_used_again(self, results: Mapping[str, Any]) -> None:
+        """Refuses a step of which a worker would need new state."""
+        first = [eqn for eqn in self.jaxpr.eqns if id(eqn) in self.first]
+        self._refuse_new(first, _USED_AGAIN)
+        for result, atom in results.items():
+            if not isinstance(atom, jex_core.Literal) and atom in self.updated:
+                made = next(eqn for eqn in self.jaxpr.eqns if atom in eqn.outvars)
+                name, where = self._name(atom), line(made)
+                raise LoweringError(_RESULT.format(result=result, name=name, where=where))
+            self._refuse_new(self.slice([atom]), _RESULT, result)
+
+    def _refuse_new(self, eqns: Sequence[Any], text: str, result: str = "") -> None:
+        uses = [(eqn, v) for eqn in eqns for v in variables(eqn.invars) if v in self.updated]
+        uses += [(eqn, v) for eqn in eqns for v in eqn.outvars if v in self.updated]
+        if uses:  # of a weight rather than of the optimizer's state that it is computed from
+            eqn, v = min(uses, key=lambda use: self.updated[use[1]] in self.state.followers)
+            name, where = self._name(v), line(eqn)
+            raise LoweringError(text.format(result=result, name=name, where=where))
+
+    def _name(self, v: Any) -> str:
+        return self.state.names[self.updated[v]]
+
+    def slice(
+        self, atoms: Iterable[Any], includes: Callable[[Any], bool] = lambda _: True
+    ) -> list[Any]:
+        """Returns the equations that some values are computed by, of those that count."""
+        needed, eqns = set(variables(atoms)), []
+        for eqn in reversed(self.jaxpr.eqns):
+            if any(v in needed for v in eqn.outvars) and includes(eqn):
+                eqns.append(self._narrowed(eqn, needed))
+                needed.update(variables(eqns[-1].invars))
+        return eqns[::-1]
+
+    def _narrowed(self, eqn: Any, needed: set[Any]) -> Any:
+        """Returns a condition without the branches' results that are not needed."""
+        outs = tuple(i for i, v in enumerate(eqn.outvars) if v in needed)
+        if eqn.primitive.name != "cond" or _has_effects(eqn) or len(outs) == len(eqn.outvars):
+            return eqn
+        if (id(eqn), outs) not in self._narrow:
+            self._narrow[id(eqn), outs] = narrow = narrowed_cond(eqn, outs)
+            self._whole[id(narrow)] = id(eqn)
+        return self._narrow[id(eqn), outs]
+
+    def _id(self, eqn: Any) -> int:
+        return self._whole.get(id(eqn), id(eqn))
+
+    def _needs(self, atoms: Iterable[Any], eqns: Sequence[Any]) -> list[Any]:
+        """Returns what these equations, which compute some values, need from elsewhere."""
+        made = {v for eqn in eqns for v in eqn.outvars}
+        needed = variables([*(v for eqn in eqns for v in eqn.invars), *atoms])
+        return [v for v in needed if v not in made]
+
+    def divide(self, servers: int, results: Sequence[Any]) -> Division:
+        """Divides the state and its update among so many servers."""
+        homes = self._homes(servers)
+        stored = [{k for k, home in homes.items() if home == s} for s in range(servers)]
+        for s in range(servers):
+            self._store_copies(s, stored, homes)
+        for k in range(len(self.state.names)):  # small state of an optimizer that no update reads
+            if not any(k in of for of in stored):
+                stored[0].add(k)
+        self._store_copies(0, stored, homes)
+        by_worker = self._by_worker(stored, results)
+        parts = [self._part(sorted(of), by_worker) for of in stored]
+        handed = [*(v for part in parts for v in part.takes), *results]
+        eqns = self.slice([*handed, *self._read_by_effects])
+        kept = {self._id(eqn): eqn for eqn in (*eqns, *self._effects)}
+        eqns = [kept[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in kept]
+        pulls = [self._number[v] for v in self._needs(handed, eqns) if v in self._number]
+        return Division(
+            tuple(tuple(s for s in range(servers) if k in stored[s]) for k in range(len(self.state.names))),
+            tuple(parts), tuple(eqns), tuple(sorted(pulls)),
+        )  # fmt: skip
+
+    # Where state is stored
+
+    def _homes(self, servers: int) -> dict[int, int]:
+        """Returns the server of each leaf; not of small state of optimizers, which is where it is read."""
+        followers, group = self.state.followers, self._groups()
+        heads = [leaves[0] for leaves in self.state.together]
+        place: dict[int, int] = {}
+        for k in sorted(heads, key=lambda k: k in followers):
+            if k not in followers or (self._is_large(k) and group[k] in followers):
+                place.setdefault(group[k], len(place) % servers)
+        return {k: place[head] for k, head in enumerate(group) if head in place}
+
+    def _is_large(self, k: int) -> bool:
+        return self.state.sizes[k] > SMALL
+
+    def _groups(self) -> list[int]:
+        """Returns for each leaf the first of those that are stored together: a weight, if there is one."""
+        groups = _Groups(len(self.state.names), self.state.followers)
+        for leaves in self.state.together:
+            groups.join(leaves)
+        for k, sources in self._sources(element_by_element=True).items():
+            groups.join([k, *sources])
+        # Rows and columns of an array, as Adafactor keeps, are not of its shape, and read for it alone.
+        targets: dict[int, set[int]] = {}
+        for k, sources in self._sources(element_by_element=False).items():
+            for source in sources & self.state.followers:
+                targets.setdefault(source, set()).add(groups.head(k))
+        for k, heads in targets.items():
+            weights = heads - self.state.followers
+            if len(weights) == 1 and groups.head(k) in self.state.followers:
+                groups.join([k, *weights])
+        return [groups.head(k) for k in range(len(self.state.names))]
+
+    def _sources(self, *, element_by_element: bool) -> dict[int, set[int]]:
+        """Returns the state that each new value is computed from, maybe only through arrays of its shape."""
+        sets = {v: 1 << k for v, k in self._number.items()}
+        of_all = _flows(
+            self.jaxpr, [sets.get(v, 0) for v in self.jaxpr.invars],
+            list(self.state.outputs.values()), element_by_element=element_by_element,
+        )  # fmt: skip
+        large = [k for k in range(len(self.state.names)) if self._is_large(k)]
+        return {
+            k: {i for i in large if bits >> i & 1}
+            for k, bits in zip(self.state.outputs, of_all, strict=True)
+        }
+
+    # What each part computes
+
+    def _store_copies(self, server: int, stored: list[set[int]], homes: dict[int, int]) -> None:
+        """Lets a server store small state that its update reads, and state that never changes."""
+        state = self.state
+        while True:
+            written = {k: v for k, v in state.outputs.items() if k in stored[server]}
+            eqns = self.slice(written.values(), self._of_state)
+            reads = {
+                self._number[v] for v in self._needs(written.values(), eqns) if v in self._number
+            }
+            new = reads - stored[server]
+            for k in new:
+                if state.sizes[k] > SMALL and k in state.outputs:
+                    self._refuse_foreign(k, server, homes[k], written)
+            if not new:
+                return
+            stored[server] |= new
+
+    def _refuse_foreign(
+        self, foreign: int, server: int, home: int, written: dict[int, Any]
+    ) -> None:
+        for k, atom in written.items():
+            for eqn in self.slice([atom], self._of_state):
+                if self.state.inputs[foreign] in eqn.invars:
+                    names = self.state.names
+                    raise LoweringError(
+                        _FOREIGN.format(
+                            name=names[k],
+                            server=server,
+                            foreign=names[foreign],
+                            where=line(eqn),
+                            home=home,
+                        )
+                    )
+
+    def _of_state(self, eqn: Any) -> bool:
+        return id(eqn) in self._on_servers
+
+    def _from_data_alone(self, eqn: Any) -> bool:
+        v = eqn.outvars[0]
+        return v in self._from_data and v not in self._from_state
+
+    def _by_worker(self, stored: Sequence[set[int]], results: Sequence[Any]) -> set[int]:
+        """Returns the equations of gradients alone that two servers need, a result, or the worker itself."""
+        outputs = self.state.outputs
+        asked: dict[int, int] = {}
+        slices = [
+            self.slice([v for k, v in outputs.items() if k in of], self._of_state) for of in stored
+        ]
+        slices.append(self.slice(results, self._of_state))
+        for eqns in slices:
+            for eqn in filter(self._from_data_alone, eqns):
+                asked[self._id(eqn)] = asked.get(self._id(eqn), 0) + 1
+        of_results = set(map(self._id, slices[-1]))
+        return {i for i, number in asked.items() if number > 1 or i in of_results | self.first}
+
+    def _part(self, stored: Sequence[int], by_worker: set[int]) -> ServerPart:
+        outputs = {k: v for k, v in self.state.outputs.items() if k in stored}
+        atoms = outputs.values()
+        eqns = self.slice(atoms, lambda eqn: self._of_state(eqn) and id(eqn) not in by_worker)
+        needs = self._needs(atoms, eqns)
+        constants = set(self.jaxpr.constvars)
+        return ServerPart(
+            tuple(stored), tuple(outputs),
+            tuple(sorted(self._number[v] for v in needs if v in self._number)),
+            tuple(v for v in needs if v not in self._number and v not in constants), tuple(eqns),
+            self._shared(eqns),
+        )  # fmt: skip
+
+    def _shared(self, eqns: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the numbers that some equations read, and others as well.
+
+        A number with one reader XLA computes in its loop, where a power may differ in the last bit, and it
+        divides by the number in another way.
+        """
+        here = Counter(v for eqn in eqns for v in variables(eqn.invars))
+        return tuple(
+            v for v, n in here.items() if prod(v.aval.shape) <= SMALL and n < self._readers[v]
+        )
+
+
+def _has_effects(eqn: Any) -> bool:
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
+    """Returns a condition that computes some of its results, and reads only what these need."""
+    parts = [_needed_only(opened(body), outs) for body in eqn.params["branches"]]
+    reads = sorted(set().union(*(reads for _, reads in parts)))
+    branches = tuple(
+        ClosedJaxpr(
+            jaxpr.replace(invars=[jaxpr.invars[i] for i in reads]), getattr(body, "consts", ())
+        )
+        for body, (jaxpr, _) in zip(eqn.params["branches"], parts, strict=True)
+    )
+    return eqn.replace(
+        invars=[eqn.invars[0], *(eqn.invars[1 + i] for i in reads)],
+        outvars=[eqn.outvars[i] for i in outs],
+        params={**eqn.params, "branches": branches},
+    )
+
+
+def _needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
+    """Returns a program with some of its outputs, and the inputs that these need."""
+    atoms = [jaxpr.outvars[i] for i in outs]
+    needed, eqns = set(variables(atoms)), []
+    for eqn in reversed(jaxpr.eqns):
+        if kept := tuple(i for i, v in enumerate(eqn.outvars) if v in needed):
+            is_cond = eqn.primitive.name == "cond" and len(kept) < len(eqn.outvars)
+            eqns.append(narrowed_cond(eqn, kept) if is_cond else eqn)
+            needed.update(variables(eqns[-1].invars))
+    reads = {i for i, v in enumerate(jaxpr.invars) if v in needed}
+    return jaxpr.replace(outvars=atoms, eqns=eqns[::-1]), reads
+
+
+def _flows(
+    jaxpr: Any, inputs: Sequence[int], outs: Sequence[Any], *, element_by_element: bool
+) -> list[int]:
+    """Returns which inputs reach each of some values of a program, as sets in the bits of a number."""
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> int:
+        return 0 if isinstance(atom, jex_core.Literal) else env.get(atom, 0)
+
+    for eqn in jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        if not any(operands):
+            continue
+        bodies, offset = _bodies(eqn)
+        if bodies:
+            each = [
+                _flows(
+                    opened(body), operands[offset:], opened(body).outvars,
+                    element_by_element=element_by_element,
+                )
+                for body in bodies
+            ]  # fmt: skip
+            env.update(
+                (v, _union(bits)) for v, bits in zip(eqn.outvars, zip(*each, strict=True), strict=True)
+            )  # fmt: skip
+            continue
+        for v in eqn.outvars:
+            env[v] = _union(
+                bits
+                for x, bits in zip(eqn.invars, operands, strict=True)
+                if not element_by_element or _is_like(x, v)
+            )
+    return list(map(read, outs))
+
+
+def _bodies(eqn: Any) -> tuple[Sequence[Any], int]:
+    """Returns the bodies of which an equation runs one on its operands, but for the first of them."""
+    if eqn.primitive.name == "cond":
+        return eqn.params["branches"], 1
+    body = called_body(eqn) if eqn.primitive.name in CALLS else None
+    return ([] if body is None else [body]), 0
+
+
+def _is_like(x: Any, v: Any) -> bool:
+    shape = getattr(v.aval, "shape", ())
+    return prod(shape) > SMALL and getattr(x.aval, "shape", None) == shape
+
+
+def _union(sets: Iterable[int]) -> int:
+    result = 0
+    for bits in sets:
+        result |= bits
+    return result

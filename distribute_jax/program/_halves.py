@@ -1,0 +1,317 @@
+"""The halves of a step for parameter servers: what a worker computes, and what each server applies.
+
+Both are made from an unmodified step. The worker reads the weights, and hands over gradients, increments and
+results; a server updates the variables that it stores, with their part of the optimizer's state. Where no
+other step comes between, the two together are the step on one device, bit by bit.
+
+State is numbered: the leaves of all variables of the binding, in its order (``read_raw(binding.variables)``,
+flattened). One step is::
+
+    halves = build_halves(call, options, servers=2)
+    handed = halves.worker([state[k] for k in halves.pulls], halves.data(binding, arguments))
+    for server in halves.servers:
+        new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
+        state.update(zip(server.writes, new))
+    result = halves.result(handed, binding)
+
+``apply`` of every server reads state from before the step. State that several servers store, as
+``halves.homes`` says, is small or never changes, and is equal on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from distribute_jax._errors import ArgumentError, LoweringError
+from distribute_jax._jax_private import read_raw
+from distribute_jax._mesh import DATA, inside_replica, num_replicas
+from distribute_jax._messages import listed
+from distribute_jax._values import PerReplica
+from distribute_jax.program._aggregation import keeps_own_values
+from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._divide import ServerPart, State, Update
+from distribute_jax.program._jaxprs import line, opened
+from distribute_jax.program._layout import FlatStep, by_equation, flat_step
+from distribute_jax.program._lowerings import without_axis
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._pieces import is_jit, run_piece, start, value_of, variables
+from distribute_jax.program._plan import Plan, plan
+from distribute_jax.program._program import input_order
+from distribute_jax.program._replication_rules import MIRRORED
+from distribute_jax.program._results import Results, rebuild
+from distribute_jax.program._sharded_update import (
+    SplitStep,
+    is_for_each,
+    traced as traced_body,
+)
+from distribute_jax.program._trace import Call, Traced, trace
+
+_OF_WORKER = frozenset({"an argument of the worker"})
+
+_ON_READ = """\
+Parameter servers cannot keep these variables, of which each replica has a local value (ON_READ):
+{lines}
+Workers come and go, so there is nobody whose value it would be. Use \
+dj.Variable(..., aggregation=dj.VariableAggregation.SUM), to which each step adds, or return the value. An \
+optimizer keeps none with gradient_accumulation_steps=1."""
+
+_MADE = """\
+The step makes the variables {names}. State is stored on servers before a step runs: make it under \
+strategy.scope()."""
+
+_OTHER_TYPE = """\
+The step changes the shape or dtype of these variables, which servers store:
+{lines}
+Give them the value that they should have before."""
+
+_IN_COND = """\
+The collective under the condition at {where} cannot be divided among workers and servers: where gradients \
+are accumulated over several calls, each worker would count them by itself. Take \
+gradient_accumulation_steps=1 and larger batches, or move the collective out of the condition."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A program for one device; it donates nothing."""
+
+    jitted: Callable[[Sequence[Any], Sequence[Any]], list[jax.Array]]
+    """Takes state and other values; it may return more than is asked for."""
+    state: tuple[jax.ShapeDtypeStruct, ...]
+    """The types of the state that it takes."""
+    values: tuple[jax.ShapeDtypeStruct, ...]
+    """The types of what it takes beside."""
+    returns: tuple[jax.ShapeDtypeStruct, ...]
+    """The types of what it returns."""
+
+    def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
+        return self.jitted(state, values)[: len(self.returns)]
+
+
+@dataclass(frozen=True, eq=False)
+class ServerHalf:
+    """What one server stores, and its update."""
+
+    state: tuple[int, ...]
+    """The leaves that it stores."""
+    writes: tuple[int, ...]
+    """Those of them that ``apply`` returns, in this order."""
+    reads: tuple[int, ...]
+    """Those of them that ``apply`` takes first."""
+    takes: tuple[int, ...]
+    """Which of the values that a worker hands over ``apply`` takes then."""
+    apply: Part
+    """Returns the new state, of the state that it reads and of what it takes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A step, divided among a worker and servers; leaves of state are named by their numbers."""
+
+    names: tuple[str, ...]
+    """Each leaf of state, in the user's words."""
+    homes: tuple[tuple[int, ...], ...]
+    """The servers that store each leaf."""
+    pulls: tuple[int, ...]
+    """The leaves that a worker reads."""
+    worker: Part
+    """Returns what is handed over, of the leaves in ``pulls`` and of ``data(…)``."""
+    results: Results
+    """The structure of what the step returns."""
+    results_at: tuple[int, ...]
+    """Where each array of the result is among what is handed over."""
+    servers: tuple[ServerHalf, ...]
+    written: tuple[int, ...]
+    """The variables of the binding that get a new value."""
+    arrays: tuple[int, ...]
+    """The captured arrays that a worker reads, by their number in the binding."""
+    plan: Plan
+    """What was proved."""
+
+    def data(self, binding: Binding, arguments: Arguments) -> list[Any]:
+        """Returns what a worker takes beside state: captured arrays, then the arguments."""
+        captured = binding.captured() if self.arrays else []
+        data = [
+            value.global_array if isinstance(value, PerReplica) else value
+            for value in arguments.data
+        ]
+        counts = [] if arguments.counts is None else [np.asarray(arguments.counts, np.int32)]
+        return [*(captured[i] for i in self.arrays), *data, *counts]
+
+    def result(self, handed: Sequence[Any], binding: Binding) -> Any:
+        """Returns what the step returns, of what a worker has handed over."""
+        return rebuild(self.results, [handed[i] for i in self.results_at], binding)
+
+
+def build_halves(call: Call, options: RunOptions, servers: int) -> Halves:
+    """Traces and proves a step, and divides it among a worker and so many servers.
+
+    Raises:
+        OutOfSyncError: the step would leave other weights for each worker, as without a reduction.
+        LoweringError: it uses new weights again, or cannot be divided among servers.
+        ArgumentError: it reads state that has no meaning for workers, or makes variables.
+    """
+    _check_state(call.binding)
+    traced = trace(call)
+    _check_types(call, traced)
+    decided = plan(call, traced, options, differing_arguments=True)
+    order, _, read = input_order(traced)
+    step = _of_one_worker(call, traced, decided, order)
+    body, outs = traced_body(step, _has_parts), sum(traced.written_sizes)
+    leaves = traced.input_starts[-1]
+    of_state = [k < leaves for k in order]
+    data = range(sum(traced.sizes[:2]), sum(traced.sizes[:3]))
+    marks = [_OF_WORKER if k in data else MIRRORED for k in order]
+    same = [True] * outs + list(decided.mirrored)
+    first = _First(body, marks, same, num_replicas(call.mesh), 1, {}, {})
+    first.check_no_branches()
+    jaxpr = first.jaxpr
+    state = _state(call, traced, order, jaxpr)
+    update = Update(jaxpr, first.equations, first.differs, first.stays, state)
+    results = jaxpr.outvars[outs:]
+    update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
+    division = update.divide(servers, results)
+    hands = variables([*(v for part in division.servers for v in part.takes), *results])
+    at = {v: i for i, v in enumerate(hands)}
+    literals = [v for v in results if isinstance(v, jex_core.Literal)]
+    at_literal = {id(v): len(hands) + i for i, v in enumerate(literals)}
+    inputs = [v for v, is_state in zip(jaxpr.invars, of_state, strict=True) if not is_state]
+    pulled = [state.inputs[k] for k in division.pulls]
+    worker = _part(call, body, division.eqns, (pulled, inputs), [*hands, *literals])
+    return Halves(
+        names=tuple(state.names),
+        homes=division.homes,
+        pulls=division.pulls,
+        worker=worker,
+        results=traced.results,
+        results_at=tuple(
+            at_literal[id(v)] if isinstance(v, jex_core.Literal) else at[v] for v in results
+        ),
+        servers=tuple(_server_half(part, state, at, call, body) for part in division.servers),
+        written=traced.written,
+        arrays=read,
+        plan=decided,
+    )
+
+
+def _server_half(
+    part: ServerPart, state: State, at: Mapping[Any, int], call: Call, body: Any
+) -> ServerHalf:
+    reads = [state.inputs[k] for k in part.reads]
+    outs = [state.outputs[k] for k in part.writes]
+    apply = _part(call, body, part.eqns, (reads, part.takes), outs, part.shared)
+    return ServerHalf(part.state, part.writes, part.reads, tuple(at[v] for v in part.takes), apply)
+
+
+def _check_state(binding: Binding) -> None:
+    named = zip(binding.variables, binding.names, strict=True)
+    lines = [f"{name} ({type(v).__name__})" for v, name in named if keeps_own_values(v)]
+    if lines:
+        raise ArgumentError(_ON_READ.format(lines=listed(lines)))
+
+
+def _check_types(call: Call, traced: Traced) -> None:
+    if traced.created:
+        names = ", ".join(str(v.name) for v in traced.created)
+        raise ArgumentError(_MADE.format(names=names))
+    if not traced.keeps_types():
+        lines = [call.binding.names[i] for i in traced.written]
+        raise ArgumentError(_OTHER_TYPE.format(lines=listed(lines)))
+
+
+def _of_one_worker(call: Call, traced: Traced, decided: Plan, order: Sequence[int]) -> FlatStep:
+    """Returns the step of one worker, of which a result is what it is on that."""
+    whole = replace(decided, mirrored=(True,) * len(decided.mirrored))
+    return flat_step(call, traced, whole, order, call.binding.captured(), by_equation)
+
+
+def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> State:
+    """Returns what the leaves of state are in the program."""
+    starts, variables_ = traced.input_starts, call.binding.variables
+    together = [range(starts[i], starts[i + 1]) for i in range(len(variables_))]
+    return State(
+        names=traced.input_names[: starts[-1]],
+        inputs={k: v for k, v in zip(order, jaxpr.invars, strict=True) if k < starts[-1]},
+        outputs=dict(zip(traced.old_inputs, jaxpr.outvars, strict=False)),
+        sizes=[leaf.size for leaf in jax.tree.leaves(read_raw(variables_))],
+        together=[leaves for leaves in together if leaves],
+        followers=frozenset(
+            k
+            for variable, leaves in zip(variables_, together, strict=True)
+            if isinstance(variable, nnx.OptState)
+            for k in leaves
+        ),
+    )
+
+
+class _First(SplitStep):
+    """A step of one worker, of which all state is equal everywhere."""
+
+    def check_no_branches(self) -> None:
+        """Refuses conditions around collectives."""
+        for branches in self._branches.values():
+            raise LoweringError(_IN_COND.format(where=line(branches.eqn)))
+
+    @property
+    def equations(self) -> list[Any]:
+        """What a worker needs itself."""
+        return self._first
+
+    def differs(self, v: Any) -> bool:
+        """Returns whether a value is that of one worker."""
+        return bool(self._marks[v])
+
+    def stays(self, eqn: Any) -> bool:
+        """Returns whether a worker computes an equation although all compute the same."""
+        return is_for_each(self.jaxpr, eqn)
+
+
+def _part(
+    call: Call,
+    body: Any,
+    eqns: Sequence[Any],
+    takes: tuple[Sequence[Any], Sequence[Any]],
+    outs: Sequence[Any],
+    shared: Sequence[Any] = (),
+) -> Part:
+    """Compiles some equations for one device; it returns also what is ``shared``, which nobody reads."""
+    jaxpr = opened(body)
+    inputs, returned = [*takes[0], *takes[1]], [*outs, *shared]
+
+    def run(*values: Any) -> list[Any]:
+        known = start(body, [None] * len(jaxpr.invars))
+        known.update(zip(inputs, values, strict=True))
+        run_piece(jaxpr, eqns, known, returned)
+        more = jax.lax.optimization_barrier([known[v] for v in shared])
+        return [*(jnp.asarray(value_of(v, known)) for v in outs), *more]
+
+    with jax.sharding.use_abstract_mesh(inside_replica(call.mesh)):
+        closed = jax.make_jaxpr(run, axis_env=[(DATA, num_replicas(call.mesh))])(
+            *map(_like, inputs)
+        )
+    function = without_axis(closed)
+
+    def part(state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
+        return function(*state, *values)
+
+    state, values = (tuple(map(_like, some)) for some in takes)
+    return Part(jax.jit(part), state, values, tuple(map(_like, outs)))
+
+
+def _like(v: Any) -> jax.ShapeDtypeStruct:
+    aval = v.aval
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def _has_parts(eqn: Any) -> bool:
+    """Returns whether an equation runs a jitted function of which a server may need a part."""
+    return is_jit(eqn) and len(eqn.outvars) > 1

@@ -1,0 +1,319 @@
+"""The halves of a step for parameter servers: together they are the step on one device, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.program._arguments import take_apart
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._halves import Halves, build_halves
+from distribute_jax.program._options import UNVERIFIED
+from distribute_jax.program._trace import Call
+
+Batch = tuple[np.ndarray, np.ndarray]
+STEPS = 5
+
+
+class Servers:
+    """One worker and some servers, in one thread: each step is pulled, computed and applied by hand."""
+
+    def __init__(self, servers: int) -> None:
+        self.strategy = dj.OneDeviceStrategy("cpu:0")
+        self.servers = servers
+        self.halves: Halves | None = None
+
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Runs a step; nothing but what the halves say goes from one part to another."""
+        arguments = take_apart(args, {}, self.strategy.mesh)
+        binding = Binding(step, arguments)
+        if self.halves is None:
+            call = Call(step, binding, arguments, self.strategy, self.strategy.mesh)
+            self.halves = build_halves(call, UNVERIFIED, self.servers)
+            leaves = jax.tree.leaves([v.get_raw_value() for v in binding.variables])
+            self.stored = [{k: leaves[k] for k in server.state} for server in self.halves.servers]
+        halves, stored = self.halves, self.stored
+        pulled = [stored[halves.homes[k][0]][k] for k in halves.pulls]
+        handed = halves.worker(pulled, halves.data(binding, arguments))
+        for server, state in zip(halves.servers, stored, strict=True):
+            new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
+            state.update(zip(server.writes, new, strict=True))
+        leaves = [stored[homes[0]][k] for k, homes in enumerate(halves.homes)]
+        for k, homes in enumerate(halves.homes):
+            assert all(np.array_equal(key(stored[s][k]), key(leaves[k])) for s in homes)
+        flow = iter(leaves)
+        for variable in binding.variables:
+            variable.set_raw_value(jax.tree.map(lambda _: next(flow), variable.get_raw_value()))
+        return halves.result(handed, binding)
+
+
+def key(leaf: Any) -> Any:
+    """The numbers of an array, or of random keys."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+class Conv(nnx.Module):
+    """A convolution, batch norm and dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+        self.head = nnx.Linear(4 * 20, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.drop(nnx.relu(self.norm(self.conv(x.reshape(-1, 5, 4, 1)))))
+        return self.head(x.reshape(x.shape[0], -1))
+
+
+class Text(nnx.Module):
+    """An embedding and a layer norm."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(50, 8, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.head = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        ids = (jnp.abs(x) * 20).astype(jnp.int32) % 50
+        return self.head(self.norm(self.embed(ids)).mean(1))
+
+
+def mlp(rngs: nnx.Rngs) -> nnx.Module:
+    """Two layers."""
+    return nnx.Sequential(nnx.Linear(20, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 3, rngs=rngs))
+
+
+MODELS = {"mlp": mlp, "conv": Conv, "text": Text}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2),
+    "clip+adam": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "adagrad": optax.adagrad(0.1),
+    "schedule": optax.adam(optax.exponential_decay(1e-2, 10, 0.9)),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+}
+
+
+def batches() -> Iterator[Batch]:
+    """Batches of 16 examples of 3 classes."""
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        yield rng.normal(size=(16, 20)).astype(np.float32), rng.integers(0, 3, 16).astype(np.int32)
+
+
+def train(strategy: Any, model_of: Callable[[nnx.Rngs], nnx.Module], tx: Any) -> list[Any]:
+    """Trains for some steps; returns losses, and all state in the end."""
+    with getattr(strategy, "strategy", strategy).scope():
+        model = model_of(nnx.Rngs(0, dropout=1))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+        seen = dj.Variable(0, aggregation=dj.VariableAggregation.SUM)
+
+    def step(x: jax.Array, y: jax.Array):
+        def loss_fn(model: Any):
+            logits = model(x)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+            return dj.compute_average_loss(losses), (logits, losses)
+
+        (loss, (logits, losses)), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        replica = dj.get_replica_context()
+        optimizer.update(model, replica.all_reduce("sum", grads))
+        metrics.update(logits=logits, labels=y, loss=losses)
+        seen.assign_add(y.shape[0])
+        return replica.all_reduce("sum", loss), {"logits": logits}
+
+    results = [strategy.run(step, args=batch) for batch in batches()]
+    state = nnx.state((model, optimizer, metrics, seen))
+    return [key(x) for x in jax.tree.leaves((results, nnx.to_pure_dict(state)))]
+
+
+CASES = [("mlp", "adam", 1), ("conv", "clip+adam", 2), ("text", "lamb", 3)]
+GRID = [
+    pytest.param(*case, marks=[] if case in CASES else pytest.mark.exhaustive)
+    for case in ((m, o, s) for m in MODELS for o in OPTIMIZERS for s in (1, 2, 3))
+]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "servers"), GRID)
+def test_a_worker_and_servers_are_one_device(model: str, optimizer: str, servers: int):
+    """Losses, results, weights, optimizer state, metrics and sums are bitwise equal after each step."""
+    wanted = train(dj.OneDeviceStrategy("cpu:0"), MODELS[model], OPTIMIZERS[optimizer])
+    got = train(Servers(servers), MODELS[model], OPTIMIZERS[optimizer])
+    for one, other in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def linear(strategy: dj.Strategy, tx: Any = None) -> tuple[nnx.Linear, nnx.Optimizer]:
+    """A small model with Adam."""
+    with strategy.scope():
+        model = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx or optax.adam(0.1), wrt=nnx.Param)
+
+
+def gradients(model: nnx.Linear, x: jax.Array) -> nnx.State:
+    """Of the mean of what the model returns, summed over the replicas."""
+    grads = nnx.grad(lambda model: dj.compute_average_loss(model(x).mean(1)))(model)
+    return dj.get_replica_context().all_reduce("sum", grads)
+
+
+ONES = np.ones((8, 5), np.float32)
+
+
+def test_a_forgotten_reduction_is_the_error_of_every_strategy():
+    """Its text is that of four replicas, but for their number, which servers do not know."""
+
+    def error(run: Callable[..., Any], strategy: dj.Strategy, x: Any) -> str:
+        model, optimizer = linear(strategy)
+
+        def step(x: jax.Array):
+            optimizer.update(model, nnx.grad(lambda model: model(x).mean())(model))
+
+        with pytest.raises(dj.OutOfSyncError) as caught:
+            run(step, args=(x,))
+        return str(caught.value)
+
+    mirrored, servers = dj.MirroredStrategy([0, 1, 2, 3]), Servers(2)
+    (batch,) = mirrored.distribute_dataset([ONES])
+    wanted = error(mirrored.run, mirrored, batch)
+    assert error(servers.run, servers.strategy, ONES) == (
+        wanted.replace("the 4 replicas", "the N replicas").replace("gradients 4", "gradients N")
+    )
+
+
+def uses_again(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
+    """Returns a loss after the update."""
+    optimizer.update(model, gradients(model, x))
+    return dj.get_replica_context().all_reduce("sum", model(x).mean())
+
+
+def returns_norm(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
+    """Returns what is computed from new weights."""
+    optimizer.update(model, gradients(model, x))
+    return {"norm": jnp.sum(model.kernel[...] ** 2)}
+
+
+def returns_weights(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
+    """Returns new weights themselves."""
+    optimizer.update(model, gradients(model, x))
+    return model.kernel[...]
+
+
+def updates(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
+    """Updates, and no more."""
+    optimizer.update(model, gradients(model, x))
+
+
+LATE = optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0))
+REFUSED = {
+    "used again": (uses_again, None, r"uses the new value of model.kernel at test_halves.py:\d+"),
+    "a result": (returns_norm, None, r"result\['norm'\] is computed from the new value of model.k"),
+    "weights": (returns_weights, None, r"result is computed from the new value of model.kernel at"),
+    "apart": (
+        updates,
+        LATE,
+        r"model.bias on server 0 reads optimizer.opt_state.*'kernel'.* at test_halves.py:\d+, which is "
+        "stored on server 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_step_that_servers_cannot_apply_is_refused_with_its_line(case: str):
+    """New weights exist after the worker has finished, and a server has its own variables only."""
+    fn, tx, message = REFUSED[case]
+    servers = Servers(2)
+    model, optimizer = linear(servers.strategy, tx)
+    with pytest.raises(dj.LoweringError, match=message):
+        servers.run(lambda x: fn(model, optimizer, x), args=(ONES,))
+
+
+def test_local_values_of_replicas_are_refused_by_name():
+    """Neither ON_READ variables nor gradients that are accumulated belong to a worker."""
+    servers = Servers(1)
+    with servers.strategy.scope():
+        seen = dj.Variable(0.0, synchronization=dj.VariableSynchronization.ON_READ)
+        model = nnx.Linear(5, 4, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1), gradient_accumulation_steps=2)
+
+    def accumulates(x: jax.Array):
+        optimizer.update(model, nnx.grad(lambda model: model(x).mean())(model))
+
+    with pytest.raises(dj.ArgumentError, match=r"seen \(Variable\)"):
+        servers.run(lambda x: seen.assign_add(x.sum()), args=(ONES,))
+    with pytest.raises(dj.ArgumentError, match=r"optimizer.accumulation[\s\S]*gradient_acc"):
+        servers.run(accumulates, args=(ONES,))
+
+
+def test_variables_go_round_and_optimizer_state_stays_with_its_weight():
+    """Of four weights on two servers 0, 1, 0, 1; each moment is where its weight is, the count on both."""
+    servers = Servers(2)
+    with servers.strategy.scope():
+        layers = nnx.List([nnx.Linear(5, 5, rngs=nnx.Rngs(i)) for i in range(2)])
+        optimizer = nnx.Optimizer(layers, OPTIMIZERS["clip+adam"], wrt=nnx.Param)
+
+    def step(x: jax.Array):
+        def loss_fn(layers: Any):
+            return jnp.mean(layers[1](layers[0](x)))
+
+        grads = nnx.grad(loss_fn)(layers)
+        optimizer.update(layers, dj.get_replica_context().all_reduce("sum", grads))
+
+    servers.run(step, args=(ONES,))
+    halves = servers.halves
+    homes = dict(zip(halves.names, halves.homes, strict=True))
+    weights = {name: home for name, home in homes.items() if name.startswith("layers")}
+    assert list(weights.values()) == [(0,), (1,), (0,), (1,)]
+    moments = [(name, home) for name, home in homes.items() if name.endswith("']")]
+    assert len(moments) == 8
+    for name, home in moments:
+        layer, kind = name.replace("'", "").replace("]", "").rsplit("[", 2)[1:]
+        assert home == weights[f"layers[{layer}].{kind}"], name
+    assert [home for home in homes.values() if len(home) == 2] == [(0, 1)]
+    pulled = {halves.names[k] for k in halves.pulls}
+    assert pulled == set(weights) - {
+        "layers[1].bias"
+    }  # no moments, and no bias that no gradient reads
+    assert [len(server.writes) for server in halves.servers] == [8, 7]
+
+
+def test_two_steps_from_the_same_state_both_count():
+    """Sums, metrics and random counts are added to what the server has by now, not to what was pulled."""
+    servers = Servers(1)
+    with servers.strategy.scope():
+        seen = dj.Variable(5, aggregation=dj.VariableAggregation.SUM)
+        metric = nnx.metrics.Average("loss")
+        rngs = nnx.Rngs(0)
+
+    def step(x: jax.Array):
+        seen.assign_add(2)
+        metric.update(loss=x + 0 * rngs.noise.normal(x.shape) * rngs.noise.normal(x.shape))
+
+    servers.run(step, args=(ONES,))
+    (server,), halves = servers.halves.servers, servers.halves
+    (state,) = servers.stored
+    arguments = take_apart((ONES,), {}, servers.strategy.mesh)
+    data = halves.data(Binding(step, arguments), arguments)
+    pulled = [state[k] for k in halves.pulls]
+    for _ in range(3):
+        handed = halves.worker(pulled, data)
+        new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
+        state.update(zip(server.writes, new, strict=True))
+    ends = {
+        name: float(np.sum(key(state[k])))
+        for k, name in enumerate(halves.names)
+        if "key" not in name
+    }
+    assert sorted(ends.values()) == [8.0, 13.0, 160.0, 160.0], ends
