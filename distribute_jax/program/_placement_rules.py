@@ -165,5 +165,8 @@ def names_of(of_dim: Any) -> tuple[str, ...]:
 
 def logical_axes(variable: nnx.Variable[Any]) -> Axes:
     """Returns the logical axis names that Flax keeps with a variable."""
-    names = variable.get_metadata().get("out_sharding") or ()
-    return tuple(names)
+    names = variable.get_metadata().get("out_sharding")
+    names = getattr(names, "spec", names)
+    if not isinstance(names, (tuple, list, PartitionSpec)):
+        return ()
+    return tuple(name if isinstance(name, str) else None for name in names)

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 42_006,
-    lines_of_tests: 41_348,
+    lines: 42_009,
+    lines_of_tests: 41_383,
     files: 210,
     pieces: 0,
     private_words: 0,

@@ -173,6 +173,23 @@ def test_logical_axes_of_flax() -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "divided"),
+    [
+        (["embed", "mlp"], True),
+        (jax.NamedSharding(jax.make_mesh((1,), ("mlp",)), PartitionSpec(None, "mlp")), True),
+        ([["mlp"], "mlp"], True),
+        (5, False),
+    ],
+)
+def test_logical_axes_in_any_form(names: Any, divided: bool) -> None:
+    """What Flax keeps as the sharding of a variable may be a list or a sharding, or have no axes."""
+    param = nnx.Param(jnp.ones((64, 32)), out_sharding=names, eager_sharding=False)
+    strategy = dj.ModelParallelStrategy([0, 1], model=2, rules={"mlp": "model"})
+    [row] = strategy.placement({"weights": param})
+    assert (row.spec == PartitionSpec(None, "model")) == divided
+
+
+@pytest.mark.parametrize(
     ("rules", "message"),
     [
         ({}, r"rules must be a non-empty dict"),
@@ -322,3 +339,27 @@ def test_create_makes_arrays_that_are_no_variables() -> None:
     assert module.scale.is_fully_replicated
     assert not array.is_fully_replicated
     assert not module.layer.kernel.get_raw_value().is_fully_replicated
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("model", "rule", "only"),
+    [
+        (2, ("", PartitionSpec()), None),
+        (
+            3,
+            ("kernel", PartitionSpec("model", None)),
+            ["training", "training_with_dj_optimizer", "run_steps", "donation"],
+        ),
+    ],
+)
+def test_it_conforms(model: int, rule: tuple[str, PartitionSpec], only: list[str] | None) -> None:
+    """The library's suite for strategies, also where the kernels of its models, [3, 1], are divided."""
+
+    def factory(found: list[jax.Device]) -> dj.Strategy:
+        others = iter([device for device in jax.devices() if device not in found])
+        rows = [[first, *(next(others) for _ in range(model - 1))] for first in found]
+        devices = [device for row in rows for device in row]
+        return dj.ModelParallelStrategy(devices, model=model, rules=dict([rule]))
+
+    assert not dj.testing.check_strategy(factory, [2], only=only).refused
