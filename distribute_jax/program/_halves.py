@@ -91,6 +91,8 @@ class Part:
     """The types of what it takes beside."""
     returns: tuple[jax.ShapeDtypeStruct, ...]
     """The types of what it returns."""
+    jaxpr: Any
+    """What it runs."""
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
         return self.jitted(state, values)[: len(self.returns)]
@@ -241,7 +243,7 @@ def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> Stat
         names=traced.input_names[: starts[-1]],
         inputs={k: v for k, v in zip(order, jaxpr.invars, strict=True) if k < starts[-1]},
         outputs=dict(zip(traced.old_inputs, jaxpr.outvars, strict=False)),
-        sizes=[leaf.size for leaf in jax.tree.leaves(read_raw(variables_))],
+        sizes=[int(np.size(leaf)) for leaf in jax.tree.leaves(read_raw(variables_))],
         together=[leaves for leaves in together if leaves],
         followers=frozenset(
             k
@@ -297,13 +299,15 @@ def _part(
         closed = jax.make_jaxpr(run, axis_env=[(DATA, num_replicas(call.mesh))])(
             *map(_like, inputs)
         )
-    function = without_axis(closed)
+    whole = without_axis(closed)
+    function = jex_core.jaxpr_as_fun(whole)
 
     def part(state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        return function(*state, *values)
+        outs: list[jax.Array] = function(*state, *values)
+        return outs
 
     state, values = (tuple(map(_like, some)) for some in takes)
-    return Part(jax.jit(part), state, values, tuple(map(_like, outs)))
+    return Part(jax.jit(part), state, values, tuple(map(_like, outs)), whole)
 
 
 def _like(v: Any) -> jax.ShapeDtypeStruct:

@@ -91,13 +91,13 @@ def _one_replica(step: FlatStep) -> Compiled:
     """Returns the step of the only replica over the global arrays, which are its parts."""
     with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, 1)])(*step.avals)
-    return without_axis(body)
-
-
-def without_axis(body: Any) -> Compiled:
-    """Returns a traced function of the only replica as one that does not name the axis of the replicas."""
-    function: Compiled = jex_core.jaxpr_as_fun(_WithoutAxis(DATA, "").closed(body))
+    function: Compiled = jex_core.jaxpr_as_fun(without_axis(body))
     return function
+
+
+def without_axis(body: Any) -> Any:
+    """Returns the program of the only replica as one that does not name the axis of the replicas."""
+    return _WithoutAxis(DATA, "").closed(body)
 
 
 class _WithoutAxis(RenamedAxis):

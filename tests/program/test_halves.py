@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax.program._arguments import take_apart
 from distribute_jax.program._binding import Binding
+from distribute_jax.program._export import export_part, load_part
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import UNVERIFIED
 from distribute_jax.program._trace import Call
@@ -26,9 +28,9 @@ STEPS = 5
 class Servers:
     """One worker and some servers, in one thread: each step is pulled, computed and applied by hand."""
 
-    def __init__(self, servers: int) -> None:
+    def __init__(self, servers: int, *, travels: bool = False) -> None:
         self.strategy = dj.OneDeviceStrategy("cpu:0")
-        self.servers = servers
+        self.servers, self.travels = servers, travels
         self.halves: Halves | None = None
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -40,6 +42,12 @@ class Servers:
             self.halves = build_halves(call, UNVERIFIED, self.servers)
             leaves = jax.tree.leaves([v.get_raw_value() for v in binding.variables])
             self.stored = [{k: leaves[k] for k in server.state} for server in self.halves.servers]
+            if self.travels:
+                self.halves = replace(
+                    self.halves,
+                    worker=sent(self.halves.worker),
+                    servers=tuple(replace(s, apply=sent(s.apply)) for s in self.halves.servers),
+                )
         halves, stored = self.halves, self.stored
         pulled = [stored[halves.homes[k][0]][k] for k in halves.pulls]
         handed = halves.worker(pulled, halves.data(binding, arguments))
@@ -55,8 +63,27 @@ class Servers:
         return halves.result(handed, binding)
 
 
+def sent(part: Any) -> Callable[..., list[Any]]:
+    """A program after it was bytes, which takes and returns random keys as numbers."""
+    loaded = load_part(export_part(part, ["cpu"]))
+
+    def run(*lists: list[Any]) -> list[Any]:
+        outs = loaded(*([jnp.asarray(key(x)) for x in some] for some in lists))
+        assert len(outs) == len(part.returns)
+        return [keyed(x, like) for x, like in zip(outs, part.returns, strict=True)]
+
+    return run
+
+
+def keyed(x: jax.Array, like: Any) -> jax.Array:
+    """Random keys of their numbers."""
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(x) if is_key else x
+
+
 def key(leaf: Any) -> Any:
     """The numbers of an array, or of random keys."""
+    leaf = jnp.asarray(leaf)
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
@@ -317,3 +344,42 @@ def test_two_steps_from_the_same_state_both_count():
         if "key" not in name
     }
     assert sorted(ends.values()) == [8.0, 13.0, 160.0, 160.0], ends
+
+
+def test_programs_that_travelled_compute_the_same_bits():
+    """The halves as bytes and back: no Python, and random keys and batch norm in them."""
+    wanted = train(dj.OneDeviceStrategy("cpu:0"), Conv, OPTIMIZERS["clip+adam"])
+    got = train(Servers(2, travels=True), Conv, OPTIMIZERS["clip+adam"])
+    for one, other in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_step_that_calls_python_does_not_travel():
+    """It is refused with its line; in one process it runs."""
+    servers = Servers(1, travels=True)
+    model, _ = linear(servers.strategy)
+
+    def step(x: jax.Array):
+        jax.debug.print("{}", x.sum())
+        model.bias[...] += dj.get_replica_context().all_reduce("sum", x.sum())
+
+    with pytest.raises(dj.LoweringError, match=r"at test_halves.py:\d+ calls Python"):
+        servers.run(step, args=(ONES,))
+
+
+def test_bytes_that_are_no_program_of_this_jax_are_refused():
+    """Another version, other devices, damaged bytes: each by an error that says which."""
+    servers = Servers(1)
+    model, optimizer = linear(servers.strategy)
+    servers.run(lambda x: updates(model, optimizer, x), args=(ONES,))
+    data = export_part(servers.halves.worker, ["cpu"])
+    ours = jax.__version__.encode()
+    with pytest.raises(
+        dj.ClusterError, match=rf"with JAX 0\.1\.2, and this process has JAX {jax.__version__}"
+    ):
+        load_part(data.replace(ours, b"0.1.2", 1))
+    with pytest.raises(dj.ClusterError, match="compiled for tpu, and this process computes on cpu"):
+        load_part(data.replace(b'["cpu"]', b'["tpu"]', 1))
+    for damaged in (b"", b"{}", data[:200], data[:-100], b"\x80\x04K\x01." + data):
+        with pytest.raises(dj.ArgumentError, match="are not a program of distribute_jax"):
+            load_part(damaged)
