@@ -106,7 +106,9 @@ class Options:
 
 
 QUICK = Options(replicas=(4,), rounds=10)
-MODELS = Options(works=(WIDE,), replicas=(8,), divided=True, peers=tuple(DIVIDED))
+MODELS = Options(
+    works=(WIDE,), replicas=(8,), divided=True, peers=tuple(DIVIDED), answer_within=600.0
+)
 
 
 def measure(options: Options) -> Log:
