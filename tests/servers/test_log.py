@@ -1,0 +1,245 @@
+"""The log of updates and its servers: each closure once, in one order, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from operator import add
+from typing import Any
+
+import pytest
+
+from distribute_jax.servers._log import Attempt, Log
+from distribute_jax.servers._store import ServerProgram, Snapshot, Store
+
+DONE = ServerProgram((0,), (0,), lambda old, sent: [(old[0], sent[0])], add)
+"""Keeps what it applied, in order, as nested pairs."""
+
+
+def in_order(state: Any) -> list[Any]:
+    """What a server applied."""
+    applied = []
+    while state:
+        state, last = state
+        applied.append(last)
+    return applied[::-1]
+
+
+class Run:
+    """Closures on workers and servers that are killed, over a network that loses a quarter both ways."""
+
+    def __init__(
+        self, seed: int, *, closures: int, workers: int, servers: int, bound: float, shares: int = 1
+    ) -> None:
+        self.random, self.log = random.Random(seed), Log(bound)
+        self.closures, self.shares, self.workers = closures, shares, workers
+        self.servers = [Store() for _ in range(servers)]
+        self.alive = [True] * servers
+        for server in self.servers:
+            server.load("done", DONE)
+            server.assign({0: ()})
+        self.snapshot = [server.snapshot() for server in self.servers]
+        self.flights: dict[int, tuple[Attempt, list[int]]] = {}
+        self.commits: list[Any] = []
+        self.lost: Counter[str] = Counter()
+        self.most_stale = 0
+        for closure in range(closures):
+            self.log.add(closure, shares=shares)
+
+    def call(self, server: int, method: str, *args: Any) -> bool:
+        """Sends a request until a reply comes; returns whether the server is alive."""
+        while self.alive[server]:
+            if self.random.random() < 0.25:
+                self.lost["requests"] += 1
+                continue
+            getattr(self.servers[server], method)(*args)
+            if self.random.random() < 0.25:
+                self.lost["replies"] += 1
+                continue
+            return True
+        return False
+
+    def advance(self) -> None:
+        """Does one thing that may be done next."""
+        worker = self.random.randrange(self.workers)
+        if worker not in self.flights:
+            if (attempt := self.log.admit(worker)) is not None:
+                self.flights[worker] = attempt, list(range(len(self.servers)))
+            return
+        attempt, left = self.flights[worker]
+        if left:
+            part = attempt.closure if attempt.share == 0 else 0
+            self.call(left.pop(), "stage", attempt.epoch, attempt.number, "done", [part])
+            return
+        del self.flights[worker]
+        if (update := self.log.finish(attempt)) is not None:
+            self.most_stale = max(self.most_stale, update.staleness)
+            assert update.staleness <= self.log.max_staleness
+            runs = tuple(run.number for run in update.attempts)
+            every = range(len(self.servers))
+            sent = self.log.epoch, update.number, runs, update.oldest_run
+            self.commits += [(server, *sent) for server in every]
+
+    def deliver(self) -> None:
+        """Delivers one of the commits that are under way, in any order."""
+        at = self.random.randrange(len(self.commits))
+        server, *commit = self.commits[at]
+        if self.call(server, "commit", *commit):
+            del self.commits[at]
+
+    def save(self) -> None:
+        """Takes a snapshot of all servers at one version."""
+        self.snapshot = [server.snapshot() for server in self.servers]
+        assert {one.version for one in self.snapshot} == {self.log.version}
+        self.log.forget(self.log.version)
+
+    def kill_worker(self) -> None:
+        """Loses a worker with what it computes; another one comes."""
+        if self.flights:
+            worker = self.random.choice(list(self.flights))
+            late, _ = self.flights.pop(worker)
+            self.log.give_up(worker)
+            assert self.log.finish(late) is None, "a run that was given up is not applied"
+            self.lost["workers"] += 1
+
+    def kill_server(self) -> None:
+        """Loses a server with all of its memory: all go back to the snapshot."""
+        server = self.random.randrange(len(self.servers))
+        self.alive[server] = False
+        if self.commits:
+            self.deliver()
+        self.servers[server], self.alive[server] = Store(), True
+        self.servers[server].load("done", DONE)
+        self.log.go_back(self.snapshot[0].version)
+        for one, snapshot in zip(self.servers, self.snapshot, strict=True):
+            one.restore(self.log.epoch, snapshot)
+        self.commits.clear()
+        self.flights.clear()
+        self.lost["servers"] += 1
+
+    def to_the_end(self, kill_workers: int = 0, kill_servers: int = 0) -> None:
+        """Runs all closures; kills at random times, and checks what the servers have then."""
+        times = range(10, 3 * self.closures)
+        kills = [(t, self.kill_worker) for t in self.random.sample(times, kill_workers)]
+        kills += [(t, self.kill_server) for t in self.random.sample(times, kill_servers)]
+        kills.sort(key=lambda kill: -kill[0])
+        saved = tick = 0
+        while not self.log.is_idle or self.commits:
+            tick += 1
+            if kills and tick >= kills[-1][0]:
+                kills.pop()[1]()
+            self.advance()
+            if self.commits and self.random.random() < 0.8:
+                self.deliver()
+            if not self.commits and self.log.version - saved >= 40:
+                self.save()
+                saved = self.log.version
+        order = [update.closure for update in self.log.updates]
+        assert sorted(order) == list(range(self.closures)), "nothing twice, nothing lost"
+        for server in self.servers:
+            assert in_order(server.state[0]) == order, "all servers have one order"
+            assert server.version == self.closures
+
+
+def simulate(seeds: range, closures: int) -> Counter[str]:
+    """Many runs; the sum of what they lost."""
+    total: Counter[str] = Counter()
+    for seed in seeds:
+        workers, servers, bound, shares = [(3, 2, 4, 1), (3, 2, 0, 1), (8, 5, 7, 1), (4, 2, 0, 4)][seed % 4]
+        run = Run(
+            seed, closures=closures, workers=workers, servers=servers, bound=bound, shares=shares
+        )
+        run.to_the_end(kill_workers=10, kill_servers=3)
+        assert run.most_stale == bound, "the bound is used"
+        total += run.lost
+    return total
+
+
+def test_each_closure_is_applied_once_whatever_is_lost() -> None:
+    """A quarter of requests and replies lost, ten workers and three servers killed: nothing twice or lost."""
+    assert min(simulate(range(8), 100).values()) > 0
+
+
+@pytest.mark.exhaustive
+def test_each_closure_is_applied_once_in_a_thousand_runs() -> None:
+    """The same in 1,000 runs of 500 closures."""
+    lost = simulate(range(1000), 500)
+    assert lost["servers"] == 3000
+    assert lost["requests"] > 100_000
+
+
+def test_admission_keeps_the_bound() -> None:
+    """With a bound of 1 two steps are under way from version 0; a third one waits until one has ended."""
+    log = Log(1)
+    for closure in range(4):
+        log.add(closure)
+    first, second = log.admit(0), log.admit(1)
+    assert first is not None and second is not None
+    assert log.admit(2) is None
+    assert log.finish(second).staleness == 0  # type: ignore[union-attr]
+    assert log.admit(2) is None, "the first would be two updates too late"
+    assert log.finish(first).staleness == 1  # type: ignore[union-attr]
+    assert log.admit(2).pulled == 2  # type: ignore[union-attr]
+
+
+def test_closures_that_write_nothing_get_no_number() -> None:
+    """They are admitted beside a step, and the version stays."""
+    log = Log(0)
+    log.add(0)
+    log.add(1, writes=False)
+    step, read = log.admit(0), log.admit(1)
+    assert step is not None and read is not None
+    assert log.finish(read).number is None  # type: ignore[union-attr]
+    assert log.version == 0
+    assert log.finish(step).number == 0  # type: ignore[union-attr]
+    assert log.is_idle
+
+
+def test_cancelled_closures_do_not_run() -> None:
+    """All that wait are removed; what runs ends."""
+    log = Log(4)
+    for closure in range(3):
+        log.add(closure)
+    running = log.admit(0)
+    assert log.cancel() == [1, 2]
+    assert running is not None
+    assert log.finish(running) is not None
+    assert log.admit(0) is None
+    assert log.is_idle
+
+
+def test_an_update_waits_for_earlier_ones_and_is_applied_once() -> None:
+    """A commit that overtakes another is applied after it; sent again, it changes nothing."""
+    server = Store()
+    server.load("done", DONE)
+    server.assign({0: ()})
+    server.stage(0, 1, "done", ["a"])
+    server.stage(0, 2, "done", ["b"])
+    assert server.commit(0, 1, [2], 3) == 0
+    assert server.commit(0, 0, [1], 2) == 2
+    assert server.commit(0, 1, [2], 3) == 2
+    assert in_order(*server.pull([0])) == ["a", "b"]
+
+
+def test_what_lost_workers_staged_is_dropped() -> None:
+    """A run that was given up is dropped with the next update, and refused when it comes late."""
+    server = Store()
+    server.load("done", DONE)
+    server.assign({0: ()})
+    server.stage(0, 1, "done", ["lost"])
+    server.stage(0, 2, "done", ["again"])
+    server.commit(0, 0, [2], 3)
+    server.stage(0, 1, "done", ["late"])
+    assert server.staged == 0
+    assert in_order(*server.pull([0])) == ["again"]
+
+
+def test_an_earlier_epoch_is_void() -> None:
+    """After the servers went back, what was sent before changes nothing."""
+    server = Store()
+    server.load("done", DONE)
+    server.restore(1, Snapshot(7, {0: ("kept",)}))
+    server.stage(0, 1, "done", ["old"])
+    assert server.commit(0, 7, [1], 2) == 7
+    assert server.staged == 0
+    assert server.pull([0]) == [("kept",)]
