@@ -12,6 +12,7 @@ from distribute_jax._errors import (
     ArgumentError,
     ArgumentTypeError,
     BackendStartedError,
+    CancelledError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointFileError,
@@ -21,6 +22,7 @@ from distribute_jax._errors import (
     DeadlockError,
     DistributeError,
     DonatedError,
+    EndOfDataError,
     IterationError,
     LoweringError,
     MissingPackageError,
@@ -96,9 +98,18 @@ from distribute_jax.variables import Variable, VariableAggregation, VariableSync
 
 # What builds on `run` and the strategies: a program that uses none of it does not wait for it either.
 if TYPE_CHECKING:
-    from distribute_jax import callbacks, cluster_resolver, losses, metrics, summary, testing
+    from distribute_jax import (
+        callbacks,
+        cluster_resolver,
+        coordinator,
+        losses,
+        metrics,
+        summary,
+        testing,
+    )
     from distribute_jax.checkpoint import CheckpointManager
     from distribute_jax.losses import compute_average_loss, scale_regularization_loss
+    from distribute_jax.strategies._parameter_server import ParameterServerStrategy
     from distribute_jax.testing import simulate
     from distribute_jax.training import (
         AddedLoss,
@@ -115,7 +126,9 @@ else:
             "cluster_resolver": (),
             "checkpoint": ("CheckpointManager",),
             "losses": ("compute_average_loss", "scale_regularization_loss"),
+            "coordinator": (),
             "metrics": (),
+            "strategies._parameter_server": ("ParameterServerStrategy",),
             "summary": (),
             "testing": ("simulate",),
             "training": (
@@ -136,6 +149,7 @@ __all__ = [
     "ArgumentTypeError",
     "AutoShardPolicy",
     "BackendStartedError",
+    "CancelledError",
     "CentralStorageStrategy",
     "CheckpointDamagedError",
     "CheckpointError",
@@ -153,6 +167,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "DonatedError",
+    "EndOfDataError",
     "FullyShardedStrategy",
     "HierarchicalCopyAllReduce",
     "InputContext",
@@ -174,6 +189,7 @@ __all__ = [
     "Optimizer",
     "OutOfSyncError",
     "PaddingLeakError",
+    "ParameterServerStrategy",
     "PartialPolicy",
     "PerReplica",
     "PerReplicaAttributeError",
@@ -206,6 +222,7 @@ __all__ = [
     "check_in_sync",
     "cluster_resolver",
     "compute_average_loss",
+    "coordinator",
     "data",
     "experimental",
     "experimental_connect_to_cluster",

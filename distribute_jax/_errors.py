@@ -9,6 +9,8 @@ Each also derives from the builtin that a TensorFlow user would catch::
     ├── DeadlockError(RuntimeError)         a collective that not every replica would reach
     ├── DeadlineExceededError(TimeoutError) a process did not respond in time
     ├── DonatedError(RuntimeError)          an array that was donated to a later step was read
+    ├── CancelledError(RuntimeError)         a closure did not run, since another one had failed
+    ├── EndOfDataError(StopIteration)        a worker's dataset has no more elements
     ├── StepFailedError(RuntimeError)       the compiled step failed after its state was donated
     ├── BackendStartedError(RuntimeError)   JAX had started before the call that chooses devices
     ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value
@@ -66,6 +68,14 @@ class DeadlockError(DistributeError, RuntimeError):
 
 class DonatedError(DistributeError, RuntimeError):
     """An array was read after it had been donated to a step, which reused its memory."""
+
+
+class CancelledError(DistributeError, RuntimeError):
+    """A scheduled closure did not run, since another one had failed."""
+
+
+class EndOfDataError(DistributeError, StopIteration):
+    """A closure took an element from a per-worker iterator that had no more."""
 
 
 class StepFailedError(DistributeError, RuntimeError):

@@ -55,7 +55,6 @@ _WEIGHTS = "nnx.state(model.module, nnx.Param), or model.get_weights()"
 INSTEAD: dict[str, dict[str, str]] = {
     "distribute_jax": {
         "GradientTape": _GRADIENTS,
-        "ParameterServerStrategy": "dj.MultiWorkerMirroredStrategy trains on several machines",
         "Trainer": "dj.Model has fit, evaluate and predict",
         "distribute": "its names are here, as dj.MirroredStrategy",
         "function": "strategy.run compiles the step",

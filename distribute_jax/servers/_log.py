@@ -1,8 +1,9 @@
 """The log of updates: it numbers them, and admits only steps that will not be too stale.
 
-Workers compute steps; any of them may be lost, run again, or reported twice. Of each closure the log takes one
-update, and gives it the next number. All servers apply the updates in this order, so that "after n updates" is
-the same state on all of them: for reads, checkpoints and replays. The log starts no thread and has no clock.
+Workers compute steps; any of them may be lost, run again, or reported twice. Of each closure the log takes
+one update, and gives it the next number. All servers apply the updates in this order, so that "after n
+updates" is the same state on all of them: for reads, checkpoints and replays. The log starts no thread and
+has no clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One server: it holds its part of the state, and applies updates in the order of the log.
+"""The state on the servers: each holds a part of it, and applies updates in the order of the log.
 
 A run is staged before it gets its number, and its number may arrive before those of earlier updates: it is
 applied when all earlier ones are. Requests may be sent twice: the second changes nothing.
@@ -6,9 +6,14 @@ applied when all earlier ones are. Requests may be sent twice: the second change
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import jax
+
+from distribute_jax.program._halves_cache import BoundHalves
 
 Key = int
 """The number of one array of state."""
@@ -112,3 +117,99 @@ class Store:
         self.version, self.state = snapshot.version, dict(snapshot.state)
         self.epoch, self._oldest = epoch, 0
         self._staged, self._waiting = {}, {}
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The halves of a step, loaded into the servers."""
+
+    name: str
+    bound: BoundHalves
+    keys: tuple[Key, ...]
+    """Of each leaf of state, in the order of the halves."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes state."""
+        return any(half.writes for half in self.bound.halves.servers)
+
+
+class State:
+    """The arrays of all models that the steps of a strategy have reached, and where they are.
+
+    The variables of the models are as of the last ``join``. What the user writes into them goes to the
+    servers with the next closure.
+    """
+
+    def __init__(self, stores: Sequence[Store], device: jax.Device) -> None:
+        """Starts with none."""
+        self._stores, self._device = stores, device
+        self._keys: dict[tuple[int, int], Key] = {}
+        self._homes: dict[Key, tuple[int, ...]] = {}
+        self._seen: dict[Key, Any] = {}
+        """What the variables held when they and the servers were last equal."""
+        self._programs: dict[int, Program] = {}
+
+    def program(self, bound: BoundHalves) -> Program:
+        """Returns the halves of a step, loaded into the servers."""
+        if (program := self._programs.get(id(bound))) is None:
+            program = self._programs[id(bound)] = self._load(bound)
+        return program
+
+    def _load(self, bound: BoundHalves) -> Program:
+        halves = bound.halves
+        places = [(id(variable), leaf) for variable, leaf in bound.places()]
+        keys = tuple(self._keys.setdefault(place, len(self._keys)) for place in places)
+        name = f"{bound.step} {len(self._programs)}"
+        for store, half in zip(self._stores, halves.servers, strict=True):
+            for k in half.state:
+                self._move(keys[k], halves.homes[k])
+            reads, writes = (tuple(keys[k] for k in leaves) for leaves in (half.reads, half.writes))
+            store.load(name, ServerProgram(reads, writes, half.apply, operator.add))
+        for number, key in enumerate(keys):
+            self._homes.setdefault(key, (number % len(self._stores),))
+        return Program(name, bound, keys)
+
+    def _move(self, key: Key, homes: tuple[int, ...]) -> None:
+        """Stores an array on other servers, if only steps that read it have used it so far."""
+        old = self._homes.get(key)
+        self._homes[key] = homes
+        if old is not None and old != homes and key in self._stores[old[0]].state:
+            value = self._stores[old[0]].state[key]
+            for home in homes:
+                self._stores[home].assign({key: value})
+
+    def written(self, program: Program) -> dict[Key, Any]:
+        """Returns what the variables of a step hold that the servers do not have."""
+        leaves = program.bound.leaves()
+        return {
+            key: leaf
+            for key, leaf in zip(program.keys, leaves, strict=True)
+            if self._seen.get(key) is not leaf
+        }
+
+    def knows(self, values: dict[Key, Any]) -> bool:
+        """Returns whether some of these arrays are on the servers already."""
+        return not self._seen.keys().isdisjoint(values)
+
+    def send(self, values: dict[Key, Any]) -> None:
+        """Sets arrays on the servers."""
+        for key, value in values.items():
+            array = jax.device_put(value, self._device)
+            self._seen[key] = value
+            for home in self._homes[key]:
+                self._stores[home].assign({key: array})
+
+    def pull(self, program: Program) -> list[Any]:
+        """Returns the arrays that a worker reads."""
+        keys = [program.keys[k] for k in program.bound.halves.pulls]
+        return [self._stores[self._homes[key][0]].state[key] for key in keys]
+
+    def write_back(self) -> None:
+        """Lets the variables hold what the servers have."""
+        for program in self._programs.values():
+            leaves = [self._stores[self._homes[key][0]].state[key] for key in program.keys]
+            if any(self._seen[key] is not x for key, x in zip(program.keys, leaves, strict=True)):
+                program.bound.write(leaves)
+        for key, homes in self._homes.items():
+            self._seen[key] = self._stores[homes[0]].state[key]

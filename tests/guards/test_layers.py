@@ -20,6 +20,7 @@ LAYERS = (
     ("processes",),
     ("program", "tpu"),
     ("data",),
+    ("servers",),
     ("strategies",),
     ("metrics", "losses", "checkpoint", "summary"),
     ("training", "coordinator"),

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 42_166,
-    lines_of_tests: 41_455,
-    files: 211,
+    lines: 43_692,
+    lines_of_tests: 42_066,
+    files: 223,
     pieces: 0,
     private_words: 0,
     private_imports: 31,

@@ -145,7 +145,9 @@ def simulate(seeds: range, closures: int) -> Counter[str]:
     """Many runs; the sum of what they lost."""
     total: Counter[str] = Counter()
     for seed in seeds:
-        workers, servers, bound, shares = [(3, 2, 4, 1), (3, 2, 0, 1), (8, 5, 7, 1), (4, 2, 0, 4)][seed % 4]
+        workers, servers, bound, shares = [(3, 2, 4, 1), (3, 2, 0, 1), (8, 5, 7, 1), (4, 2, 0, 4)][
+            seed % 4
+        ]
         run = Run(
             seed, closures=closures, workers=workers, servers=servers, bound=bound, shares=shares
         )
@@ -174,7 +176,8 @@ def test_admission_keeps_the_bound() -> None:
     for closure in range(4):
         log.add(closure)
     first, second = log.admit(0), log.admit(1)
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert log.admit(2) is None
     assert log.finish(second).staleness == 0  # type: ignore[union-attr]
     assert log.admit(2) is None, "the first would be two updates too late"
@@ -188,7 +191,8 @@ def test_closures_that_write_nothing_get_no_number() -> None:
     log.add(0)
     log.add(1, writes=False)
     step, read = log.admit(0), log.admit(1)
-    assert step is not None and read is not None
+    assert step is not None
+    assert read is not None
     assert log.finish(read).number is None  # type: ignore[union-attr]
     assert log.version == 0
     assert log.finish(step).number == 0  # type: ignore[union-attr]

@@ -1,0 +1,147 @@
+"""Schedules functions on the workers of a ``ParameterServerStrategy``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._user_frames import frames_hidden
+from distribute_jax.servers import PerWorkerDataset, RemoteValue, Stats
+from distribute_jax.strategies._parameter_server import ParameterServerStrategy
+
+
+class ClusterCoordinator:
+    """Sends functions to workers, and waits for them.
+
+    There is one for each strategy: making another one returns the same object.
+
+    Args:
+        strategy: a ``ParameterServerStrategy``.
+
+    Raises:
+        ValueError: another strategy.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> strategy = dj.ParameterServerStrategy(workers=2, max_staleness=0)
+        >>> coordinator = dj.coordinator.ClusterCoordinator(strategy)
+        >>> with strategy.scope():
+        ...     total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+        >>> def step(x):
+        ...     total.assign_add(x)
+        >>> for x in (1.0, 2.0, 3.0):
+        ...     coordinator.schedule(step, args=(x,))
+        >>> coordinator.join()
+        >>> float(total[...])
+        6.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/ClusterCoordinator
+    """
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        """Returns the coordinator of a strategy."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ArgumentError(
+                f"ClusterCoordinator: strategy must be a ParameterServerStrategy; got {strategy!r:.80}."
+            )
+        known: ClusterCoordinator | None = vars(strategy).get("_cluster_coordinator")
+        if known is None:
+            known = vars(strategy)["_cluster_coordinator"] = super().__new__(cls)
+            known._strategy = strategy
+        return known
+
+    _strategy: ParameterServerStrategy
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
+
+    @frames_hidden
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Queues a function, which a worker runs when it is free, and returns at once.
+
+        The function is traced here, so that an error in it is raised here. It may call ``strategy.run``,
+        which is then a part of it, and take elements of per-worker iterators with ``next``. What it changes
+        of variables is applied exactly once.
+
+        Args:
+            fn: the function. Arrays and numbers among its arguments are as now; per-worker values and
+            iterators
+                are those of the worker that runs it.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            What ``fn`` returns, with a ``RemoteValue`` in place of each array.
+
+        Raises:
+            ValueError: a ``RemoteValue`` among the arguments; as for ``strategy.run``.
+            TypeError: ``fn`` is not a function.
+            Exception: an earlier closure failed.
+        """
+        return self._strategy._runner.schedule(fn, args or (), kwargs or {})
+
+    @frames_hidden
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until every scheduled function is over; variables then hold what the servers have.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+
+        Raises:
+            DeadlineExceededError: they are not over in time; a ``TimeoutError``.
+            Exception: the first error of a scheduled function. Those that had not begun were cancelled.
+        """
+        self._strategy._coordinator.join(timeout)
+
+    @frames_hidden
+    def done(self) -> bool:
+        """Returns whether every scheduled function is over; raises as :meth:`join`."""
+        return self._strategy._coordinator.is_done()
+
+    @frames_hidden
+    def fetch(self, nest: Any) -> Any:
+        """Waits for the remote values of a nest.
+
+        Args:
+            nest: what :meth:`schedule` returned, or a nest with some of it.
+
+        Returns:
+            The nest, with NumPy arrays in place of remote values; other leaves as they are.
+
+        Raises:
+            Exception: the error of a function that failed.
+        """
+        is_leaf = lambda x: isinstance(x, (RemoteValue, nnx.Variable))  # noqa: E731
+        return jax.tree.map(
+            lambda x: x.fetch() if isinstance(x, RemoteValue) else x, nest, is_leaf=is_leaf
+        )
+
+    @frames_hidden
+    def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
+        """Returns a dataset for each worker, made when that first takes an element.
+
+        Args:
+            dataset: a function without arguments that returns an iterable, called once for each worker, or an
+                iterable, which each worker goes through by itself.
+
+        Returns:
+            An iterable; ``iter`` returns an iterator to pass to scheduled functions.
+        """
+        make = (lambda _: dataset()) if callable(dataset) else (lambda _: dataset)
+        return PerWorkerDataset(make, self._strategy.workers)
+
+    @property
+    def stats(self) -> Stats:
+        """Updates so far: ``version``, how many of each staleness, and how many of each worker."""
+        return self._strategy._coordinator.stats

@@ -1,0 +1,97 @@
+"""The halves of steps: looked up at each call by what the step reaches, built where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from distribute_jax._jax_private import read_raw, write_raw
+from distribute_jax.program._arguments import Arguments, check_function, take_apart
+from distribute_jax.program._binding import (
+    Binding,
+    check_leaked_tracers,
+    contents_of,
+    contents_restored_on_error,
+)
+from distribute_jax.program._cache import Request
+from distribute_jax.program._capture import without_jit
+from distribute_jax.program._halves import Halves, build_halves
+from distribute_jax.program._options import RunOptions, checked_run_options
+from distribute_jax.program._run import one_at_a_time
+from distribute_jax.program._trace import Call
+from distribute_jax.program._trace_errors import compilable, step_name
+
+_MOST_BOUND = 64
+
+
+@dataclass(eq=False)
+class BoundHalves:
+    """The halves of a step, and the objects that it runs on."""
+
+    step: str
+    """The name of the function."""
+    halves: Halves
+    binding: Binding
+
+    def places(self) -> list[tuple[nnx.Variable[Any], int]]:
+        """Returns the variable of each leaf of state, and which of its leaves that is."""
+        variables = self.binding.variables
+        pairs = zip(variables, read_raw(variables), strict=True)
+        return [(variable, i) for variable, raw in pairs for i in range(len(jax.tree.leaves(raw)))]
+
+    def leaves(self) -> list[Any]:
+        """Returns the arrays that the variables hold, in the order in which the halves number them."""
+        return jax.tree.leaves(read_raw(self.binding.variables))
+
+    def write(self, leaves: Sequence[Any]) -> None:
+        """Stores all arrays into the variables."""
+        raws, flow = read_raw(self.binding.variables), iter(leaves)
+        new = [jax.tree.map(lambda _: next(flow), raw) for raw in raws]
+        write_raw(self.binding.variables, new)
+
+
+class HalvesCache:
+    """The halves of the steps of one strategy."""
+
+    def __init__(self, strategy: Any, mesh: Mesh, servers: int) -> None:
+        """Starts with none."""
+        self._strategy, self._mesh, self._servers = strategy, mesh, servers
+        self._bound: dict[Any, list[BoundHalves]] = {}
+
+    def bound(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RunOptions | None,
+    ) -> tuple[BoundHalves, Arguments]:
+        """Returns the halves of a step for what it reaches now, and its arguments taken apart."""
+        check_function(fn)
+        options = checked_run_options(options)
+        fn = without_jit(fn)
+        with one_at_a_time:
+            arguments = take_apart(args, kwargs, self._mesh)
+            request = Request(fn, arguments, options)
+            some = self._bound.setdefault(request.head, [])
+            for entry in some:
+                if entry.binding.holds(request.values):
+                    return entry, arguments
+            entry = self._built(fn, arguments, options)
+            some[:] = [entry, *(e for e in some if e.binding.alive)][:_MOST_BOUND]
+            return entry, arguments
+
+    def _built(
+        self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions
+    ) -> BoundHalves:
+        name, binding = step_name(fn), Binding(fn, arguments)
+        check_leaked_tracers(binding)
+        contents = contents_of(binding.watch.containers)
+        with contents_restored_on_error(contents), compilable(name):
+            call = Call(fn, binding, arguments, self._strategy, self._mesh)
+            halves = build_halves(call, options, self._servers)
+        return BoundHalves(name, halves, Binding(fn, arguments))

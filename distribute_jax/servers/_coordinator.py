@@ -1,0 +1,227 @@
+"""Closures from ``schedule`` to their results: the queue, the log, errors, and who waits for what.
+
+Workers take work, compute it and hand over what the servers apply; how they are reached is for the engine.
+All that changes is guarded by one lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+
+from distribute_jax._errors import CancelledError, DeadlineExceededError, StepFailedError
+from distribute_jax._messages import error_text
+from distribute_jax.program._halves_cache import BoundHalves
+from distribute_jax.servers._log import Attempt, Log
+from distribute_jax.servers._store import Program, State, Store
+
+MOST_WAITING = 262_144
+"""Closures that may wait; ``schedule`` blocks while there are as many, as in TensorFlow."""
+
+
+@dataclass(eq=False)
+class Closure:
+    """One scheduled call."""
+
+    number: int
+    program: Program
+    data: Callable[[int], list[Any]]
+    """Returns what a worker takes beside state."""
+    handed: list[Any] = field(default_factory=list)
+    """What the worker handed over, the results among it."""
+    error: BaseException | None = None
+    is_over: bool = False
+
+
+class Work(NamedTuple):
+    """What a worker does next."""
+
+    attempt: Attempt
+    closure: Closure
+    pulled: list[Any]
+
+
+class Stats(NamedTuple):
+    """What has been applied so far."""
+
+    version: int
+    """The number of updates."""
+    staleness: dict[int, int]
+    """How many updates came so many updates after the state that they were computed from."""
+    applied: tuple[int, ...]
+    """The updates of each worker."""
+
+
+class Coordinator:
+    """The closures of one strategy, and the state of its models."""
+
+    def __init__(
+        self, workers: int, servers: int, max_staleness: float, device: jax.Device
+    ) -> None:
+        """Starts with no closure. The servers keep their arrays on a device."""
+        self.workers, self.servers, self.device = workers, servers, device
+        self._log = Log(max_staleness)
+        self._stores = [Store() for _ in range(servers)]
+        self._state = State(self._stores, device)
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._closures: dict[int, Closure] = {}
+        self._error: BaseException | None = None
+        self._lost: BaseException | None = None
+        """Why the servers no longer have a state that could be gone on with."""
+        self._staleness: Counter[int] = Counter()
+        self._applied = [0] * workers
+        self._stopped = False
+
+    # Called by the user's thread.
+
+    def schedule(self, bound: BoundHalves, data: Callable[[int], list[Any]]) -> Closure:
+        """Adds a closure; waits only while very many wait already.
+
+        What the user has written into variables since the last closure goes to the servers, when those
+        closures that are under way have ended.
+        """
+        with self._changed:
+            self._raise_error()
+            program = self._state.program(bound)
+            if written := self._state.written(program):
+                if self._state.knows(written):
+                    self._wait_until(lambda: self._log.is_idle)
+                    self._raise_error()
+                self._state.send(written)
+            self._wait_until(lambda: len(self._closures) < MOST_WAITING or self._error is not None)
+            self._raise_error()
+            closure = Closure(next(self._numbers), program, data)
+            self._closures[closure.number] = closure
+            self._log.add(closure.number, writes=program.writes)
+            self._changed.notify_all()
+            return closure
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until all closures are over, and lets the variables hold what the servers have.
+
+        Raises:
+            DeadlineExceededError: not all were over in time.
+            BaseException: the first error of a closure; those that waited then are cancelled.
+        """
+        with self._changed:
+            if not self._wait_until(lambda: self._log.is_idle, timeout):
+                raise DeadlineExceededError(
+                    f"coordinator.join: {len(self._closures)} closures are not over after {timeout:g} "
+                    "seconds."
+                )
+            self._state.write_back()
+            self._raise_error()
+
+    def is_done(self) -> bool:
+        """Returns whether all closures are over; raises as ``join``."""
+        with self._changed:
+            self._raise_error()
+            return self._log.is_idle
+
+    def result(self, closure: Closure) -> list[Any]:
+        """Waits for what a worker handed over, or raises its error."""
+        with self._changed:
+            self._wait_until(lambda: closure.is_over)
+            if closure.error is not None:
+                raise closure.error
+            return closure.handed
+
+    @property
+    def stats(self) -> Stats:
+        """What has been applied so far."""
+        with self._changed:
+            return Stats(self._log.version, dict(self._staleness), tuple(self._applied))
+
+    def _wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Waits, so that an interrupt is noticed, and returns whether it came in time."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not is_so():
+            self._check_servers()
+            left = 1.0 if end is None else end - time.monotonic()
+            if left <= 0:
+                return False
+            self._changed.wait(min(left, 1.0))
+        return True
+
+    def _check_servers(self) -> None:
+        if self._lost is not None:
+            raise StepFailedError(_LOST.format(reason=error_text(self._lost))) from self._lost
+
+    def _raise_error(self) -> None:
+        self._check_servers()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # Called by the workers of the engine.
+
+    def take(self, worker: int) -> Work | None:
+        """Waits for work, and returns it with the state that it reads; None when there will be no more."""
+        with self._changed:
+            while not self._stopped:
+                if (attempt := self._log.admit(worker)) is not None:
+                    closure = self._closures[attempt.closure]
+                    return Work(attempt, closure, self._state.pull(closure.program))
+                self._changed.wait()
+            return None
+
+    def hand_over(self, work: Work, handed: list[Any]) -> None:
+        """Applies what a worker has computed, in the order of the log."""
+        attempt, program = work.attempt, work.closure.program
+        with self._changed:
+            if program.writes:
+                for store, half in zip(self._stores, program.bound.halves.servers, strict=True):
+                    sent = [handed[i] for i in half.takes]
+                    store.stage(attempt.epoch, attempt.number, program.name, sent)
+            if (update := self._log.finish(attempt)) is None:
+                return
+            if update.number is not None:
+                runs = [run.number for run in update.attempts]
+                for store in self._stores:
+                    store.commit(attempt.epoch, update.number, runs, update.oldest_run)
+                self._staleness[update.staleness] += 1
+                self._applied[attempt.worker] += 1
+                self._log.forget(self._log.version)
+            self._over(work.closure, handed=handed)
+
+    def fail(self, work: Work, error: BaseException) -> None:
+        """Notes that a closure cannot be run; those that wait are cancelled."""
+        with self._changed:
+            self._log.cancel(work.closure.number)
+            self._error = self._error or error
+            self._over(work.closure, error=error)
+            for number in self._log.cancel():
+                self._over(self._closures[number], error=CancelledError(_CANCELLED))
+
+    def fail_for_good(self, error: BaseException) -> None:
+        """Notes that an update could not be applied to all of the state."""
+        with self._changed:
+            self._lost = self._lost or error
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _over(self, closure: Closure, **outcome: Any) -> None:
+        vars(closure).update(outcome, is_over=True)
+        del self._closures[closure.number]
+        self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Lets the workers end."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+_LOST = """\
+The servers could not apply an update that a worker had computed, so their state is between two versions:
+{reason}
+Make a new strategy and restore the state from a checkpoint."""
+_CANCELLED = "The corresponding function is cancelled. Please reschedule the function."

@@ -1,0 +1,170 @@
+"""What differs from worker to worker: values, elements of datasets, the worker's number."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from distribute_jax._errors import ArgumentError, ContextError, EndOfDataError, UnsupportedError
+
+
+class _Now(threading.local):
+    worker: Any = None
+    in_closure = False
+
+
+_now = _Now()
+
+
+@contextmanager
+def on_worker(index: Any, *, in_closure: bool = False) -> Iterator[None]:
+    """Marks what runs in the block as run by a worker, maybe as a scheduled function."""
+    before = _now.worker, _now.in_closure
+    _now.worker, _now.in_closure = index, in_closure
+    try:
+        yield
+    finally:
+        _now.worker, _now.in_closure = before
+
+
+def in_closure() -> bool:
+    """Returns whether a scheduled function is being traced, and not the inside of a ``run`` in it."""
+    return _now.in_closure
+
+
+def experimental_get_current_worker_index() -> Any:
+    """Returns the number of the worker that runs this, from 0.
+
+    Returns:
+        An int in a function that makes a dataset for a worker; a traced int32 in a scheduled function.
+
+    Raises:
+        RuntimeError: called anywhere else.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/experimental_get_current_worker_index
+    """
+    if _now.worker is None:
+        raise ContextError(
+            "experimental_get_current_worker_index was called outside of a scheduled function and of a "
+            "function that makes a per-worker dataset: only there is there a worker."
+        )
+    return _now.worker
+
+
+class PerWorkerValue:
+    """One value for each worker: a scheduled function gets that of the worker that runs it.
+
+    Args:
+        values: one nest of arrays or numbers for each worker, all of one structure, shapes and dtypes.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/PerWorkerValue
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        if not isinstance(values, (list, tuple)) or not values:
+            raise ArgumentError(
+                f"PerWorkerValue: values must be a non-empty list; got {values!r:.80}."
+            )
+        self._values = tuple(values)
+
+    def of(self, worker: int, workers: int) -> Any:
+        """Returns the value of a worker."""
+        if len(self._values) < workers:
+            raise ArgumentError(
+                f"A PerWorkerValue of {len(self._values)} values was used with {workers} workers. Give one "
+                "value for each worker."
+            )
+        return self._values[worker]
+
+
+class PerWorkerDataset:
+    """A dataset for each worker, made when the worker first reads it.
+
+    Made by ``ClusterCoordinator.create_per_worker_dataset``; ``iter`` returns an iterator to pass to
+    scheduled functions, which take elements with ``next``.
+    """
+
+    def __init__(self, make: Callable[[int], Any], workers: int) -> None:
+        """Takes what makes the dataset of a worker."""
+        self._make, self._workers = make, workers
+
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(self._make, self._workers)
+
+
+class PerWorkerIterator:
+    """An iterator for each worker, to be passed to ``schedule``."""
+
+    def __init__(self, make: Callable[[int], Any], workers: int) -> None:
+        """Takes what makes the dataset of a worker; nothing is read yet."""
+        self._make = make
+        self._iterators: list[Any] = [None] * workers
+        self._first: list[Any] = []
+        self._peeked: deque[Any] = deque()
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Raises: elements are on the workers."""
+        raise UnsupportedError(
+            "Iterating over an AsyncDistributedIterator is not supported right now. Take elements in a "
+            "function that coordinator.schedule runs: next(iterator) there."
+        )
+
+    def first(self, count: int) -> tuple[Any, ...]:
+        """Returns the first elements of worker 0, by which functions are traced; it will still take them."""
+        while len(self._first) < count:
+            self._first.append(self._next(0))
+            self._peeked.append(self._first[-1])
+        return tuple(self._first[:count])
+
+    def take(self, worker: int, count: int) -> tuple[Any, ...]:
+        """Takes elements on a worker."""
+        taken: list[Any] = []
+        # Not in a generator, which could not raise StopIteration.
+        while len(taken) < count:
+            peeked = worker == 0 and self._peeked
+            taken.append(self._peeked.popleft() if peeked else self._next(worker))
+        return tuple(taken)
+
+    def _next(self, worker: int) -> Any:
+        with on_worker(worker):
+            if self._iterators[worker] is None:
+                self._iterators[worker] = iter(self._make(worker))
+            try:
+                return next(self._iterators[worker])
+            except StopIteration:
+                raise EndOfDataError(
+                    f"The dataset of worker {worker} has no more elements. Repeat it, or schedule no more "
+                    "closures than there are elements."
+                ) from None
+
+
+class TracedIterator:
+    """Stands in for a per-worker iterator while a scheduled function is traced."""
+
+    def __init__(self, elements: Sequence[Any]) -> None:
+        """Takes the elements that there are so far."""
+        self._elements, self._taken = elements, 0
+
+    def __iter__(self) -> TracedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._taken >= len(self._elements):
+            raise MoreElementsError
+        self._taken += 1
+        return self._elements[self._taken - 1]
+
+
+class MoreElementsError(Exception):
+    """A function takes more elements than it was traced with."""
+
+
+def is_of_workers(value: Any) -> bool:
+    """Returns whether an argument is another on each worker."""
+    return isinstance(value, (PerWorkerValue, PerWorkerIterator))

@@ -1,0 +1,27 @@
+"""What a scheduled closure will return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class RemoteValue:
+    """An array that a worker computes, or has computed.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/RemoteValue
+    """
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        """Takes what waits for the array, and returns it or raises the worker's error."""
+        self._wait = wait
+
+    def get(self) -> Any:
+        """Waits for the value and returns it as a ``jax.Array``, or raises the error of its closure."""
+        return self._wait()
+
+    def fetch(self) -> Any:
+        """Waits for the value and returns it as a NumPy array, or raises the error of its closure."""
+        return np.asarray(self._wait())

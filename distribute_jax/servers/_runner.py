@@ -1,0 +1,206 @@
+"""``run`` and ``schedule`` with parameter servers: a function is traced where it is scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
+from distribute_jax._messages import leaf_text
+from distribute_jax._values import PerReplica
+from distribute_jax.program import Replicas, Runner, RunOptions
+from distribute_jax.program._arguments import check_call
+from distribute_jax.program._halves_cache import BoundHalves, HalvesCache
+from distribute_jax.servers._coordinator import Coordinator
+from distribute_jax.servers._input import (
+    MoreElementsError,
+    PerWorkerIterator,
+    PerWorkerValue,
+    TracedIterator,
+    experimental_get_current_worker_index,
+    in_closure,
+    is_of_workers,
+    on_worker,
+)
+from distribute_jax.servers._remote import RemoteValue
+
+_MOST_ELEMENTS = 64
+
+
+class ServersRunner(Runner):
+    """Schedules functions on workers; what is not scheduled runs here, after all closures."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        replicas: Replicas,
+        coordinator: Coordinator,
+        start: Callable[[], Any],
+    ) -> None:
+        """Starts workers with the first closure."""
+        super().__init__(strategy, replicas, steps_in_flight=None)
+        self._strategy, self.coordinator = strategy, coordinator
+        self._start, self._engine = start, None
+        self._halves = HalvesCache(strategy, strategy.mesh, coordinator.servers)
+        self._elements: dict[Any, int] = {}
+
+    def for_strategy(self, strategy: Any) -> Runner:
+        """Refuses: the copy would have the same servers."""
+        raise ContextError(f"{self._strategy!r} cannot be copied. Make a new strategy.")
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any] | None,
+        options: RunOptions | None,
+    ) -> Any:
+        """Runs a step here, after all closures; in a scheduled function, as a part of it."""
+        if in_closure():
+            check_call(args, kwargs)
+            with on_worker(experimental_get_current_worker_index()):
+                return fn(*args, **(kwargs or {}))
+        self.coordinator.join()
+        return super().__call__(fn, args, kwargs, options)
+
+    def steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[Any],
+        steps: int,
+        options: RunOptions | None,
+    ) -> Any:
+        """Runs several steps here, after all closures."""
+        self.coordinator.join()
+        return super().steps(fn, iterator, steps, options)
+
+    def schedule(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Queues a function for whichever worker is free; returns its results to come."""
+        if not callable(fn):
+            raise ArgumentTypeError(
+                f"coordinator.schedule(fn={leaf_text(fn)}): fn is not a function."
+            )
+        check_call(args, kwargs, fn, call="coordinator.schedule(fn")
+        given, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
+        _check_fetched(given)
+        bound, data, counts = self._traced(fn, given, tree)
+        results, at = bound.halves.results, bound.halves.results_at
+        if counts is not None:
+            _check_rows(bound, counts)
+        if self._engine is None:
+            self._engine = self._start()
+        closure = self.coordinator.schedule(bound, data)
+
+        def remote(k: int) -> RemoteValue:
+            is_cut = counts is not None and k in results.declared
+            rows = slice(counts[0]) if is_cut and counts is not None else ...
+            return RemoteValue(lambda: self.coordinator.result(closure)[at[k]][rows])
+
+        values = [
+            remote(content) if kind == "array" else content for kind, content in results.leaves
+        ]
+        return jax.tree.unflatten(results.treedef, values)
+
+    def _traced(
+        self, fn: Callable[..., Any], given: list[Any], tree: Any
+    ) -> tuple[BoundHalves, Callable[[int], list[Any]], tuple[int, ...] | None]:
+        """Returns the halves of a scheduled function, the data of a worker, and how many rows are real."""
+        workers, key = self.coordinator.workers, getattr(fn, "__code__", type(fn))
+        plain = [None if is_of_workers(x) else x for x in given]
+        while True:
+            taken = self._elements.get(key, 0)
+
+            def of_workers(worker: int, *, peek: bool = False, taken: int = taken) -> list[Any]:
+                return [_of_worker(x, worker, workers, taken, peek=peek) for x in given]
+
+            step = _Closure(fn, [isinstance(x, PerWorkerIterator) for x in given], tree)
+            inputs = of_workers(0, peek=True), jnp.int32(0)
+            try:
+                bound, arguments = self._halves.bound(step, (plain, inputs), {}, None)
+            except MoreElementsError:
+                if taken == _MOST_ELEMENTS or not any(map(_is_iterator, given)):
+                    raise ArgumentError(_TOO_MANY.format(most=_MOST_ELEMENTS)) from None
+                self._elements[key] = taken + 1
+                continue
+            break
+        fixed = bound.halves.data(bound.binding, arguments)
+        shapes = [_type(x) for x in jax.tree.leaves(inputs)]
+        first = len(fixed) - len(shapes) - (arguments.counts is not None)
+
+        def data(worker: int) -> list[Any]:
+            leaves = jax.tree.leaves((of_workers(worker), np.int32(worker)))
+            if [_type(x) for x in leaves] != shapes:
+                raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=leaves, wanted=shapes))
+            return [*fixed[:first], *leaves, *fixed[first + len(leaves) :]]
+
+        return bound, data, arguments.counts
+
+
+class _Closure:
+    """A scheduled function as a step: its own arguments, and what the worker adds to them."""
+
+    def __init__(self, fn: Callable[..., Any], is_iterator: Sequence[bool], tree: Any) -> None:
+        self.__wrapped__ = fn
+        self._is_iterator, self._tree = is_iterator, tree
+
+    def __call__(self, plain: list[Any], inputs: tuple[list[Any], jax.Array]) -> Any:
+        """Runs the function where ``strategy.run`` is a part of it."""
+        of_workers, worker = inputs
+        leaves = [
+            TracedIterator(theirs) if is_iterator else mine if theirs is None else theirs
+            for mine, theirs, is_iterator in zip(plain, of_workers, self._is_iterator, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        with on_worker(worker, in_closure=True):
+            return self.__wrapped__(*args, **kwargs)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Returns whether an argument is taken as it is, although it may be a pytree."""
+    return is_of_workers(value) or isinstance(value, (PerReplica, nnx.Pytree, nnx.Variable))
+
+
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, PerWorkerIterator)
+
+
+def _of_worker(value: Any, worker: int, workers: int, taken: int, *, peek: bool) -> Any:
+    if isinstance(value, PerWorkerIterator):
+        return value.first(taken) if peek else value.take(worker, taken)
+    return value.of(worker, workers) if isinstance(value, PerWorkerValue) else None
+
+
+def _type(value: Any) -> tuple[Any, ...]:
+    return np.shape(value), getattr(value, "dtype", type(value))
+
+
+def _check_fetched(given: Sequence[Any]) -> None:
+    if any(isinstance(x, RemoteValue) for x in given):
+        raise ArgumentError(
+            "coordinator.schedule got a RemoteValue among its arguments: fetch it first, with "
+            "coordinator.fetch(value)."
+        )
+
+
+def _check_rows(bound: BoundHalves, counts: Sequence[int]) -> None:
+    """Refuses results of a partial batch that may have rows of padding."""
+    halves = bound.halves
+    for k, at in enumerate(halves.results_at):
+        if k not in halves.results.declared and halves.worker.returns[at].shape:
+            raise ArgumentError(
+                f"{bound.step}: {halves.results.names[k]} was computed from a batch of which {sum(counts)} "
+                "rows are real, and may have a row for each example. Return dj.per_example(rows), or numbers "
+                "of the whole batch."
+            )
+
+
+_TOO_MANY = "A scheduled function takes more than {most} elements of its per-worker iterators."
+_OTHER_SHAPE = """\
+The dataset of worker {worker} has elements of another shape or dtype than those that the function was \
+scheduled for: {got}, where {wanted} were expected. Give all batches one shape, as with \
+drop_remainder=True."""

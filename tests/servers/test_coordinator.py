@@ -1,0 +1,367 @@
+"""``ClusterCoordinator`` with workers that are threads: numbers, order, errors, and what comes back."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.coordinator import (
+    ClusterCoordinator,
+    PerWorkerValue,
+    experimental_get_current_worker_index,
+)
+from distribute_jax.servers import _coordinator as queue, _threads
+
+SECONDS = 60
+
+
+class Scalar(nnx.Module):
+    """One weight that starts at 0."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.zeros(()))
+
+
+def scalar_step(strategy: dj.Strategy) -> tuple[Scalar, Callable[[Any], jax.Array]]:
+    """A step that goes half the way from the weight to x."""
+    with strategy.scope():
+        model = Scalar()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+
+    def step(x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda model: (model.w[...] - x) ** 2 / 2)(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+        return loss
+
+    return model, step
+
+
+def of_servers(workers: int = 1, staleness: float = 0, servers: int = 1) -> tuple[Any, Any]:
+    """A strategy and its coordinator."""
+    strategy = dj.ParameterServerStrategy(workers=workers, servers=servers, max_staleness=staleness)
+    return strategy, ClusterCoordinator(strategy)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_without_staleness_the_numbers_are_those_of_one_device(workers: int) -> None:
+    """However many workers there are: 0.5, 1.25, 2.125 after x = 1, 2, 3."""
+    strategy, coordinator = of_servers(workers)
+    model, step = scalar_step(strategy)
+    losses = [coordinator.schedule(step, args=(float(x),)) for x in (1, 2, 3)]
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 2.125
+    assert coordinator.fetch(losses) == [0.5, 1.125, 1.53125]
+    stats = coordinator.stats
+    assert (stats.version, stats.staleness, sum(stats.applied)) == (3, {0: 3}, 3)
+
+
+def test_a_stale_step_is_computed_from_what_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps from w = 0, with x = 1 and 2, then one with 3: 1.5, 2.25; staleness 0, 1, 0."""
+    strategy, coordinator = of_servers(2, staleness=1)
+    model, step = scalar_step(strategy)
+    both, computed = threading.Barrier(2), _threads._computed
+
+    def when_both_have_read(work: Any, *args: Any) -> Any:
+        if work.attempt.closure < 2:
+            both.wait(SECONDS)
+        return computed(work, *args)
+
+    monkeypatch.setattr(_threads, "_computed", when_both_have_read)
+    for x in (1.0, 2.0):
+        coordinator.schedule(step, args=(x,))
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 1.5
+    coordinator.schedule(step, args=(3.0,))
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 2.25
+    assert coordinator.stats.staleness == {0: 2, 1: 1}
+
+
+def test_run_goes_on_from_what_closures_have_left() -> None:
+    """``strategy.run`` and ``fit`` wait for closures, and closures start from what they have left."""
+    strategy, coordinator = of_servers(2)
+    model, step = scalar_step(strategy)
+    coordinator.schedule(step, args=(1.0,))
+    assert float(strategy.run(step, args=(2.0,))) == 1.125
+    coordinator.schedule(step, args=(3.0,))
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 2.125
+
+
+def test_rows_of_a_partial_batch_are_cut_or_refused() -> None:
+    """Declared rows come without those of padding; others are refused by name."""
+    strategy, coordinator = of_servers(1)
+    *_, last = strategy.distribute_dataset(dj.data.from_arrays(np.arange(7.0)).batch(4))
+    rows = coordinator.schedule(lambda x: dj.per_example(2 * x), args=(last,))
+    assert rows.fetch().tolist() == [8, 10, 12]
+    assert coordinator.schedule(dj.compute_average_loss, args=(last,)).fetch() == 5
+    with pytest.raises(ValueError, match=r"3 rows are real.*dj\.per_example"):
+        coordinator.schedule(lambda x: 2 * x, args=(last,))
+
+
+class Network(nnx.Module):
+    """Two layers with batch norm and dropout."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.last = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+ROWS = np.random.default_rng(0).normal(size=(12, 16, 8)).astype(np.float32)
+
+
+def trained(strategy: dj.Strategy) -> tuple[list[float], list[Any]]:
+    """The losses of a step on each batch of a distributed dataset, and all numbers after it."""
+    with strategy.scope():
+        model = Network()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        seen = dj.Variable(0, aggregation=dj.VariableAggregation.SUM)
+        metric = nnx.metrics.Average("loss")
+
+    def step(x: jax.Array) -> jax.Array:
+        def loss_of(model: Network) -> Any:
+            losses = (model(x) - x.sum(1, keepdims=True))[:, 0] ** 2
+            return dj.compute_average_loss(losses), losses
+
+        (loss, losses), grads = nnx.value_and_grad(loss_of, has_aux=True)(model)
+        loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
+        optimizer.update(model, grads)
+        metric.update(loss=losses)
+        seen.assign_add(1)
+        return loss
+
+    batches = strategy.distribute_dataset(dj.data.from_arrays(ROWS.reshape(-1, 8)).batch(16))
+    if isinstance(strategy, dj.ParameterServerStrategy):
+        coordinator = ClusterCoordinator(strategy)
+        losses = coordinator.fetch([coordinator.schedule(step, args=(batch,)) for batch in batches])
+        coordinator.join(SECONDS)
+    else:
+        losses = [strategy.run(step, args=(batch,)) for batch in batches]
+    state = nnx.state((model, optimizer, seen, metric))
+    keyless = [
+        x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
+    return list(map(float, losses)), list(map(np.asarray, keyless))
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_scheduled_steps_have_the_bits_of_one_device(servers: int) -> None:
+    """Batch norm, dropout, Adam, a counter and a metric, with the state on one server or three."""
+    strategy, _ = of_servers(2, servers=servers)
+    losses, state = trained(strategy)
+    expected, of_one = trained(dj.OneDeviceStrategy("cpu:0"))
+    assert losses == expected
+    for ours, theirs in zip(state, of_one, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_every_update_keeps_the_bound_and_none_is_lost() -> None:
+    """100 increments by four workers with a bound of 3 are 100, each at most 3 updates late."""
+    strategy, coordinator = of_servers(4, staleness=3)
+    with strategy.scope():
+        total = dj.Variable(0, aggregation=dj.VariableAggregation.SUM)
+    for _ in range(100):
+        coordinator.schedule(lambda: total.assign_add(1))
+    coordinator.join(SECONDS)
+    assert int(total[...]) == 100
+    assert max(coordinator.stats.staleness) <= 3
+    assert sum(coordinator.stats.staleness.values()) == 100
+
+
+def test_what_the_user_writes_is_there_for_the_next_closure() -> None:
+    """A value that is assigned between closures is what the next one starts from."""
+    strategy, coordinator = of_servers(2)
+    model, step = scalar_step(strategy)
+    coordinator.schedule(step, args=(1.0,))
+    coordinator.join(SECONDS)
+    model.w[...] = jnp.float32(4)
+    loss = coordinator.schedule(step, args=(4.0,))
+    assert loss.fetch() == 0
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 4
+
+
+def test_each_worker_has_its_values_and_its_dataset() -> None:
+    """A closure gets value, element and number of the worker that runs it."""
+    _, coordinator = of_servers(2, staleness=1)
+    made = []
+
+    def dataset() -> Iterator[np.ndarray[Any, Any]]:
+        made.append(worker := experimental_get_current_worker_index())
+        return (np.full(2, 10 * worker + i) for i in range(100))
+
+    def closure(iterator: Any, value: jax.Array) -> Any:
+        worker = experimental_get_current_worker_index()
+        return {"worker": worker, "value": value, "element": next(iterator), "none": None}
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    values = PerWorkerValue([np.int32(20), np.int32(21)])
+    results = [coordinator.schedule(closure, args=(iterator, values)) for _ in range(6)]
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for result in coordinator.fetch(results):
+        worker = int(result["worker"])
+        assert (int(result["value"]), result["none"]) == (20 + worker, None)
+        seen[worker].append(int(result["element"][0]))
+    for worker, elements in seen.items():
+        assert sorted(elements) == [10 * worker + i for i in range(len(elements))]
+    assert set(made) <= {0, 1}
+    assert coordinator.stats.version == 0, "nothing was written"
+
+
+def test_run_is_a_part_of_a_scheduled_function() -> None:
+    """``strategy.run`` and ``strategy.reduce`` in a closure are traced with it, as in TF's tutorial."""
+    strategy, coordinator = of_servers(1)
+    model, step = scalar_step(strategy)
+
+    def closure(x: jax.Array) -> jax.Array:
+        return strategy.reduce("sum", strategy.run(step, args=(x,)), axis=None)
+
+    assert coordinator.schedule(closure, args=(1.0,)).fetch() == 0.5
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 0.5
+
+
+def failing(coordinator: Any) -> tuple[list[Any], Callable[[], None]]:
+    """Remote values of a closure that works, one whose data fails and three that wait; their ``join``."""
+    go = threading.Event()
+
+    def dataset() -> Iterator[np.ndarray[Any, Any]]:
+        yield np.ones(2)
+        go.wait(SECONDS)
+        raise KeyError("element 1 is broken")
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    results = [coordinator.schedule(lambda i: next(i).sum(), args=(iterator,)) for _ in range(5)]
+    go.set()
+    return results, lambda: coordinator.join(SECONDS)
+
+
+def test_an_error_of_a_worker_comes_at_join_and_cancels_what_waits() -> None:
+    """``join`` raises it once; what had not begun is cancelled; then closures run again."""
+    _, coordinator = of_servers(1)
+    (first, broken, *waiting), join = failing(coordinator)
+    with pytest.raises(KeyError, match="element 1 is broken"):
+        join()
+    join()
+    assert first.fetch() == 2
+    with pytest.raises(KeyError, match="element 1 is broken"):
+        broken.fetch()
+    for value in waiting:
+        with pytest.raises(dj.CancelledError, match=r"cancelled\. Please reschedule"):
+            value.fetch()
+    assert coordinator.done()
+    assert coordinator.schedule(lambda x: x + 1, args=(1,)).fetch() == 2
+
+
+def test_the_end_of_a_workers_data_is_a_stop_iteration() -> None:
+    """``join`` raises ``EndOfDataError``, which names the worker."""
+    _, coordinator = of_servers(1)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [np.ones(2)]))
+    for _ in range(2):
+        coordinator.schedule(lambda i: next(i), args=(iterator,))
+    with pytest.raises(StopIteration, match="dataset of worker 0 has no more elements"):
+        coordinator.join(SECONDS)
+
+
+def test_other_shapes_of_a_dataset_are_refused_by_name() -> None:
+    """An element of another shape than the closure was scheduled for fails with both shapes."""
+    _, coordinator = of_servers(1)
+    data = [np.ones(2, np.float32), np.ones(3, np.float32)]
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: data))
+    for _ in range(2):
+        coordinator.schedule(lambda i: next(i).sum(), args=(iterator,))
+    with pytest.raises(ValueError, match="of worker 0 has elements of another shape"):
+        coordinator.join(SECONDS)
+
+
+def test_join_with_a_timeout_says_how_much_is_left() -> None:
+    """A closure whose data does not come is named after the time, and nothing hangs."""
+    _, coordinator = of_servers(1)
+    go = threading.Event()
+
+    def dataset() -> Iterator[np.ndarray[Any, Any]]:
+        yield np.ones(1)
+        go.wait(SECONDS)
+        yield np.ones(1)
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    for _ in range(2):
+        coordinator.schedule(lambda i: next(i), args=(iterator,))
+    with pytest.raises(TimeoutError, match=r"1 closures are not over after 3 seconds"):
+        coordinator.join(3)
+    assert not coordinator.done()
+    go.set()
+    coordinator.join(SECONDS)
+
+
+def test_a_full_queue_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for four closures, the fifth is scheduled when one has ended."""
+    monkeypatch.setattr(queue, "MOST_WAITING", 4)
+    _, coordinator = of_servers(1)
+    results = [coordinator.schedule(lambda x: x * 2, args=(i,)) for i in range(12)]
+    assert coordinator.fetch(results) == list(range(0, 24, 2))
+
+
+def test_what_cannot_be_scheduled() -> None:
+    """Wrong functions, remote values and strategies are refused; errors of a step are raised here."""
+    strategy, coordinator = of_servers(2)
+    assert ClusterCoordinator(strategy) is coordinator
+    assert coordinator.strategy is strategy
+    with pytest.raises(ValueError, match="must be a ParameterServerStrategy"):
+        ClusterCoordinator(dj.MirroredStrategy([0, 1]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fn is not a function"):
+        coordinator.schedule(3)
+    value = coordinator.schedule(lambda: 1.0 + jnp.ones(()))
+    with pytest.raises(ValueError, match="RemoteValue among its arguments: fetch it first"):
+        coordinator.schedule(lambda x: x, args=(value,))
+    with pytest.raises(ValueError, match="1 values was used with 2 workers"):
+        coordinator.schedule(lambda x: x, args=(PerWorkerValue([1.0]),))
+    with pytest.raises(NotImplementedError, match="AsyncDistributedIterator is not supported"):
+        next(iter(coordinator.create_per_worker_dataset(lambda: [1.0])))
+    with pytest.raises(RuntimeError, match="outside of a scheduled function"):
+        experimental_get_current_worker_index()
+    model, _ = scalar_step(strategy)
+
+    def forgets(x: jax.Array) -> None:
+        model.w[...] = model.w[...] - x
+
+    with pytest.raises(dj.OutOfSyncError, match=r"model\.w \(Param\) depends on args\[0\]"):
+        coordinator.schedule(forgets, args=(1.0,))
+    assert coordinator.fetch({"a": 5, "b": value}) == {"a": 5, "b": 2.0}
+
+
+@pytest.mark.parametrize("staleness", [-1, 1.5, True, "4"])
+def test_staleness_is_a_number_of_updates(staleness: Any) -> None:
+    """It is an int from 0, or infinity."""
+    with pytest.raises(ValueError, match="max_staleness"):
+        dj.ParameterServerStrategy(max_staleness=staleness)
+    dj.ParameterServerStrategy(max_staleness=math.inf)
+
+
+def test_workers_end_with_their_strategy() -> None:
+    """No thread is left when the strategy is gone."""
+    strategy, coordinator = of_servers(2)
+    coordinator.schedule(lambda: jnp.ones(())).fetch()
+    mine = [t for t in threading.enumerate() if "of parameter servers" in t.name]
+    del strategy, coordinator
+    gc.collect()
+    for thread in mine[-2:]:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
