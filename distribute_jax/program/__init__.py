@@ -5,7 +5,8 @@ In the order of a call: ``_run`` looks a program up (``_arguments``, ``_binding`
 makes a jaxpr of it, ``_replication`` proves which values are equal on all replicas, ``_plan`` decides how
 state and results are combined, ``_lowerings`` and ``_layout`` make a program for the mesh, with
 ``_sharded_update`` and ``_gather`` where ``_placement`` divides state, and ``_call`` executes it.
-``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
+``_halves`` and ``_divide`` divide a step among workers and parameter servers, and ``_export`` makes bytes of
+its programs. ``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
 """
 
 from distribute_jax.program._aggregation import Combine, register_aggregation
@@ -16,7 +17,9 @@ from distribute_jax.program._ahead_of_time import (
     plan,
     plan_table,
 )
+from distribute_jax.program._export import LoadedPart, export_part, load_part
 from distribute_jax.program._failures import is_runtime_failure
+from distribute_jax.program._halves import Halves, Part, ServerHalf, build_halves
 from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
 from distribute_jax.program._options import RunOptions, library_options
 from distribute_jax.program._placement import Path, PlacedLeaf, modules_of
@@ -31,9 +34,12 @@ from distribute_jax.program._state_placement import ParameterDevice, Replicas
 __all__ = [
     "Collective",
     "Combine",
+    "Halves",
+    "LoadedPart",
     "MergeRule",
     "MergedValues",
     "ParameterDevice",
+    "Part",
     "Path",
     "PlacedLeaf",
     "PlanTable",
@@ -42,9 +48,13 @@ __all__ = [
     "Rules",
     "RunOptions",
     "Runner",
+    "ServerHalf",
     "StepPlan",
+    "build_halves",
+    "export_part",
     "is_runtime_failure",
     "library_options",
+    "load_part",
     "modules_of",
     "moments_combined",
     "one_at_a_time",

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 43_692,
-    lines_of_tests: 42_066,
+    lines: 43_702,
+    lines_of_tests: 42_072,
     files: 223,
     pieces: 0,
     private_words: 0,
