@@ -38,6 +38,7 @@ def output_of(program: str, *arguments: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kills",
     [4, pytest.param(100, marks=pytest.mark.exhaustive)],

@@ -225,6 +225,7 @@ def assert_close(got, wanted):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_processes_train_as_one_from_the_values_of_process_0(alone, told):
     """Losses and state are those of mirrored state in one process, and other initial values are seen."""
     _, trained, later = alone
@@ -247,6 +248,7 @@ def test_every_device_keeps_its_share(told, processes):
             assert whole / (2 * processes) < kept < whole / (2 * processes) + 8_000
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, told):
     """What each process saves of its part is loaded mirrored and divided, and the other way round."""
     folder, _, later = alone

@@ -218,6 +218,7 @@ def test_an_error_of_the_step_is_that_of_run(s2: dj.MirroredStrategy) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive
 def test_a_table_says_what_fits(s2: dj.MirroredStrategy) -> None:
     """Of a batch of one strategy for another one, and for numbers of which there are no devices."""
     training = Training(s2)
@@ -268,6 +269,7 @@ def test_a_model_of_shapes_is_planned() -> None:
     assert isinstance(model.kernel.get_raw_value(), jax.ShapeDtypeStruct)
 
 
+@pytest.mark.exhaustive
 def test_the_first_step_can_be_shown_in_place_of_run(s2: dj.MirroredStrategy) -> None:
     """Once: what is asked for is the first step, and the next one runs."""
     training, shown = Training(s2), []

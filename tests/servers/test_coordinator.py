@@ -161,7 +161,7 @@ def trained(strategy: dj.Strategy) -> tuple[list[float], list[Any]]:
     return list(map(float, losses)), list(map(np.asarray, keyless))
 
 
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("servers", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_scheduled_steps_have_the_bits_of_one_device(servers: int) -> None:
     """Batch norm, dropout, Adam, a counter and a metric, with the state on one server or three."""
     strategy, _ = of_servers(2, servers=servers)

@@ -334,6 +334,7 @@ LAYOUTS: dict[str, Callable[[], dj.Strategy]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["fewer", *map(long, LAYOUTS)])
 def test_checkpoints_go_into_any_other_layout(name: str, tmp_path: Path) -> None:
     """What is saved on 4 devices is restored on 1, 2, 4 and 8, mirrored or divided, bit by bit."""

@@ -63,6 +63,7 @@ def test_simulate_after_jax_started_says_what_to_do():
     assert "--xla_force_host_platform_device_count=4" in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_simulate_leaves_jax_unstarted():
     """Processes of a job have to meet before JAX starts."""
     code = (

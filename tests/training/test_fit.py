@@ -187,6 +187,7 @@ def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredSt
     assert int(model.optimizer.step[...]) == 3
 
 
+@pytest.mark.exhaustive
 def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy):
     """As sample weights of the class's examples do, in fit and train_on_batch."""
     one, other = made(s4), made(s4)
