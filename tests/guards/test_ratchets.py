@@ -100,10 +100,10 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 43_702,
-    lines_of_tests: 42_072,
+    lines_of_tests: 42_074,
     files: 223,
     pieces: 0,
-    private_words: 0,
+    private_words: 1,
     private_imports: 31,
 }
 
