@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -102,6 +103,11 @@ class ClusterCoordinator:
             DeadlineExceededError: they are not over in time; a ``TimeoutError``.
             Exception: the first error of a scheduled function. Those that had not begun were cancelled.
         """
+        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout >= 0):
+            raise ArgumentError(
+                f"coordinator.join: timeout must be seconds >= 0, or None; got {timeout!r:.60}."
+            )
         self._strategy._coordinator.join(timeout)
 
     @frames_hidden
@@ -138,6 +144,11 @@ class ClusterCoordinator:
         Returns:
             An iterable; ``iter`` returns an iterator to pass to scheduled functions.
         """
+        if isinstance(dataset, Iterator):
+            raise ArgumentError(
+                "create_per_worker_dataset: dataset is an iterator, of which only one worker could read each "
+                "element. Pass a function that makes it."
+            )
         make = (lambda _: dataset()) if callable(dataset) else (lambda _: dataset)
         return PerWorkerDataset(make, self._strategy.workers)
 

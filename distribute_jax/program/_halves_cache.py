@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from distribute_jax._jax_private import read_raw, write_raw
+from distribute_jax._jax_private import read_raw
 from distribute_jax.program._arguments import Arguments, check_function, take_apart
 from distribute_jax.program._binding import (
     Binding,
@@ -47,12 +47,6 @@ class BoundHalves:
     def leaves(self) -> list[Any]:
         """Returns the arrays that the variables hold, in the order in which the halves number them."""
         return jax.tree.leaves(read_raw(self.binding.variables))
-
-    def write(self, leaves: Sequence[Any]) -> None:
-        """Stores all arrays into the variables."""
-        raws, flow = read_raw(self.binding.variables), iter(leaves)
-        new = [jax.tree.map(lambda _: next(flow), raw) for raw in raws]
-        write_raw(self.binding.variables, new)
 
 
 class HalvesCache:

@@ -19,6 +19,7 @@ import jax
 from distribute_jax._errors import CancelledError, DeadlineExceededError, StepFailedError
 from distribute_jax._messages import error_text
 from distribute_jax.program._halves_cache import BoundHalves
+from distribute_jax.servers._input import check_not_on_worker
 from distribute_jax.servers._log import Attempt, Log
 from distribute_jax.servers._store import Program, State, Store
 
@@ -111,6 +112,7 @@ class Coordinator:
             DeadlineExceededError: not all were over in time.
             BaseException: the first error of a closure; those that waited then are cancelled.
         """
+        check_not_on_worker()
         with self._changed:
             if not self._wait_until(lambda: self._log.is_idle, timeout):
                 raise DeadlineExceededError(
@@ -122,12 +124,14 @@ class Coordinator:
 
     def is_done(self) -> bool:
         """Returns whether all closures are over; raises as ``join``."""
+        check_not_on_worker()
         with self._changed:
             self._raise_error()
             return self._log.is_idle
 
     def result(self, closure: Closure) -> list[Any]:
         """Waits for what a worker handed over, or raises its error."""
+        check_not_on_worker()
         with self._changed:
             self._wait_until(lambda: closure.is_over)
             if closure.error is not None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from distribute_jax._errors import ArgumentError, ContextError, EndOfDataError, UnsupportedError
+from distribute_jax._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ContextError,
+    EndOfDataError,
+    UnsupportedError,
+)
 
 
 class _Now(threading.local):
@@ -33,6 +39,16 @@ def on_worker(index: Any, *, in_closure: bool = False) -> Iterator[None]:
 def in_closure() -> bool:
     """Returns whether a scheduled function is being traced, and not the inside of a ``run`` in it."""
     return _now.in_closure
+
+
+def check_not_on_worker() -> None:
+    """Refuses what would let a worker wait for itself, or be done once, while a function is traced."""
+    if _now.worker is not None:
+        raise ContextError(
+            "A scheduled function, or one that makes a per-worker dataset, cannot schedule functions, wait "
+            "for them, fetch their values or run steps: it is what a worker runs. Do so outside of it, and "
+            "pass values in args."
+        )
 
 
 def experimental_get_current_worker_index() -> Any:
@@ -134,7 +150,7 @@ class PerWorkerIterator:
     def _next(self, worker: int) -> Any:
         with on_worker(worker):
             if self._iterators[worker] is None:
-                self._iterators[worker] = iter(self._make(worker))
+                self._iterators[worker] = iter(check_iterable(self._make(worker)))
             try:
                 return next(self._iterators[worker])
             except StopIteration:
@@ -142,6 +158,16 @@ class PerWorkerIterator:
                     f"The dataset of worker {worker} has no more elements. Repeat it, or schedule no more "
                     "closures than there are elements."
                 ) from None
+
+
+def check_iterable(dataset: Any) -> Any:
+    """Returns a dataset; refuses what has no elements."""
+    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+        raise ArgumentTypeError(
+            "create_per_worker_dataset: dataset must be an iterable, or a function without arguments that "
+            f"returns one; got {dataset!r:.80}."
+        )
+    return dataset
 
 
 class TracedIterator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ from distribute_jax._values import PerReplica
 from distribute_jax.program import Replicas, Runner, RunOptions
 from distribute_jax.program._arguments import check_call
 from distribute_jax.program._halves_cache import BoundHalves, HalvesCache
+from distribute_jax.program._results import rebuild
+from distribute_jax.program._trace_errors import step_name
 from distribute_jax.servers._coordinator import Coordinator
 from distribute_jax.servers._input import (
     MoreElementsError,
     PerWorkerIterator,
     PerWorkerValue,
     TracedIterator,
+    check_not_on_worker,
     experimental_get_current_worker_index,
     in_closure,
     is_of_workers,
@@ -81,9 +85,11 @@ class ServersRunner(Runner):
 
     def schedule(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Queues a function for whichever worker is free; returns its results to come."""
-        if not callable(fn):
+        check_not_on_worker()
+        if not callable(fn) or inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
             raise ArgumentTypeError(
-                f"coordinator.schedule(fn={leaf_text(fn)}): fn is not a function."
+                f"coordinator.schedule(fn={leaf_text(fn)}): fn is not a function, or an async one or a "
+                "generator."
             )
         check_call(args, kwargs, fn, call="coordinator.schedule(fn")
         given, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
@@ -101,10 +107,7 @@ class ServersRunner(Runner):
             rows = slice(counts[0]) if is_cut and counts is not None else ...
             return RemoteValue(lambda: self.coordinator.result(closure)[at[k]][rows])
 
-        values = [
-            remote(content) if kind == "array" else content for kind, content in results.leaves
-        ]
-        return jax.tree.unflatten(results.treedef, values)
+        return rebuild(results, [remote(k) for k in range(len(at))], bound.binding)
 
     def _traced(
         self, fn: Callable[..., Any], given: list[Any], tree: Any
@@ -120,6 +123,7 @@ class ServersRunner(Runner):
 
             step = _Closure(fn, [isinstance(x, PerWorkerIterator) for x in given], tree)
             inputs = of_workers(0, peek=True), jnp.int32(0)
+            _check_arrays(inputs)
             try:
                 bound, arguments = self._halves.bound(step, (plain, inputs), {}, None)
             except MoreElementsError:
@@ -145,7 +149,7 @@ class _Closure:
     """A scheduled function as a step: its own arguments, and what the worker adds to them."""
 
     def __init__(self, fn: Callable[..., Any], is_iterator: Sequence[bool], tree: Any) -> None:
-        self.__wrapped__ = fn
+        self.__wrapped__, self.__qualname__ = fn, step_name(fn)
         self._is_iterator, self._tree = is_iterator, tree
 
     def __call__(self, plain: list[Any], inputs: tuple[list[Any], jax.Array]) -> Any:
@@ -177,6 +181,15 @@ def _of_worker(value: Any, worker: int, workers: int, taken: int, *, peek: bool)
 
 def _type(value: Any) -> tuple[Any, ...]:
     return np.shape(value), getattr(value, "dtype", type(value))
+
+
+def _check_arrays(inputs: Any) -> None:
+    for leaf in jax.tree.leaves(inputs):
+        if np.asarray(leaf).dtype.kind in "OSUM":
+            raise ArgumentTypeError(
+                f"A worker's value or element of its dataset has {leaf_text(leaf)} in it. Devices hold bools "
+                "and numbers: encode other values as integers."
+            )
 
 
 def _check_fetched(given: Sequence[Any]) -> None:

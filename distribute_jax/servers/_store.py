@@ -6,13 +6,18 @@ applied when all earlier ones are. Requests may be sent twice: the second change
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
+from distribute_jax._errors import UnsupportedError
+from distribute_jax._jax_private import read_raw, write_raw
+from distribute_jax._messages import listed
 from distribute_jax.program._halves_cache import BoundHalves
 
 Key = int
@@ -145,7 +150,14 @@ class State:
         """Starts with none."""
         self._stores, self._device = stores, device
         self._keys: dict[tuple[int, int], Key] = {}
+        self._numbers = itertools.count()
+        self._variables: dict[int, nnx.Variable[Any]] = {}
+        """All variables by their ids; kept until what the servers have is written back."""
         self._homes: dict[Key, tuple[int, ...]] = {}
+        self._used: dict[Key, tuple[int, ...]] = {}
+        """The servers whose updates read or write an array; all steps must agree on them."""
+        self._changing: set[Key] = set()
+        """The arrays that updates write."""
         self._seen: dict[Key, Any] = {}
         """What the variables held when they and the servers were last equal."""
         self._programs: dict[int, Program] = {}
@@ -159,25 +171,41 @@ class State:
     def _load(self, bound: BoundHalves) -> Program:
         halves = bound.halves
         places = [(id(variable), leaf) for variable, leaf in bound.places()]
-        keys = tuple(self._keys.setdefault(place, len(self._keys)) for place in places)
-        name = f"{bound.step} {len(self._programs)}"
+        new = {place: next(self._numbers) for place in places if place not in self._keys}
+        keys = tuple(new[place] if place in new else self._keys[place] for place in places)
+        self._settle(bound, keys)
+        self._keys.update(new)
+        self._variables.update({id(variable): variable for variable, _ in bound.places()})
+        name = f"{bound.step} {next(self._numbers)}"
         for store, half in zip(self._stores, halves.servers, strict=True):
-            for k in half.state:
-                self._move(keys[k], halves.homes[k])
             reads, writes = (tuple(keys[k] for k in leaves) for leaves in (half.reads, half.writes))
             store.load(name, ServerProgram(reads, writes, half.apply, operator.add))
         for number, key in enumerate(keys):
             self._homes.setdefault(key, (number % len(self._stores),))
         return Program(name, bound, keys)
 
-    def _move(self, key: Key, homes: tuple[int, ...]) -> None:
-        """Stores an array on other servers, if only steps that read it have used it so far."""
-        old = self._homes.get(key)
-        self._homes[key] = homes
-        if old is not None and old != homes and key in self._stores[old[0]].state:
-            value = self._stores[old[0]].state[key]
-            for home in homes:
-                self._stores[home].assign({key: value})
+    def _settle(self, bound: BoundHalves, keys: Sequence[Key]) -> None:
+        """Chooses the servers of what the updates of a step use, or refuses where other steps need others."""
+        halves, homes = bound.halves, {}
+        writes = {keys[k] for half in halves.servers for k in half.writes}
+        changing, lines = self._changing | writes, []
+        for k in sorted({k for half in halves.servers for k in (*half.reads, *half.writes)}):
+            key = keys[k]
+            used = self._used.get(key, halves.homes[k])
+            homes[key] = tuple(sorted({*used, *halves.homes[k]}))
+            if key in changing and used != halves.homes[k]:
+                lines.append(halves.names[k])
+        if lines:
+            raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(lines)))
+        self._changing = changing
+        self._used.update(homes)
+        for key, there in homes.items():
+            old = self._homes.get(key, there)
+            self._homes[key] = there
+            if old != there and key in self._stores[old[0]].state:
+                value = self._stores[old[0]].state[key]
+                for home in there:
+                    self._stores[home].assign({key: value})
 
     def written(self, program: Program) -> dict[Key, Any]:
         """Returns what the variables of a step hold that the servers do not have."""
@@ -206,10 +234,38 @@ class State:
         return [self._stores[self._homes[key][0]].state[key] for key in keys]
 
     def write_back(self) -> None:
-        """Lets the variables hold what the servers have."""
-        for program in self._programs.values():
-            leaves = [self._stores[self._homes[key][0]].state[key] for key in program.keys]
-            if any(self._seen[key] is not x for key, x in zip(program.keys, leaves, strict=True)):
-                program.bound.write(leaves)
-        for key, homes in self._homes.items():
-            self._seen[key] = self._stores[homes[0]].state[key]
+        """Lets the variables hold what the servers have, or what was written since; while nothing runs."""
+        for number, variable in self._variables.items():
+            raw = read_raw([variable])[0]
+            held, tree = jax.tree.flatten(raw)
+            keys = [self._keys[number, i] for i in range(len(held))]
+            pairs = list(zip(keys, held, strict=True))
+            self.send({key: leaf for key, leaf in pairs if self._seen.get(key) is not leaf})
+            new = [self._stores[self._homes[key][0]].state[key] for key in keys]
+            if any(value is not leaf for value, leaf in zip(new, held, strict=True)):
+                write_raw([variable], [jax.tree.unflatten(tree, new)])
+            self._seen.update(zip(keys, new, strict=True))
+        self._forget_dead()
+
+    def _forget_dead(self) -> None:
+        """Drops the state that only steps of deleted models have reached."""
+        dead = [i for i, of in self._programs.items() if not of.bound.binding.alive]
+        if not dead:
+            return
+        for i in dead:
+            del self._programs[i]
+        live = {key for program in self._programs.values() for key in program.keys}
+        self._keys = {place: key for place, key in self._keys.items() if key in live}
+        of_live = {number for number, _ in self._keys}
+        self._variables = {i: v for i, v in self._variables.items() if i in of_live}
+        self._changing &= live
+        for known in (self._homes, self._used, self._seen, *(s.state for s in self._stores)):
+            for key in known.keys() - live:
+                del known[key]
+
+
+_OTHER_SERVERS = """\
+{step} changes these variables on other servers than a step that was scheduled before:
+{lines}
+Steps that change some of the same variables must reach the same models. Use \
+ParameterServerStrategy(servers=1), or one step for both."""

@@ -108,6 +108,6 @@ class ParameterServerStrategy(Strategy):
 
 
 def _checked_staleness(name: str, value: Any) -> float:
-    if value == float("inf"):
+    if isinstance(value, float) and value == float("inf"):
         return float("inf")
     return check_int(f"{name}: max_staleness", value, at_least=0)

@@ -347,7 +347,123 @@ def test_what_cannot_be_scheduled() -> None:
     assert coordinator.fetch({"a": 5, "b": value}) == {"a": 5, "b": 2.0}
 
 
-@pytest.mark.parametrize("staleness", [-1, 1.5, True, "4"])
+def test_what_is_written_while_closures_run_comes_after_them() -> None:
+    """A value that is assigned after the last closure is neither lost at join nor for the next one."""
+    strategy, coordinator = of_servers(2)
+    model, step = scalar_step(strategy)
+    coordinator.schedule(step, args=(1.0,))
+    model.w[...] = jnp.float32(4)
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 4
+    assert coordinator.schedule(step, args=(4.0,)).fetch() == 0
+
+
+def test_steps_agree_on_the_servers_of_a_variable_or_are_refused() -> None:
+    """Two steps that would change a weight on different servers; reading it anywhere is allowed."""
+    strategy, coordinator = of_servers(servers=2)
+    with strategy.scope():
+        first, second = Scalar(), Scalar()
+
+    def both() -> None:
+        first.w[...] += 1
+        second.w[...] += 2
+
+    def one() -> None:
+        second.w[...] += 10
+
+    def look() -> jax.Array:
+        return second.w[...]
+
+    seen = []
+    for _ in range(2):
+        seen += [coordinator.schedule(look), coordinator.schedule(both)]
+    with pytest.raises(NotImplementedError, match=r"one changes these variables.*\n  second\.w\n"):
+        coordinator.schedule(one)
+    coordinator.join(SECONDS)
+    assert coordinator.fetch(seen)[::2] == [0, 2]
+    assert (float(first.w[...]), float(second.w[...])) == (2, 4)
+
+
+def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> None:
+    """The weight is written at join, and nothing of the deleted module is kept."""
+    strategy, coordinator = of_servers()
+    with strategy.scope():
+        model = Scalar()
+
+    def train() -> None:
+        other = Scalar()
+
+        def step() -> None:
+            model.w[...] += 1
+            other.w[...] += 1
+
+        coordinator.schedule(step)
+
+    for epoch in (1, 2):
+        train()
+        gc.collect()
+        coordinator.join(SECONDS)
+        assert float(model.w[...]) == epoch
+    assert not strategy._coordinator._state._keys
+
+
+def test_a_closure_returns_variables_and_modules_as_they_are() -> None:
+    """As ``run`` does: the objects themselves, beside remote values."""
+    strategy, coordinator = of_servers()
+    model, _ = scalar_step(strategy)
+    same, weight, value, text = coordinator.schedule(lambda: (model, model.w, model.w[...], "a"))
+    assert same is model
+    assert weight is model.w
+    assert (value.fetch(), text) == (0, "a")
+
+
+@pytest.mark.parametrize("call", ["schedule", "join", "done", "fetch"])
+def test_a_worker_cannot_wait_for_itself(call: str) -> None:
+    """Neither in a scheduled function nor in one that makes a dataset, where it would wait for ever."""
+    _, coordinator = of_servers()
+    value = coordinator.schedule(lambda: jnp.ones(()))
+    args = {"schedule": (abs,), "fetch": (value,)}.get(call, ())
+
+    def calls() -> Iterator[float]:
+        yield 1.0
+        getattr(coordinator, call)(*args)
+        yield 2.0
+
+    with pytest.raises(RuntimeError, match="cannot schedule functions"):
+        coordinator.schedule(lambda: list(calls()))
+    iterator = iter(coordinator.create_per_worker_dataset(calls))
+    for _ in range(2):
+        coordinator.schedule(next, args=(iterator,))
+    with pytest.raises(RuntimeError, match="cannot schedule functions"):
+        coordinator.join(SECONDS)
+
+
+def test_wrong_arguments_are_named() -> None:
+    """Timeouts, datasets, elements and functions that cannot be."""
+    _, coordinator = of_servers()
+    for timeout in ("a", -1, math.nan, True):
+        with pytest.raises(ValueError, match="timeout must be seconds >= 0"):
+            coordinator.join(timeout)
+
+    async def later() -> None: ...
+
+    with pytest.raises(TypeError, match="an async one"):
+        coordinator.schedule(later)
+    with pytest.raises(ValueError, match="dataset is an iterator"):
+        coordinator.create_per_worker_dataset(iter([1.0]))
+    for dataset, message in ((3, "must be an iterable"), (["a"], "str 'a' in it")):
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        with pytest.raises(TypeError, match=message):
+            coordinator.schedule(next, args=(iterator,))
+
+    def named(x: float) -> float:
+        return float(x)
+
+    with pytest.raises(dj.TracedValueError, match="named needs the value"):
+        coordinator.schedule(named, args=(1.0,))
+
+
+@pytest.mark.parametrize("staleness", [-1, 1.5, True, "4", np.zeros(2)])
 def test_staleness_is_a_number_of_updates(staleness: Any) -> None:
     """It is an int from 0, or infinity."""
     with pytest.raises(ValueError, match="max_staleness"):
