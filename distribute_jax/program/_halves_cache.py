@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -37,6 +37,15 @@ class BoundHalves:
     """The name of the function."""
     halves: Halves
     binding: Binding
+    types: list[Any] = field(init=False)
+    """The shapes and dtypes of the state that it was traced with."""
+
+    def __post_init__(self) -> None:
+        self.types = self.types_now()
+
+    def types_now(self) -> list[Any]:
+        """Returns the shapes and dtypes of what the variables hold."""
+        return [(leaf.shape, leaf.dtype) for leaf in self.leaves()]
 
     def places(self) -> list[tuple[nnx.Variable[Any], int]]:
         """Returns the variable of each leaf of state, and which of its leaves that is."""
@@ -73,7 +82,7 @@ class HalvesCache:
             request = Request(fn, arguments, options)
             some = self._bound.setdefault(request.head, [])
             for entry in some:
-                if entry.binding.holds(request.values):
+                if entry.binding.holds(request.values) and entry.types == entry.types_now():
                     return entry, arguments
             entry = self._built(fn, arguments, options)
             some[:] = [entry, *(e for e in some if e.binding.alive)][:_MOST_BOUND]

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+import numpy as np
+
 from distribute_jax._errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -84,7 +87,8 @@ class PerWorkerValue:
             raise ArgumentError(
                 f"PerWorkerValue: values must be a non-empty list; got {values!r:.80}."
             )
-        self._values = tuple(values)
+        copied = lambda x: x.copy() if isinstance(x, np.ndarray) else x  # noqa: E731
+        self._values = tuple(jax.tree.map(copied, value) for value in values)
 
     def of(self, worker: int, workers: int) -> Any:
         """Returns the value of a worker."""

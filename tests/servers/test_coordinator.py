@@ -463,6 +463,26 @@ def test_wrong_arguments_are_named() -> None:
         coordinator.schedule(named, args=(1.0,))
 
 
+def test_a_variable_of_another_shape_is_traced_again() -> None:
+    """The mean of 4 and then of 2 numbers, by one function; what a PerWorkerValue had is copied."""
+    strategy, coordinator = of_servers()
+    with strategy.scope():
+        table = nnx.Param(jnp.arange(4.0))
+    host = np.ones(())
+    value = PerWorkerValue([host])
+    host[...] = 5
+
+    def mean(x: jax.Array) -> jax.Array:
+        return table[...].mean() + x
+
+    before = coordinator.schedule(mean, args=(value,))
+    table.set_value(jnp.arange(2.0))
+    after = coordinator.schedule(mean, args=(value,))
+    assert coordinator.fetch([before, after]) == [2.5, 1.5]
+    coordinator.join(SECONDS)
+    assert table.shape == (2,)
+
+
 @pytest.mark.parametrize("staleness", [-1, 1.5, True, "4", np.zeros(2)])
 def test_staleness_is_a_number_of_updates(staleness: Any) -> None:
     """It is an int from 0, or infinity."""
