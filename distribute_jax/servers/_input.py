@@ -178,21 +178,22 @@ class TracedIterator:
     """Stands in for a per-worker iterator while a scheduled function is traced."""
 
     def __init__(self, elements: Sequence[Any]) -> None:
-        """Takes the elements that there are so far."""
-        self._elements, self._taken = elements, 0
+        """Takes the elements that the function is traced with."""
+        self._elements = elements
+        self.taken = 0
 
     def __iter__(self) -> TracedIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._taken >= len(self._elements):
+        self.taken += 1
+        if self.taken > len(self._elements):
             raise MoreElementsError
-        self._taken += 1
-        return self._elements[self._taken - 1]
+        return self._elements[self.taken - 1]
 
 
-class MoreElementsError(Exception):
-    """A function takes more elements than it was traced with."""
+class MoreElementsError(BaseException):
+    """A function takes another number of elements than it was traced with; no user code should catch it."""
 
 
 def is_of_workers(value: Any) -> bool:

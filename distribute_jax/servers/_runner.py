@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,7 +52,8 @@ class ServersRunner(Runner):
         self._strategy, self.coordinator = strategy, coordinator
         self._start, self._engine = start, None
         self._halves = HalvesCache(strategy, strategy.mesh, coordinator.servers)
-        self._elements: dict[Any, int] = {}
+        self._taken: dict[Any, list[int]] = {}
+        """How many elements of each of its iterators a function took when it was last traced."""
 
     def for_strategy(self, strategy: Any) -> Runner:
         """Refuses: the copy would have the same servers."""
@@ -113,25 +115,23 @@ class ServersRunner(Runner):
         self, fn: Callable[..., Any], given: list[Any], tree: Any
     ) -> tuple[BoundHalves, Callable[[int], list[Any]], tuple[int, ...] | None]:
         """Returns the halves of a scheduled function, the data of a worker, and how many rows are real."""
-        workers, key = self.coordinator.workers, getattr(fn, "__code__", type(fn))
+        key = getattr(fn, "__code__", type(fn))
         plain = [None if is_of_workers(x) else x for x in given]
+        taken = self._taken.get(key, [])
+        taken = [*taken, *[0] * (len(given) - len(taken))][: len(given)]
         while True:
-            taken = self._elements.get(key, 0)
-
-            def of_workers(worker: int, *, peek: bool = False, taken: int = taken) -> list[Any]:
-                return [_of_worker(x, worker, workers, taken, peek=peek) for x in given]
-
-            step = _Closure(fn, [isinstance(x, PerWorkerIterator) for x in given], tree)
+            now = list(taken)
+            of_workers = functools.partial(_of_worker, given, now, self.coordinator.workers)
+            step = _Closure(fn, [isinstance(x, PerWorkerIterator) for x in given], tree, taken)
             inputs = of_workers(0, peek=True), jnp.int32(0)
             _check_arrays(inputs)
             try:
                 bound, arguments = self._halves.bound(step, (plain, inputs), {}, None)
+                break
             except MoreElementsError:
-                if taken == _MOST_ELEMENTS or not any(map(_is_iterator, given)):
+                if max(taken) > _MOST_ELEMENTS:
                     raise ArgumentError(_TOO_MANY.format(most=_MOST_ELEMENTS)) from None
-                self._elements[key] = taken + 1
-                continue
-            break
+        self._taken[key] = now
         fixed = bound.halves.data(bound.binding, arguments)
         shapes = [_type(x) for x in jax.tree.leaves(inputs)]
         first = len(fixed) - len(shapes) - (arguments.counts is not None)
@@ -148,9 +148,12 @@ class ServersRunner(Runner):
 class _Closure:
     """A scheduled function as a step: its own arguments, and what the worker adds to them."""
 
-    def __init__(self, fn: Callable[..., Any], is_iterator: Sequence[bool], tree: Any) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], is_iterator: Sequence[bool], tree: Any, taken: list[int]
+    ) -> None:
+        """Traces a function that takes so many elements of its iterators; ``taken`` is corrected."""
         self.__wrapped__, self.__qualname__ = fn, step_name(fn)
-        self._is_iterator, self._tree = is_iterator, tree
+        self._is_iterator, self._tree, self._taken = is_iterator, tree, taken
 
     def __call__(self, plain: list[Any], inputs: tuple[list[Any], jax.Array]) -> Any:
         """Runs the function where ``strategy.run`` is a part of it."""
@@ -160,8 +163,15 @@ class _Closure:
             for mine, theirs, is_iterator in zip(plain, of_workers, self._is_iterator, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
-        with on_worker(worker, in_closure=True):
-            return self.__wrapped__(*args, **kwargs)
+        try:
+            with on_worker(worker, in_closure=True):
+                result = self.__wrapped__(*args, **kwargs)
+        finally:
+            before = list(self._taken)
+            self._taken[:] = [x.taken if isinstance(x, TracedIterator) else 0 for x in leaves]
+        if self._taken != before:
+            raise MoreElementsError  # it would take elements that it does not use
+        return result
 
 
 def _is_leaf(value: Any) -> bool:
@@ -169,14 +179,17 @@ def _is_leaf(value: Any) -> bool:
     return is_of_workers(value) or isinstance(value, (PerReplica, nnx.Pytree, nnx.Variable))
 
 
-def _is_iterator(value: Any) -> bool:
-    return isinstance(value, PerWorkerIterator)
-
-
-def _of_worker(value: Any, worker: int, workers: int, taken: int, *, peek: bool) -> Any:
-    if isinstance(value, PerWorkerIterator):
-        return value.first(taken) if peek else value.take(worker, taken)
-    return value.of(worker, workers) if isinstance(value, PerWorkerValue) else None
+def _of_worker(
+    given: Sequence[Any], taken: Sequence[int], workers: int, worker: int, *, peek: bool = False
+) -> list[Any]:
+    """Returns what takes the place of each argument on a worker; None where that is the argument itself."""
+    found: list[Any] = [None] * len(given)
+    for i, (value, count) in enumerate(zip(given, taken, strict=True)):
+        if isinstance(value, PerWorkerIterator):
+            found[i] = value.first(count) if peek else value.take(worker, count)
+        elif isinstance(value, PerWorkerValue):
+            found[i] = value.of(worker, workers)
+    return found
 
 
 def _type(value: Any) -> tuple[Any, ...]:

@@ -225,6 +225,24 @@ def test_each_worker_has_its_values_and_its_dataset() -> None:
     assert coordinator.stats.version == 0, "nothing was written"
 
 
+def test_a_function_takes_the_elements_that_it_uses_and_no_more() -> None:
+    """Two of one iterator and one of another; then, of the same code, one and none."""
+    _, coordinator = of_servers(1)
+    first, second = (
+        iter(coordinator.create_per_worker_dataset(lambda: (np.int32(i) for i in range(100))))
+        for _ in range(2)
+    )
+
+    def taking(two: bool) -> Callable[[Any, Any], Any]:
+        return lambda a, b: (next(a), next(a), next(b)) if two else (next(a),)
+
+    results = [
+        coordinator.schedule(taking(two), args=(first, second))
+        for two in (True, False, True, False)
+    ]
+    assert coordinator.fetch(results) == [(0, 1, 0), (2,), (3, 4, 1), (5,)]
+
+
 def test_run_is_a_part_of_a_scheduled_function() -> None:
     """``strategy.run`` and ``strategy.reduce`` in a closure are traced with it, as in TF's tutorial."""
     strategy, coordinator = of_servers(1)
