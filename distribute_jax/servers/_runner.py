@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -123,7 +122,7 @@ class ServersRunner(Runner):
             now = list(taken)
             of_workers = functools.partial(_of_worker, given, now, self.coordinator.workers)
             step = _Closure(fn, [isinstance(x, PerWorkerIterator) for x in given], tree, taken)
-            inputs = of_workers(0, peek=True), jnp.int32(0)
+            inputs = of_workers(0, peek=True), np.int32(0)
             _check_arrays(inputs)
             try:
                 bound, arguments = self._halves.bound(step, (plain, inputs), {}, None)
