@@ -95,6 +95,7 @@ class ServersRunner(Runner):
         check_call(args, kwargs, fn, call="coordinator.schedule(fn")
         given, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
         _check_fetched(given)
+        given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         bound, data, counts = self._traced(fn, given, tree)
         results, at = bound.halves.results, bound.halves.results_at
         if counts is not None:

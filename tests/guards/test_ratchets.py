@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 43_832,
-    lines_of_tests: 42_228,
+    lines: 43_833,
+    lines_of_tests: 42_238,
     files: 223,
     pieces: 0,
     private_words: 1,

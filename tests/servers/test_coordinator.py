@@ -456,6 +456,16 @@ def test_a_worker_cannot_wait_for_itself(call: str) -> None:
         coordinator.join(SECONDS)
 
 
+def test_arrays_among_the_arguments_are_as_when_scheduled() -> None:
+    """One buffer that is filled again for each closure."""
+    _, coordinator = of_servers()
+    host, values = np.zeros(3, np.float32), []
+    for i in range(20):
+        host[:] = i
+        values.append(coordinator.schedule(jnp.sum, args=(host,)))
+    assert coordinator.fetch(values) == [3 * i for i in range(20)]
+
+
 def test_wrong_arguments_are_named() -> None:
     """Timeouts, datasets, elements and functions that cannot be."""
     _, coordinator = of_servers()
