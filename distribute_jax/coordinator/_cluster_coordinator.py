@@ -77,8 +77,7 @@ class ClusterCoordinator:
 
         Args:
             fn: the function. Arrays and numbers among its arguments are as now; per-worker values and
-            iterators
-                are those of the worker that runs it.
+                iterators are those of the worker that runs it.
             args: positional arguments.
             kwargs: keyword arguments.
 

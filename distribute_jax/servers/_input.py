@@ -154,7 +154,7 @@ class PerWorkerIterator:
     def _next(self, worker: int) -> Any:
         with on_worker(worker):
             if self._iterators[worker] is None:
-                self._iterators[worker] = iter(check_iterable(self._make(worker)))
+                self._iterators[worker] = iter(_check_iterable(self._make(worker)))
             try:
                 return next(self._iterators[worker])
             except StopIteration:
@@ -164,7 +164,7 @@ class PerWorkerIterator:
                 ) from None
 
 
-def check_iterable(dataset: Any) -> Any:
+def _check_iterable(dataset: Any) -> Any:
     """Returns a dataset; refuses what has no elements."""
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
         raise ArgumentTypeError(

@@ -24,8 +24,8 @@ class ParameterServerStrategy(Strategy):
     With ``max_staleness=0`` the result is that of one device on the batches in the order of the log;
     otherwise an update is computed from weights that are at most ``max_staleness`` updates old.
 
-    ``ClusterCoordinator`` schedules steps; :meth:`run` runs one and waits for it. The variables of the model
-    hold what the servers had at the last ``join`` or ``run``.
+    ``ClusterCoordinator`` schedules steps. :meth:`run` waits for them, and runs its step in the caller's
+    thread. The variables of the model hold what the servers had at the last ``join`` or ``run``.
 
     Args:
         cluster_resolver: not supported yet; None.
@@ -33,8 +33,7 @@ class ParameterServerStrategy(Strategy):
         engine: ``"threads"``, the default: the workers are threads of this process.
         workers: how many; by default one for each core, at most 4.
         servers: among how many the variables are divided, one after the other; the state of an optimizer is
-        with
-            its parameter.
+            with its parameter.
         max_staleness: the most updates that may come between what a step reads and its own update; by default
             four for each worker. ``math.inf`` for no bound, as in TensorFlow.
 

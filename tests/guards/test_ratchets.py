@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 43_833,
-    lines_of_tests: 42_238,
+    lines_of_tests: 42_239,
     files: 223,
     pieces: 0,
     private_words: 1,

@@ -521,11 +521,12 @@ def test_staleness_is_a_number_of_updates(staleness: Any) -> None:
 
 def test_workers_end_with_their_strategy() -> None:
     """No thread is left when the strategy is gone."""
+    before = set(threading.enumerate())
     strategy, coordinator = of_servers(2)
     coordinator.schedule(lambda: jnp.ones(())).fetch()
-    mine = [t for t in threading.enumerate() if "of parameter servers" in t.name]
+    first, second = set(threading.enumerate()) - before
     del strategy, coordinator
     gc.collect()
-    for thread in mine[-2:]:
+    for thread in (first, second):
         thread.join(SECONDS)
         assert not thread.is_alive()
