@@ -1,11 +1,12 @@
 """Parameter servers: workers compute closures, servers hold the state and apply updates in one order.
 
 In the order of a closure: ``_runner`` traces a scheduled function, ``_coordinator`` has the queue and the
-errors, ``_log`` admits and numbers, an engine (``_threads``) reaches the workers, ``_store`` has the state.
-``_input`` has what differs from worker to worker.
+errors, ``_log`` admits and numbers, ``_engine`` drives the workers (``_threads``), ``_worker`` is what one
+does, ``_store`` has the state. ``_input`` has what differs from worker to worker.
 """
 
 from distribute_jax.servers._coordinator import Coordinator, Stats
+from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
     PerWorkerDataset,
     PerWorkerIterator,
@@ -15,17 +16,20 @@ from distribute_jax.servers._input import (
 )
 from distribute_jax.servers._remote import RemoteValue
 from distribute_jax.servers._runner import ServersRunner
-from distribute_jax.servers._threads import Threads
+from distribute_jax.servers._store import Store
+from distribute_jax.servers._threads import threads
 
 __all__ = [
     "Coordinator",
+    "Engine",
     "PerWorkerDataset",
     "PerWorkerIterator",
     "PerWorkerValue",
     "RemoteValue",
     "ServersRunner",
     "Stats",
-    "Threads",
+    "Store",
     "experimental_get_current_worker_index",
     "in_closure",
+    "threads",
 ]

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,9 @@ from distribute_jax.program._halves_cache import BoundHalves
 from distribute_jax.servers._input import check_not_on_worker
 from distribute_jax.servers._log import Attempt, Log
 from distribute_jax.servers._store import Program, State, Store
+from distribute_jax.servers._worker import Order
 
+_MOST_LOSSES = 3
 MOST_WAITING = 262_144
 """Closures that may wait; ``schedule`` blocks while there are as many, as in TensorFlow."""
 
@@ -35,10 +37,18 @@ class Closure:
     program: Program
     data: Callable[[int], list[Any]]
     """Returns what a worker takes beside state."""
-    handed: list[Any] = field(default_factory=list)
-    """What the worker handed over, the results among it."""
+    results: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     is_over: bool = False
+    losses: int = 0
+    """How many workers were lost while they ran it."""
+    _data: list[Any] | None = None
+
+    def data_of(self, worker: int) -> list[Any]:
+        """Returns the data of the worker that was the first to run it: no element is lost with a worker."""
+        if self._data is None:
+            self._data = self.data(worker)
+        return self._data
 
 
 class Work(NamedTuple):
@@ -46,7 +56,7 @@ class Work(NamedTuple):
 
     attempt: Attempt
     closure: Closure
-    pulled: list[Any]
+    order: Order
 
 
 class Stats(NamedTuple):
@@ -64,13 +74,13 @@ class Coordinator:
     """The closures of one strategy, and the state of its models."""
 
     def __init__(
-        self, workers: int, servers: int, max_staleness: float, device: jax.Device
+        self, workers: int, stores: Sequence[Store], max_staleness: float, device: jax.Device
     ) -> None:
-        """Starts with no closure. The servers keep their arrays on a device."""
-        self.workers, self.servers, self.device = workers, servers, device
+        """Starts with no closure. The variables of the user are on a device."""
+        self.workers, self.device = workers, device
         self._log = Log(max_staleness)
-        self._stores = [Store() for _ in range(servers)]
-        self._state = State(self._stores, device)
+        self._stores = stores
+        self._state = State(stores, device)
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._closures: dict[int, Closure] = {}
@@ -136,7 +146,7 @@ class Coordinator:
             self._wait_until(lambda: closure.is_over)
             if closure.error is not None:
                 raise closure.error
-            return closure.handed
+            return closure.results
 
     @property
     def stats(self) -> Stats:
@@ -168,23 +178,20 @@ class Coordinator:
     # Called by the workers of the engine.
 
     def take(self, worker: int) -> Work | None:
-        """Waits for work, and returns it with the state that it reads; None when there will be no more."""
+        """Waits for work, of which the servers have set aside the state; None when there will be no more."""
         with self._changed:
-            while not self._stopped:
+            while not self._stopped and worker < self.workers:
                 if (attempt := self._log.admit(worker)) is not None:
                     closure = self._closures[attempt.closure]
-                    return Work(attempt, closure, self._state.pull(closure.program))
+                    places = self._state.prepare(closure.program, attempt.number)
+                    return Work(attempt, closure, Order(attempt.epoch, attempt.number, places))
                 self._changed.wait()
             return None
 
-    def hand_over(self, work: Work, handed: list[Any]) -> None:
-        """Applies what a worker has computed, in the order of the log."""
-        attempt, program = work.attempt, work.closure.program
+    def hand_over(self, work: Work, results: list[Any]) -> None:
+        """Applies what a worker has staged, in the order of the log."""
+        attempt = work.attempt
         with self._changed:
-            if program.writes:
-                for store, half in zip(self._stores, program.bound.halves.servers, strict=True):
-                    sent = [handed[i] for i in half.takes]
-                    store.stage(attempt.epoch, attempt.number, program.name, sent)
             if (update := self._log.finish(attempt)) is None:
                 return
             if update.number is not None:
@@ -194,7 +201,20 @@ class Coordinator:
                 self._staleness[update.staleness] += 1
                 self._applied[attempt.worker] += 1
                 self._log.forget(self._log.version)
-            self._over(work.closure, handed=handed)
+            self._over(work.closure, results=results)
+
+    def lose(self, work: Work, error: BaseException) -> None:
+        """Lets another worker run what a lost one was running."""
+        with self._changed:
+            for attempt in self._log.give_up(work.attempt.worker):
+                for store in self._stores:
+                    store.drop(attempt.number)
+            work.closure.losses += 1
+            if work.closure.losses < _MOST_LOSSES:
+                self._changed.notify_all()
+                return
+        step, reason = work.closure.program.bound.step, error_text(error)
+        self.fail(work, StepFailedError(_KILLS.format(step=step, n=_MOST_LOSSES, reason=reason)))
 
     def fail(self, work: Work, error: BaseException) -> None:
         """Notes that a closure cannot be run; those that wait are cancelled."""
@@ -228,4 +248,7 @@ _LOST = """\
 The servers could not apply an update that a worker had computed, so their state is between two versions:
 {reason}
 Make a new strategy and restore the state from a checkpoint."""
+_KILLS = """\
+{step} ended {n} workers one after the other, and was given up: {reason}
+Run it on one device to see why: with strategy.run in place of coordinator.schedule."""
 _CANCELLED = "The corresponding function is cancelled. Please reschedule the function."

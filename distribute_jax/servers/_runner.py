@@ -44,13 +44,14 @@ class ServersRunner(Runner):
         strategy: Any,
         replicas: Replicas,
         coordinator: Coordinator,
+        servers: int,
         start: Callable[[], Any],
     ) -> None:
         """Starts workers with the first closure."""
         super().__init__(strategy, replicas, steps_in_flight=None)
         self._strategy, self.coordinator = strategy, coordinator
         self._start, self._engine = start, None
-        self._halves = HalvesCache(strategy, strategy.mesh, coordinator.servers)
+        self._halves = HalvesCache(strategy, strategy.mesh, servers)
         self._taken: dict[Any, list[int]] = {}
         """How many elements of each of its iterators a function took when it was last traced."""
 
@@ -107,7 +108,7 @@ class ServersRunner(Runner):
         def remote(k: int) -> RemoteValue:
             is_cut = counts is not None and k in results.declared
             rows = slice(counts[0]) if is_cut and counts is not None else ...
-            return RemoteValue(lambda: self.coordinator.result(closure)[at[k]][rows])
+            return RemoteValue(lambda: self.coordinator.result(closure)[k][rows])
 
         return rebuild(results, [remote(k) for k in range(len(at))], bound.binding)
 

@@ -1,14 +1,16 @@
 """The state on the servers: each holds a part of it, and applies updates in the order of the log.
 
 A run is staged before it gets its number, and its number may arrive before those of earlier updates: it is
-applied when all earlier ones are. Requests may be sent twice: the second changes nothing.
+applied when all earlier ones are. Requests may be sent twice: the second changes nothing. What a worker reads
+is set aside between two updates, so that it has the values of one version on all servers.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +62,8 @@ class Store:
         self._waiting: dict[int, tuple[Sequence[int], int]] = {}
         """By its number, the runs of an update, and the oldest run that was under way then."""
         self._oldest = 0
+        self._prepared: dict[int, list[Any]] = {}
+        self._changed = threading.Condition()
 
     @property
     def staged(self) -> int:
@@ -72,8 +76,21 @@ class Store:
 
     def stage(self, epoch: int, run: int, program: str, sent: list[Any]) -> None:
         """Keeps what a worker computed until its number is known."""
-        if epoch == self.epoch and run >= self._oldest:
-            self._staged[run] = _Run(program, sent)
+        with self._changed:
+            if epoch == self.epoch and run >= self._oldest:
+                self._staged[run] = _Run(program, sent)
+
+    def prepare(self, run: int, keys: Iterable[Key]) -> None:
+        """Sets aside the arrays that a run reads, as they are between the updates before and after."""
+        with self._changed:
+            self._prepared[run] = [self.state[key] for key in keys]
+            self._changed.notify_all()
+
+    def fetch(self, epoch: int, run: int) -> list[Any] | None:
+        """Returns what was set aside for a run, when it is; None if the servers have gone back meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: epoch != self.epoch or run in self._prepared)
+            return self._prepared.pop(run) if epoch == self.epoch else None
 
     def commit(self, epoch: int, number: int, runs: Sequence[int], oldest: int) -> int:
         """Applies an update when all earlier ones are applied, and returns the version.
@@ -85,15 +102,14 @@ class Store:
             oldest: the first run that was under way when the update got its number. Earlier ones that were
                 staged for no update were given up.
         """
-        if epoch != self.epoch:
+        with self._changed:
+            if epoch == self.epoch and number >= self.version:
+                self._waiting[number] = runs, oldest
+            while self.version in self._waiting:
+                # Not when a commit arrives: those of earlier updates may come after it.
+                self._apply(*self._waiting.pop(self.version))
+                self.version += 1
             return self.version
-        if number >= self.version:
-            self._waiting[number] = runs, oldest
-        while self.version in self._waiting:
-            # Not when a commit arrives: those of earlier updates may come after it.
-            self._apply(*self._waiting.pop(self.version))
-            self.version += 1
-        return self.version
 
     def _apply(self, runs: Sequence[int], oldest: int) -> None:
         first, *others = [self._staged.pop(run) for run in runs]
@@ -119,9 +135,22 @@ class Store:
 
     def restore(self, epoch: int, snapshot: Snapshot) -> None:
         """Goes back to a snapshot; what was staged since is void."""
-        self.version, self.state = snapshot.version, dict(snapshot.state)
-        self.epoch, self._oldest = epoch, 0
-        self._staged, self._waiting = {}, {}
+        with self._changed:
+            self.version, self.state = snapshot.version, dict(snapshot.state)
+            self.epoch, self._oldest = epoch, 0
+            self._staged, self._waiting, self._prepared = {}, {}, {}
+            self._changed.notify_all()
+
+    def drop(self, run: int) -> None:
+        """Drops what is kept for a run that was given up."""
+        with self._changed:
+            self._prepared.pop(run, None)
+            self._staged.pop(run, None)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Drops arrays that no step reads any more."""
+        for key in keys:
+            self.state.pop(key, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +166,11 @@ class Program:
     def writes(self) -> bool:
         """Whether it changes state."""
         return any(half.writes for half in self.bound.halves.servers)
+
+    @property
+    def takes(self) -> Sequence[Sequence[int]]:
+        """For each server, what of what is handed over it is sent; empty where no state is written."""
+        return [half.takes for half in self.bound.halves.servers] if self.writes else []
 
 
 class State:
@@ -228,24 +262,40 @@ class State:
             for home in self._homes[key]:
                 self._stores[home].assign({key: array})
 
-    def pull(self, program: Program) -> list[Any]:
-        """Returns the arrays that a worker reads."""
-        keys = [program.keys[k] for k in program.bound.halves.pulls]
-        return [self._stores[self._homes[key][0]].state[key] for key in keys]
+    def prepare(self, program: Program, run: int) -> tuple[list[int], ...]:
+        """Lets the servers set aside what a run reads; returns which of its arrays each of them has."""
+        places: tuple[list[int], ...] = tuple([] for _ in self._stores)
+        for i, k in enumerate(program.bound.halves.pulls):
+            places[self._homes[program.keys[k]][0]].append(i)
+        for store, at in zip(self._stores, places, strict=True):
+            if at:
+                store.prepare(run, [program.keys[program.bound.halves.pulls[i]] for i in at])
+        return places
 
     def write_back(self) -> None:
         """Lets the variables hold what the servers have, or what was written since; while nothing runs."""
-        for number, variable in self._variables.items():
-            raw = read_raw([variable])[0]
-            held, tree = jax.tree.flatten(raw)
-            keys = [self._keys[number, i] for i in range(len(held))]
-            pairs = list(zip(keys, held, strict=True))
-            self.send({key: leaf for key, leaf in pairs if self._seen.get(key) is not leaf})
-            new = [self._stores[self._homes[key][0]].state[key] for key in keys]
-            if any(value is not leaf for value, leaf in zip(new, held, strict=True)):
-                write_raw([variable], [jax.tree.unflatten(tree, new)])
-            self._seen.update(zip(keys, new, strict=True))
+        held = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in self._variables.items()}
+        places = {
+            self._keys[i, at]: leaf
+            for i, (leaves, _) in held.items()
+            for at, leaf in enumerate(leaves)
+        }
+        self.send({key: leaf for key, leaf in places.items() if self._seen.get(key) is not leaf})
+        new = places | self.pull(self._changing & places.keys())
+        for i, (leaves, tree) in held.items():
+            values = [new[self._keys[i, at]] for at in range(len(leaves))]
+            if any(value is not leaf for value, leaf in zip(values, leaves, strict=True)):
+                write_raw([self._variables[i]], [jax.tree.unflatten(tree, values)])
+        self._seen.update(new)
         self._forget_dead()
+
+    def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
+        """Returns arrays as the servers have them now."""
+        values: dict[Key, Any] = {}
+        for number, store in enumerate(self._stores):
+            theirs = [key for key in keys if self._homes[key][0] == number]
+            values.update(zip(theirs, store.pull(theirs), strict=True))
+        return values
 
     def _forget_dead(self) -> None:
         """Drops the state that only steps of deleted models have reached."""
@@ -259,7 +309,9 @@ class State:
         of_live = {number for number, _ in self._keys}
         self._variables = {i: v for i, v in self._variables.items() if i in of_live}
         self._changing &= live
-        for known in (self._homes, self._used, self._seen, *(s.state for s in self._stores)):
+        for store in self._stores:
+            store.forget(self._homes.keys() - live)
+        for known in (self._homes, self._used, self._seen):
             for key in known.keys() - live:
                 del known[key]
 

@@ -2,60 +2,54 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 
 from distribute_jax.servers._coordinator import Coordinator, Work
+from distribute_jax.servers._engine import Engine
+from distribute_jax.servers._store import Store
+from distribute_jax.servers._worker import WorkerProgram, run
 
-_SECONDS_TO_END = 10.0
+
+def threads(
+    coordinator: Coordinator, stores: Sequence[Store], devices: Sequence[jax.Device]
+) -> Engine:
+    """Starts the workers; each computes on one of the devices."""
+    links = [_Here(store) for store in stores]
+    return Engine(
+        coordinator,
+        lambda index: _Thread(links, (devices[index % len(devices)], coordinator.device)),
+    )
 
 
-class Threads:
-    """One thread for each worker."""
+class _Here:
+    """A server of this process."""
 
-    def __init__(self, coordinator: Coordinator, devices: Sequence[jax.Device]) -> None:
-        """Starts the threads; each computes on one of the devices."""
-        self._coordinator = coordinator
-        self._threads = [
-            threading.Thread(
-                target=_work,
-                args=(coordinator, worker, devices[worker % len(devices)]),
-                name=f"worker {worker} of parameter servers",
-                daemon=True,
-            )
-            for worker in range(coordinator.workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
+        return partial(getattr(self._store, request), *args)
+
+
+class _Thread:
+    """A worker of this process: it computes in the thread that drives it."""
+
+    def __init__(self, links: Sequence[_Here], devices: tuple[jax.Device, jax.Device]) -> None:
+        self._links, self._devices = links, devices
+
+    def run(self, work: Work, data: list[Any]) -> list[Any]:
+        program = work.closure.program
+        half = WorkerProgram(
+            program.name,
+            program.bound.halves.worker,
+            program.takes,
+            program.bound.halves.results_at,
+        )
+        return run(half, work.order, data, self._links, self._devices)
 
     def stop(self) -> None:
-        """Waits until the threads have ended what they were doing: none computes while Python ends."""
-        self._coordinator.stop()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_SECONDS_TO_END)
-
-
-def _work(coordinator: Coordinator, worker: int, device: jax.Device) -> None:
-    try:
-        while (work := coordinator.take(worker)) is not None:
-            try:
-                handed = _computed(work, worker, device)
-            except BaseException as error:
-                coordinator.fail(work, error)
-            else:
-                coordinator.hand_over(work, jax.device_put(handed, coordinator.device))
-    except BaseException as error:
-        # A worker that ended in silence would be waited for.
-        coordinator.fail_for_good(error)
-
-
-def _computed(work: Work, worker: int, device: jax.Device) -> list[jax.Array]:
-    """Runs the worker's half on its device, and waits for it: what fails, fails here."""
-    data = jax.device_put(work.closure.data(worker), device)
-    pulled = jax.device_put(work.pulled, device)
-    handed: list[jax.Array] = work.closure.program.bound.halves.worker(pulled, data)
-    jax.block_until_ready(handed)
-    return handed
+        pass

@@ -12,7 +12,7 @@ from distribute_jax._errors import ArgumentError, UnsupportedError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.servers import Coordinator, ServersRunner, Threads, in_closure
+from distribute_jax.servers import Coordinator, Engine, ServersRunner, Store, in_closure, threads
 from distribute_jax.strategies._base import Strategy
 
 
@@ -80,16 +80,17 @@ class ParameterServerStrategy(Strategy):
         staleness = 4 * number if max_staleness is None else _checked_staleness(name, max_staleness)
         devices = jax.local_devices()
         super().__init__(replica_mesh(devices[:1]), steps_in_flight=None)
-        self._coordinator = Coordinator(number, of_servers, staleness, devices[0])
+        self._stores = [Store() for _ in range(of_servers)]
+        self._coordinator = Coordinator(number, self._stores, staleness, devices[0])
         self._runner: ServersRunner = ServersRunner(
-            self, self._replicas, self._coordinator, self._start
+            self, self._replicas, self._coordinator, of_servers, self._start
         )
 
-    def _start(self) -> Threads:
+    def _start(self) -> Engine:
         """Starts the workers; they end with the strategy, or the program."""
-        threads = Threads(self._coordinator, jax.local_devices())
-        weakref.finalize(self, threads.stop)
-        return threads
+        engine = threads(self._coordinator, self._stores, jax.local_devices())
+        weakref.finalize(self, engine.stop)
+        return engine
 
     @property
     @final

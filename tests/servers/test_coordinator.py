@@ -70,14 +70,14 @@ def test_a_stale_step_is_computed_from_what_it_read(monkeypatch: pytest.MonkeyPa
     """Two steps from w = 0, with x = 1 and 2, then one with 3: 1.5, 2.25; staleness 0, 1, 0."""
     strategy, coordinator = of_servers(2, staleness=1)
     model, step = scalar_step(strategy)
-    both, computed = threading.Barrier(2), _threads._computed
+    both, computed = threading.Barrier(2), _threads.run
 
-    def when_both_have_read(work: Any, *args: Any) -> Any:
-        if work.attempt.closure < 2:
+    def when_both_have_read(program: Any, order: Any, *args: Any) -> Any:
+        if order.run <= 2:
             both.wait(SECONDS)
-        return computed(work, *args)
+        return computed(program, order, *args)
 
-    monkeypatch.setattr(_threads, "_computed", when_both_have_read)
+    monkeypatch.setattr(_threads, "run", when_both_have_read)
     for x in (1.0, 2.0):
         coordinator.schedule(step, args=(x,))
     coordinator.join(SECONDS)

@@ -1,0 +1,86 @@
+"""Drives the workers of a strategy, wherever they are: one thread for each hands it closures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from distribute_jax.servers._coordinator import Coordinator, Work
+from distribute_jax.servers._worker import RunIsVoid
+
+_SECONDS_TO_END = 10.0
+
+
+class Worker(Protocol):
+    """A worker, as the coordinator reaches it."""
+
+    def run(self, work: Work, data: list[Any]) -> list[Any]:
+        """Does a run and returns its results.
+
+        Raises:
+            RunIsVoid: the servers have gone back meanwhile.
+            WorkerLostError: the worker is gone; another one may do it.
+        """
+
+    def stop(self) -> None:
+        """Lets it end."""
+
+
+class WorkerLostError(Exception):
+    """A worker has ended, or cannot be reached."""
+
+
+class Engine:
+    """The workers of one strategy: a lost one is replaced by another of the same number."""
+
+    def __init__(self, coordinator: Coordinator, worker: Callable[[int], Worker]) -> None:
+        """Takes what makes the worker of a number; starts as many as the coordinator has."""
+        self._coordinator, self._worker = coordinator, worker
+        self._threads: list[threading.Thread] = []
+        self.add(coordinator.workers)
+
+    def add(self, workers: int) -> None:
+        """Starts more workers, up to so many."""
+        for index, thread in enumerate(self._threads[:workers]):
+            if not thread.is_alive():
+                self._threads[index] = self._started(index)
+        while len(self._threads) < workers:
+            self._threads.append(self._started(len(self._threads)))
+
+    def _started(self, index: int) -> threading.Thread:
+        name = f"worker {index} of parameter servers"
+        thread = threading.Thread(target=self._drive, args=(index,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        """Waits until the workers have ended what they were doing: none computes while Python ends."""
+        self._coordinator.stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_SECONDS_TO_END)
+
+    def _drive(self, index: int) -> None:
+        worker = None
+        try:
+            while (work := self._coordinator.take(index)) is not None:
+                try:
+                    data = work.closure.data_of(index)
+                    worker = worker or self._worker(index)
+                    results = worker.run(work, data)
+                except RunIsVoid:
+                    continue
+                except WorkerLostError as error:
+                    worker = None
+                    self._coordinator.lose(work, error)
+                except BaseException as error:
+                    self._coordinator.fail(work, error)
+                else:
+                    self._coordinator.hand_over(work, results)
+        except BaseException as error:
+            # A worker that ended in silence would be waited for.
+            self._coordinator.fail_for_good(error)
+        finally:
+            if worker is not None:
+                worker.stop()
