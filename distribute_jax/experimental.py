@@ -3,6 +3,7 @@
 from distribute_jax._lazy import publish
 from distribute_jax.collectives import CommunicationImplementation, CommunicationOptions
 from distribute_jax.data import AutoShardPolicy
+from distribute_jax.servers import partitioners
 from distribute_jax.strategies import (
     CentralStorageStrategy,
     MultiWorkerMirroredStrategy,
@@ -21,6 +22,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "TPUStrategy",
     "ValueContext",
+    "partitioners",
 ]
 
 publish(globals(), ["CommunicationImplementation", "CommunicationOptions"], __name__)

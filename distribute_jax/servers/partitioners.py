@@ -1,0 +1,159 @@
+"""What ``tf.distribute.experimental.partitioners`` has: into how many parts servers divide a variable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+
+from distribute_jax._messages import check_int
+
+__all__ = [
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "Partitioner",
+]
+
+_STRINGS = "SUO"
+
+
+class Partitioner:
+    """Says into how many parts each variable is divided; derive from it, or pass any function like it.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> class OnlyLarge(dj.experimental.partitioners.Partitioner):
+        ...     def __call__(self, shape, dtype, axis=0):
+        ...         return [2 if shape[0] >= 1000 else 1, *[1] * (len(shape) - 1)]
+        >>> OnlyLarge()(shape=(1000, 64), dtype="float32")
+        [2, 1]
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/partitioners/Partitioner
+    """
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Returns the number of parts along each dim; more than 1 only along ``axis``.
+
+        Args:
+            shape: of the variable.
+            dtype: of the variable.
+            axis: the dim along which it may be divided.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no __call__(shape, dtype, axis=0), which returns the number of parts "
+            "along each dim."
+        )
+
+
+class _OnOneAxis(Partitioner):
+    """Divides along one dim."""
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Returns the number of parts along each dim."""
+        shape = [int(length) for length in shape]
+        if not shape:
+            return []
+        parts = [1] * len(shape)
+        parts[axis] = max(1, min(self._parts(shape, dtype, axis), shape[axis]))
+        return parts
+
+    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
+        raise NotImplementedError(f"{type(self).__name__} has no _parts.")
+
+
+class FixedShardsPartitioner(_OnOneAxis):
+    """Divides each variable into so many parts, or into its rows where these are fewer.
+
+    Args:
+        num_shards: how many.
+
+    Raises:
+        ValueError: it is less than 1.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.experimental.partitioners.FixedShardsPartitioner(5)(shape=(13, 2), dtype="float32")
+        [5, 1]
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/partitioners/FixedShardsPartitioner
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = check_int("FixedShardsPartitioner: num_shards", num_shards)
+
+    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
+        return self._num_shards
+
+
+class MinSizePartitioner(_OnOneAxis):
+    """Divides a variable into as many parts as leave each of them at least so many bytes.
+
+    Args:
+        min_shard_bytes: the least size of a part.
+        max_shards: the most parts.
+        bytes_per_string: how many bytes a string counts.
+
+    Raises:
+        ValueError: an argument is less than 1.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> partitioner = dj.experimental.partitioners.MinSizePartitioner(max_shards=8)
+        >>> partitioner(shape=(1024, 1024), dtype="float32"), partitioner(shape=(100, 64), dtype="float32")
+        ([8, 1], [1, 1])
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/partitioners/MinSizePartitioner
+    """
+
+    def __init__(
+        self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
+    ) -> None:
+        name = "MinSizePartitioner"
+        self._least = check_int(f"{name}: min_shard_bytes", min_shard_bytes)
+        self._most = check_int(f"{name}: max_shards", max_shards)
+        self._string = check_int(f"{name}: bytes_per_string", bytes_per_string)
+
+    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
+        return min(prod(shape) * _bytes_of(dtype, self._string) // self._least, self._most)
+
+
+class MaxSizePartitioner(_OnOneAxis):
+    """Divides a variable into as few parts as leave each of them at most so many bytes.
+
+    Args:
+        max_shard_bytes: the most bytes of a part; one of a single row may have more.
+        max_shards: the most parts; None for no limit.
+        bytes_per_string: how many bytes a string counts.
+
+    Raises:
+        ValueError: an argument is less than 1.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.experimental.partitioners.MaxSizePartitioner(100)(shape=(13, 5), dtype="float32")
+        [3, 1]
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/partitioners/MaxSizePartitioner
+    """
+
+    def __init__(
+        self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
+    ) -> None:
+        name = "MaxSizePartitioner"
+        self._most_bytes = check_int(f"{name}: max_shard_bytes", max_shard_bytes)
+        most = 2**63 if max_shards is None else max_shards
+        self._most = check_int(f"{name}: max_shards", most)
+        self._string = check_int(f"{name}: bytes_per_string", bytes_per_string)
+
+    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
+        row = prod(shape[:axis] + shape[axis + 1 :]) * _bytes_of(dtype, self._string)
+        parts = -(-shape[axis] // max(1, self._most_bytes // max(1, row)))
+        return min(parts, self._most)
+
+
+def _bytes_of(dtype: Any, string: int) -> int:
+    known = jnp.dtype(dtype)
+    return string if known.kind in _STRINGS else known.itemsize
