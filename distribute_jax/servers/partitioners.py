@@ -21,7 +21,7 @@ _STRINGS = "SUO"
 
 
 class Partitioner:
-    """Says into how many parts each variable is divided; derive from it, or pass any function like it.
+    """Decides into how many parts each variable is divided; a base class, or any function like it.
 
     Example:
         >>> import distribute_jax as dj

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 44_071,
-    lines_of_tests: 42_239,
-    files: 225,
+    lines: 44_232,
+    lines_of_tests: 42_291,
+    files: 226,
     pieces: 0,
     private_words: 1,
     private_imports: 31,
