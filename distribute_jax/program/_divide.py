@@ -37,6 +37,10 @@ Parameter servers compute new values after the worker has finished the step and 
 it from a separate function, scheduled after this one."""
 
 
+Homes = Mapping[int, tuple[int, ...]]
+"""The servers that store a leaf of state, by its number."""
+
+
 class ServerPart(NamedTuple):
     """What one server stores and computes; state is named by its number."""
 
@@ -198,10 +202,12 @@ class Update:
         needed = variables([*(v for eqn in eqns for v in eqn.invars), *atoms])
         return [v for v in needed if v not in made]
 
-    def divide(self, servers: int, results: Sequence[Any]) -> Division:
-        """Divides the state and its update among so many servers."""
-        homes = self._homes(servers)
-        stored = [{k for k, home in homes.items() if home == s} for s in range(servers)]
+    def divide(self, servers: int, results: Sequence[Any], known: Homes) -> Division:
+        """Divides the state and its update among so many servers, which are ``known`` of some state."""
+        homes = self._homes(servers, known)
+        stored = [
+            {k for k, home in homes.items() if s in known.get(k, (home,))} for s in range(servers)
+        ]
         for s in range(servers):
             self._store_copies(s, stored, homes)
         for k in range(len(self.state.names)):  # small state of an optimizer that no update reads
@@ -222,15 +228,19 @@ class Update:
 
     # Where state is stored
 
-    def _homes(self, servers: int) -> dict[int, int]:
+    def _homes(self, servers: int, known: Homes) -> dict[int, int]:
         """Returns the server of each leaf; not of small state of optimizers, which is where it is read."""
         followers, group = self.state.followers, self._groups()
         heads = [leaves[0] for leaves in self.state.together]
-        place: dict[int, int] = {}
+        place = {group[k]: known[k][0] for k in sorted(known, reverse=True)}
         for k in sorted(heads, key=lambda k: k in followers):
             if k not in followers or (self._is_large(k) and group[k] in followers):
                 place.setdefault(group[k], len(place) % servers)
-        return {k: place[head] for k, head in enumerate(group) if head in place}
+        return {
+            k: known[k][0] if k in known else place[head]
+            for k, head in enumerate(group)
+            if head in place
+        }
 
     def _is_large(self, k: int) -> bool:
         return self.state.sizes[k] > SMALL

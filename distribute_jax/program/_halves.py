@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import ServerPart, State, Update
+from distribute_jax.program._divide import Homes, ServerPart, State, Update
 from distribute_jax.program._jaxprs import line, opened
 from distribute_jax.program._layout import FlatStep, by_equation, flat_step
 from distribute_jax.program._lowerings import without_axis
@@ -153,8 +154,12 @@ class Halves:
         return rebuild(self.results, [handed[i] for i in self.results_at], binding)
 
 
-def build_halves(call: Call, options: RunOptions, servers: int) -> Halves:
+def build_halves(
+    call: Call, options: RunOptions, servers: int, known: Homes = MappingProxyType({})
+) -> Halves:
     """Traces and proves a step, and divides it among a worker and so many servers.
+
+    ``known`` are the servers that store leaves of state which the updates of other steps use.
 
     Raises:
         OutOfSyncError: the step would leave other weights for each worker, as without a reduction.
@@ -180,7 +185,7 @@ def build_halves(call: Call, options: RunOptions, servers: int) -> Halves:
     update = Update(jaxpr, first.equations, first.differs, first.stays, state)
     results = jaxpr.outvars[outs:]
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
-    division = update.divide(servers, results)
+    division = update.divide(servers, results, known)
     hands = variables([*(v for part in division.servers for v in part.takes), *results])
     at = {v: i for i, v in enumerate(hands)}
     literals = [v for v in results if isinstance(v, jex_core.Literal)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -20,6 +20,7 @@ from distribute_jax.program._binding import (
 )
 from distribute_jax.program._cache import Request
 from distribute_jax.program._capture import without_jit
+from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import RunOptions, checked_run_options
 from distribute_jax.program._run import one_at_a_time
@@ -47,23 +48,34 @@ class BoundHalves:
         """Returns the shapes and dtypes of what the variables hold."""
         return [(leaf.shape, leaf.dtype) for leaf in self.leaves()]
 
-    def places(self) -> list[tuple[nnx.Variable[Any], int]]:
-        """Returns the variable of each leaf of state, and which of its leaves that is."""
-        variables = self.binding.variables
-        pairs = zip(variables, read_raw(variables), strict=True)
-        return [(variable, i) for variable, raw in pairs for i in range(len(jax.tree.leaves(raw)))]
-
     def leaves(self) -> list[Any]:
         """Returns the arrays that the variables hold, in the order in which the halves number them."""
         return jax.tree.leaves(read_raw(self.binding.variables))
 
 
+def places(binding: Binding) -> list[tuple[nnx.Variable[Any], int]]:
+    """Returns the variable of each leaf of state, and which of its leaves that is."""
+    pairs = zip(binding.variables, read_raw(binding.variables), strict=True)
+    return [(variable, i) for variable, raw in pairs for i in range(len(jax.tree.leaves(raw)))]
+
+
+class Stored(Protocol):
+    """Where the state of the steps of one strategy is."""
+
+    def known(self, binding: Binding) -> Homes:
+        """Returns the servers of the state that the updates of steps use."""
+
+    def load(self, bound: BoundHalves) -> Any:
+        """Takes the halves of a step, by which more is known."""
+
+
 class HalvesCache:
     """The halves of the steps of one strategy."""
 
-    def __init__(self, strategy: Any, mesh: Mesh, servers: int) -> None:
+    def __init__(self, strategy: Any, mesh: Mesh, servers: int, stored: Stored) -> None:
         """Starts with none."""
-        self._strategy, self._mesh, self._servers = strategy, mesh, servers
+        self._strategy, self._mesh = strategy, mesh
+        self._servers, self._stored = servers, stored
         self._bound: dict[Any, list[BoundHalves]] = {}
 
     def bound(
@@ -96,5 +108,7 @@ class HalvesCache:
         contents = contents_of(binding.watch.containers)
         with contents_restored_on_error(contents), compilable(name):
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
-            halves = build_halves(call, options, self._servers)
-        return BoundHalves(name, halves, Binding(fn, arguments))
+            halves = build_halves(call, options, self._servers, self._stored.known(binding))
+        bound = BoundHalves(name, halves, Binding(fn, arguments))
+        self._stored.load(bound)
+        return bound

@@ -18,6 +18,8 @@ import jax
 
 from distribute_jax._errors import CancelledError, DeadlineExceededError, StepFailedError
 from distribute_jax._messages import error_text
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves
 from distribute_jax.servers._input import check_not_on_worker
 from distribute_jax.servers._log import Attempt, Log
@@ -92,6 +94,16 @@ class Coordinator:
         self._stopped = False
 
     # Called by the user's thread.
+
+    def known(self, binding: Binding) -> Homes:
+        """Returns the servers of the state that updates use."""
+        with self._changed:
+            return self._state.known(binding)
+
+    def load(self, bound: BoundHalves) -> Program:
+        """Loads the halves of a step into the servers."""
+        with self._changed:
+            return self._state.program(bound)
 
     def schedule(self, bound: BoundHalves, data: Callable[[int], list[Any]]) -> Closure:
         """Adds a closure; waits only while very many wait already.

@@ -51,7 +51,7 @@ class ServersRunner(Runner):
         super().__init__(strategy, replicas, steps_in_flight=None)
         self._strategy, self.coordinator = strategy, coordinator
         self._start, self._engine = start, None
-        self._halves = HalvesCache(strategy, strategy.mesh, servers)
+        self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator)
         self._taken: dict[Any, list[int]] = {}
         """How many elements of each of its iterators a function took when it was last traced."""
 

@@ -20,7 +20,9 @@ from flax import nnx
 from distribute_jax._errors import UnsupportedError
 from distribute_jax._jax_private import read_raw, write_raw
 from distribute_jax._messages import listed
-from distribute_jax.program._halves_cache import BoundHalves
+from distribute_jax.program._binding import Binding
+from distribute_jax.program._divide import Homes
+from distribute_jax.program._halves_cache import BoundHalves, places
 
 Key = int
 """The number of one array of state."""
@@ -202,14 +204,19 @@ class State:
             program = self._programs[id(bound)] = self._load(bound)
         return program
 
+    def known(self, binding: Binding) -> Homes:
+        """Returns the servers of the leaves that updates use."""
+        keys = [self._keys.get((id(variable), leaf)) for variable, leaf in places(binding)]
+        return {k: self._used[key] for k, key in enumerate(keys) if key in self._used}
+
     def _load(self, bound: BoundHalves) -> Program:
         halves = bound.halves
-        places = [(id(variable), leaf) for variable, leaf in bound.places()]
-        new = {place: next(self._numbers) for place in places if place not in self._keys}
-        keys = tuple(new[place] if place in new else self._keys[place] for place in places)
+        at = [(id(variable), leaf) for variable, leaf in places(bound.binding)]
+        new = {place: next(self._numbers) for place in at if place not in self._keys}
+        keys = tuple(new[place] if place in new else self._keys[place] for place in at)
         self._settle(bound, keys)
         self._keys.update(new)
-        self._variables.update({id(variable): variable for variable, _ in bound.places()})
+        self._variables.update({id(variable): variable for variable, _ in places(bound.binding)})
         name = f"{bound.step} {next(self._numbers)}"
         for store, half in zip(self._stores, halves.servers, strict=True):
             reads, writes = (tuple(keys[k] for k in leaves) for leaves in (half.reads, half.writes))
@@ -219,15 +226,14 @@ class State:
         return Program(name, bound, keys)
 
     def _settle(self, bound: BoundHalves, keys: Sequence[Key]) -> None:
-        """Chooses the servers of what the updates of a step use, or refuses where other steps need others."""
+        """Moves what only workers used, or refuses what earlier steps would change on too few servers."""
         halves, homes = bound.halves, {}
         writes = {keys[k] for half in halves.servers for k in half.writes}
         changing, lines = self._changing | writes, []
         for k in sorted({k for half in halves.servers for k in (*half.reads, *half.writes)}):
             key = keys[k]
-            used = self._used.get(key, halves.homes[k])
-            homes[key] = tuple(sorted({*used, *halves.homes[k]}))
-            if key in changing and used != halves.homes[k]:
+            homes[key] = halves.homes[k]
+            if key in changing and self._used.get(key, homes[key]) != homes[key]:
                 lines.append(halves.names[k])
         if lines:
             raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(lines)))
@@ -317,7 +323,6 @@ class State:
 
 
 _OTHER_SERVERS = """\
-{step} changes these variables on other servers than a step that was scheduled before:
+{step} needs these variables on more servers than a step that was scheduled before, and that changes them:
 {lines}
-Steps that change some of the same variables must reach the same models. Use \
-ParameterServerStrategy(servers=1), or one step for both."""
+Schedule this step first, or use ParameterServerStrategy(servers=1)."""

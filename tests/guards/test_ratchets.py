@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 44_232,
-    lines_of_tests: 42_291,
+    lines: 44_278,
+    lines_of_tests: 42_343,
     files: 226,
     pieces: 0,
     private_words: 1,

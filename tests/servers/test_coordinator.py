@@ -376,30 +376,82 @@ def test_what_is_written_while_closures_run_comes_after_them() -> None:
     assert coordinator.schedule(step, args=(4.0,)).fetch() == 0
 
 
-def test_steps_agree_on_the_servers_of_a_variable_or_are_refused() -> None:
-    """Two steps that would change a weight on different servers; reading it anywhere is allowed."""
+def alternated(strategy: Any, schedule: Callable[..., Any]) -> list[Any]:
+    """What a GAN's two steps in turn leave, of which both count dropout and change batch statistics."""
+    with strategy.scope():
+        rngs = nnx.Rngs(0)
+        maker = nnx.Linear(4, 6, rngs=rngs)
+        layers = nnx.Linear(6, 5, rngs=rngs), nnx.BatchNorm(5, rngs=rngs)
+        critic = nnx.Sequential(*layers, nnx.Dropout(0.5, rngs=rngs), nnx.Linear(5, 1, rngs=rngs))
+        optimizers = [
+            nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param) for model in (critic, maker)
+        ]
+
+    def step_of(model: nnx.Module, other: nnx.Module, optimizer: nnx.Optimizer) -> Any:
+        def loss_of(model: nnx.Module, other: nnx.Module, x: jax.Array) -> jax.Array:
+            first, second = (model, other) if isinstance(model, nnx.Linear) else (other, model)
+            made = second(first(x))
+            return dj.compute_average_loss(jnp.square(made[:, 0] - 1))
+
+        def step(x: jax.Array) -> jax.Array:
+            loss, grads = nnx.value_and_grad(loss_of)(model, other, x)
+            optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+            return loss
+
+        return step
+
+    steps = step_of(critic, maker, optimizers[0]), step_of(maker, critic, optimizers[1])
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        schedule(steps[i % 2], args=(rng.normal(size=(8, 4)).astype(np.float32),))
+    if isinstance(strategy, dj.ParameterServerStrategy):
+        ClusterCoordinator(strategy).join(SECONDS)
+    keys = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    state = nnx.to_pure_dict(nnx.state((maker, critic, optimizers)))
+    return [np.asarray(keys(x)) for x in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+def test_steps_that_share_state_use_the_same_servers(servers: int) -> None:
+    """The weights, statistics, moments and counts of a GAN are bitwise those of one device."""
+    of_one = dj.OneDeviceStrategy("cpu:0")
+    wanted = alternated(of_one, of_one.run)
+    strategy, coordinator = of_servers(2, servers=servers)
+    for one, other in zip(wanted, alternated(strategy, coordinator.schedule), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_step_that_needs_state_on_more_servers_than_an_earlier_one_changes_is_refused() -> None:
+    """A rate that one step changes, and that the updates of another step then read on two servers.
+
+    What only a worker has read before may be anywhere.
+    """
     strategy, coordinator = of_servers(servers=2)
     with strategy.scope():
-        first, second = Scalar(), Scalar()
+        rate, model = nnx.Param(jnp.ones(())), nnx.Linear(20, 20, rngs=nnx.Rngs(0))
 
-    def both() -> None:
-        first.w[...] += 1
-        second.w[...] += 2
+    def look() -> Any:
+        return rate[...], model.kernel[...].sum()
 
-    def one() -> None:
-        second.w[...] += 10
+    def shift() -> None:
+        model.kernel[...] -= 1
 
-    def look() -> jax.Array:
-        return second.w[...]
+    def halve() -> None:
+        rate[...] /= 2
 
-    seen = []
-    for _ in range(2):
-        seen += [coordinator.schedule(look), coordinator.schedule(both)]
-    with pytest.raises(NotImplementedError, match=r"one changes these variables.*\n  second\.w\n"):
-        coordinator.schedule(one)
+    def train() -> None:
+        for weight in (model.bias, model.kernel):
+            weight[...] -= rate[...]
+
+    seen = [coordinator.schedule(look)]
+    for step in (halve, shift):
+        coordinator.schedule(step)
+    seen.append(coordinator.schedule(look))
+    with pytest.raises(NotImplementedError, match=r"train needs these variables[\s\S]*\n  rate\n"):
+        coordinator.schedule(train)
     coordinator.join(SECONDS)
-    assert coordinator.fetch(seen)[::2] == [0, 2]
-    assert (float(first.w[...]), float(second.w[...])) == (2, 4)
+    before, after = np.array(coordinator.fetch(seen))
+    np.testing.assert_allclose(before - after, [0.5, 400], rtol=1e-5)
 
 
 def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> None:
