@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 
 from distribute_jax._errors import LoweringError
+from distribute_jax._user_frames import log_once
 from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, called_body, line, opened
 from distribute_jax.program._pieces import variables
+from distribute_jax.program._rows import Needs, Rows
 
 SMALL = 16
 """State of so many elements, such as a count of steps, is stored on each server that reads it."""
@@ -37,8 +39,13 @@ Parameter servers compute new values after the worker has finished the step and 
 it from a separate function, scheduled after this one."""
 
 
-Homes = Mapping[int, tuple[int, ...]]
-"""The servers that store a leaf of state, by its number."""
+_WHOLE = "Parameter servers do not divide %s: %s."
+
+Homes = Mapping[int, Mapping[int, Rows | None]]
+"""By the number of a leaf of state, the servers that store it, and which rows of it; None for all."""
+
+Parts = Callable[[str, Any], list[Rows]]
+"""Returns the rows of each part that a variable of a name and type is to be divided into."""
 
 
 class ServerPart(NamedTuple):
@@ -50,10 +57,10 @@ class ServerPart(NamedTuple):
     """What of that gets a new value."""
     reads: tuple[int, ...]
     """What of that its update reads."""
-    takes: tuple[Any, ...]
-    """The variables of the jaxpr that a worker hands to it."""
-    eqns: tuple[Any, ...]
-    """Its update."""
+    takes: tuple[tuple[Any, Rows | None], ...]
+    """The variables of the jaxpr that a worker hands to it, and which rows of them; None for all."""
+    needs: Needs
+    """Its update, and which rows it reads and computes."""
     shared: tuple[Any, ...]
     """Numbers in it that the updates of other servers read too, such as how far a schedule is."""
 
@@ -61,8 +68,8 @@ class ServerPart(NamedTuple):
 class Division(NamedTuple):
     """A step, divided among a worker and servers."""
 
-    homes: tuple[tuple[int, ...], ...]
-    """The servers that store each leaf of state."""
+    homes: tuple[Mapping[int, Rows | None], ...]
+    """The servers that store each leaf of state, in their order, and which rows of it; None for all."""
     servers: tuple[ServerPart, ...]
     eqns: tuple[Any, ...]
     """What a worker computes."""
@@ -78,7 +85,7 @@ class State(NamedTuple):
     """The variable of the jaxpr that holds it; not of state that the step does not read."""
     outputs: dict[int, Any]
     """The atom that is its new value."""
-    sizes: Sequence[int]
+    types: Sequence[Any]
     together: Sequence[Sequence[int]]
     """Numbers of the leaves of one variable each, in the order in which servers take them."""
     followers: frozenset[int]
@@ -128,6 +135,8 @@ class Update:
         self._readers = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
         self._narrow: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._whole: dict[int, int] = {}
+        self._rows: dict[int, dict[int, Rows]] = {}
+        self._by_rows: set[int] = set()
         self._effects = [eqn for eqn in jaxpr.eqns if _has_effects(eqn)]
         self._read_by_effects = variables(v for eqn in self._effects for v in eqn.invars)
         for eqn in jaxpr.eqns:
@@ -202,11 +211,17 @@ class Update:
         needed = variables([*(v for eqn in eqns for v in eqn.invars), *atoms])
         return [v for v in needed if v not in made]
 
-    def divide(self, servers: int, results: Sequence[Any], known: Homes) -> Division:
-        """Divides the state and its update among so many servers, which are ``known`` of some state."""
-        homes = self._homes(servers, known)
+    def divide(self, servers: int, results: Sequence[Any], known: Homes, parts: Parts) -> Division:
+        """Divides the state and its update among so many servers, which are ``known`` of some state.
+
+        Other variables are divided among several servers, into the ``parts`` of each.
+        """
+        groups = self._groups()
+        homes = self._homes(servers, groups, known)
+        self._divide_variables(servers, homes, groups, known, parts)
         stored = [
-            {k for k, home in homes.items() if s in known.get(k, (home,))} for s in range(servers)
+            {k for k, home in homes.items() if s in known.get(k, self._rows.get(k, (home,)))}
+            for s in range(servers)
         ]
         for s in range(servers):
             self._store_copies(s, stored, homes)
@@ -215,35 +230,78 @@ class Update:
                 stored[0].add(k)
         self._store_copies(0, stored, homes)
         by_worker = self._by_worker(stored, results)
-        parts = [self._part(sorted(of), by_worker) for of in stored]
-        handed = [*(v for part in parts for v in part.takes), *results]
+        of_servers = [self._part(s, sorted(of), by_worker) for s, of in enumerate(stored)]
+        handed = [*(v for part in of_servers for v, _ in part.takes), *results]
         eqns = self.slice([*handed, *self._read_by_effects])
         kept = {self._id(eqn): eqn for eqn in (*eqns, *self._effects)}
         eqns = [kept[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in kept]
         pulls = [self._number[v] for v in self._needs(handed, eqns) if v in self._number]
-        return Division(
-            tuple(tuple(s for s in range(servers) if k in stored[s]) for k in range(len(self.state.names))),
-            tuple(parts), tuple(eqns), tuple(sorted(pulls)),
-        )  # fmt: skip
+        of_all = range(len(self.state.names))
+        placed = [
+            {s: self._rows.get(k, {}).get(s) for s, of in enumerate(stored) if k in of}
+            for k in of_all
+        ]
+        return Division(tuple(placed), tuple(of_servers), tuple(eqns), tuple(sorted(pulls)))
 
     # Where state is stored
 
-    def _homes(self, servers: int, known: Homes) -> dict[int, int]:
+    def _homes(self, servers: int, group: Sequence[int], known: Homes) -> dict[int, int]:
         """Returns the server of each leaf; not of small state of optimizers, which is where it is read."""
-        followers, group = self.state.followers, self._groups()
+        followers = self.state.followers
         heads = [leaves[0] for leaves in self.state.together]
-        place = {group[k]: known[k][0] for k in sorted(known, reverse=True)}
+        place = {group[k]: min(known[k]) for k in sorted(known, reverse=True)}
         for k in sorted(heads, key=lambda k: k in followers):
             if k not in followers or (self._is_large(k) and group[k] in followers):
                 place.setdefault(group[k], len(place) % servers)
         return {
-            k: known[k][0] if k in known else place[head]
+            k: min(known[k]) if k in known else place[head]
             for k, head in enumerate(group)
             if head in place
         }
 
     def _is_large(self, k: int) -> bool:
-        return self.state.sizes[k] > SMALL
+        return bool(prod(self.state.types[k].shape) > SMALL)
+
+    def _divide_variables(
+        self,
+        servers: int,
+        homes: Mapping[int, int],
+        groups: Sequence[int],
+        known: Homes,
+        parts: Parts,
+    ) -> None:
+        """Chooses the servers that have rows of a variable; of its optimizer state they have the same."""
+        names, types = self.state.names, self.state.types
+        fixed = {groups[k]: known[k] for k in known if self._is_large(k)}
+        for head in sorted({groups[k] for k in homes} - self.state.followers):
+            if head not in fixed and len(rows := parts(names[head], types[head])) > 1:
+                some = sorted((homes[head] + i) % servers for i in range(len(rows)))
+                fixed[head] = dict(zip(some, rows, strict=True))
+            place = {s: rows for s, rows in fixed.get(head, {}).items() if rows}
+            if place and self._is_large(head):
+                members = [k for k in homes if groups[k] == head and self._is_large(k)]
+                self._rows.update(dict.fromkeys(members, place))
+        while reasons := self._needed_whole():
+            for k in [k for k in self._rows if groups[k] in {groups[i] for i in reasons}]:
+                del self._rows[k]
+            for k, why in reasons.items():
+                log_once(_WHOLE, names[groups[k]], why, about=names[groups[k]])
+
+    def _needed_whole(self) -> dict[int, str]:
+        """Returns the divided state that an update needs whole, with the reason."""
+        outputs, types = self.state.outputs, self.state.types
+        rows = {outputs[k]: next(iter(of.values())) for k, of in self._rows.items() if k in outputs}
+        whole = [v for k, v in outputs.items() if k not in self._rows]
+        needs = Needs(self.slice(outputs.values(), self._of_state), rows, whole)
+        self._by_rows = {self._id(eqn) for eqn in filter(needs.by_rows, needs.eqns)}
+        reasons = {}
+        for k, of in self._rows.items():
+            eqn = needs.whole.get(self.state.inputs.get(k))
+            if types[k].shape[0] != max(rows.stop for rows in of.values()):
+                reasons[k] = f"{self.state.names[k]}, which is stored with it, has other rows"
+            elif eqn is not None:
+                reasons[k] = f"its update needs {self.state.names[k]} whole at {line(eqn)}"
+        return reasons
 
     def _groups(self) -> list[int]:
         """Returns for each leaf the first of those that are stored together: a weight, if there is one."""
@@ -289,7 +347,7 @@ class Update:
             }
             new = reads - stored[server]
             for k in new:
-                if state.sizes[k] > SMALL and k in state.outputs:
+                if self._is_large(k) and k in state.outputs:
                     self._refuse_foreign(k, server, homes[k], written)
             if not new:
                 return
@@ -329,21 +387,27 @@ class Update:
         slices.append(self.slice(results, self._of_state))
         for eqns in slices:
             for eqn in filter(self._from_data_alone, eqns):
-                asked[self._id(eqn)] = asked.get(self._id(eqn), 0) + 1
+                if self._id(eqn) not in self._by_rows:  # of which each computes a part
+                    asked[self._id(eqn)] = asked.get(self._id(eqn), 0) + 1
         of_results = set(map(self._id, slices[-1]))
         return {i for i, number in asked.items() if number > 1 or i in of_results | self.first}
 
-    def _part(self, stored: Sequence[int], by_worker: set[int]) -> ServerPart:
+    def _part(self, server: int, stored: Sequence[int], by_worker: set[int]) -> ServerPart:
         outputs = {k: v for k, v in self.state.outputs.items() if k in stored}
         atoms = outputs.values()
         eqns = self.slice(atoms, lambda eqn: self._of_state(eqn) and id(eqn) not in by_worker)
-        needs = self._needs(atoms, eqns)
-        constants = set(self.jaxpr.constvars)
+        rows = {v: self._rows[k][server] for k, v in outputs.items() if k in self._rows}
+        needs = Needs(eqns, rows, [v for k, v in outputs.items() if k not in self._rows])
+        needed, constants = self._needs(atoms, eqns), set(self.jaxpr.constvars)
         return ServerPart(
             tuple(stored), tuple(outputs),
-            tuple(sorted(self._number[v] for v in needs if v in self._number)),
-            tuple(v for v in needs if v not in self._number and v not in constants), tuple(eqns),
-            self._shared(eqns),
+            tuple(sorted(self._number[v] for v in needed if v in self._number)),
+            tuple(
+                (v, None if v in needs.whole else needs.rows.get(v))
+                for v in needed
+                if v not in self._number and v not in constants
+            ),
+            needs, self._shared(eqns),
         )  # fmt: skip
 
     def _shared(self, eqns: Sequence[Any]) -> tuple[Any, ...]:

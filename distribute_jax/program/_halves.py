@@ -20,7 +20,8 @@ flattened). One step is::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -44,11 +45,12 @@ from distribute_jax.program._jaxprs import line, opened
 from distribute_jax.program._layout import FlatStep, by_equation, flat_step
 from distribute_jax.program._lowerings import without_axis
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._pieces import is_jit, run_piece, start, value_of, variables
+from distribute_jax.program._pieces import Values, is_jit, start, value_of, variables
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._program import input_order
 from distribute_jax.program._replication_rules import MIRRORED
 from distribute_jax.program._results import Results, rebuild
+from distribute_jax.program._rows import Needs, Rows, parts
 from distribute_jax.program._sharded_update import (
     SplitStep,
     is_for_each,
@@ -121,8 +123,8 @@ class Halves:
 
     names: tuple[str, ...]
     """Each leaf of state, in the user's words."""
-    homes: tuple[tuple[int, ...], ...]
-    """The servers that store each leaf."""
+    homes: tuple[Mapping[int, Rows | None], ...]
+    """The servers that store each leaf, in their order, and which rows of it; None for all."""
     pulls: tuple[int, ...]
     """The leaves that a worker reads."""
     worker: Part
@@ -155,11 +157,16 @@ class Halves:
 
 
 def build_halves(
-    call: Call, options: RunOptions, servers: int, known: Homes = MappingProxyType({})
+    call: Call,
+    options: RunOptions,
+    servers: int,
+    known: Homes = MappingProxyType({}),
+    partitioner: Callable[..., Any] | None = None,
 ) -> Halves:
     """Traces and proves a step, and divides it among a worker and so many servers.
 
-    ``known`` are the servers that store leaves of state which the updates of other steps use.
+    ``known`` are the servers that store leaves of state which the updates of other steps use. The
+    ``partitioner`` decides which variables are stored in parts on several of them.
 
     Raises:
         OutOfSyncError: the step would leave other weights for each worker, as without a reduction.
@@ -185,14 +192,17 @@ def build_halves(
     update = Update(jaxpr, first.equations, first.differs, first.stays, state)
     results = jaxpr.outvars[outs:]
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
-    division = update.divide(servers, results, known)
-    hands = variables([*(v for part in division.servers for v in part.takes), *results])
-    at = {v: i for i, v in enumerate(hands)}
+    of_servers = functools.partial(parts, partitioner, servers)
+    division = update.divide(servers, results, known, of_servers)
+    taken = [pair for part in division.servers for pair in part.takes]
+    hands = list(dict.fromkeys([*taken, *_all(variables(results))]))
+    at = {pair: i for i, pair in enumerate(hands)}
     literals = [v for v in results if isinstance(v, jex_core.Literal)]
     at_literal = {id(v): len(hands) + i for i, v in enumerate(literals)}
     inputs = [v for v, is_state in zip(jaxpr.invars, of_state, strict=True) if not is_state]
     pulled = [state.inputs[k] for k in division.pulls]
-    worker = _part(call, body, division.eqns, (pulled, inputs), [*hands, *literals])
+    takes = _all(pulled), _all(inputs)
+    worker = _part(call, body, Needs(division.eqns, {}), takes, [*hands, *_all(literals)])
     return Halves(
         names=tuple(state.names),
         homes=division.homes,
@@ -200,9 +210,12 @@ def build_halves(
         worker=worker,
         results=traced.results,
         results_at=tuple(
-            at_literal[id(v)] if isinstance(v, jex_core.Literal) else at[v] for v in results
+            at_literal[id(v)] if isinstance(v, jex_core.Literal) else at[v, None] for v in results
         ),
-        servers=tuple(_server_half(part, state, at, call, body) for part in division.servers),
+        servers=tuple(
+            _server_half(part, state, at, call, body, [of.get(s) for of in division.homes])
+            for s, part in enumerate(division.servers)
+        ),
         written=traced.written,
         arrays=read,
         plan=decided,
@@ -210,12 +223,18 @@ def build_halves(
 
 
 def _server_half(
-    part: ServerPart, state: State, at: Mapping[Any, int], call: Call, body: Any
+    part: ServerPart,
+    state: State,
+    at: Mapping[_Some, int],
+    call: Call,
+    body: Any,
+    rows: Sequence[Rows | None],
 ) -> ServerHalf:
-    reads = [state.inputs[k] for k in part.reads]
-    outs = [state.outputs[k] for k in part.writes]
-    apply = _part(call, body, part.eqns, (reads, part.takes), outs, part.shared)
-    return ServerHalf(part.state, part.writes, part.reads, tuple(at[v] for v in part.takes), apply)
+    reads = [(state.inputs[k], rows[k]) for k in part.reads]
+    outs = [(state.outputs[k], rows[k]) for k in part.writes]
+    apply = _part(call, body, part.needs, (reads, part.takes), outs, part.shared)
+    takes = tuple(at[pair] for pair in part.takes)
+    return ServerHalf(part.state, part.writes, part.reads, takes, apply)
 
 
 def _check_state(binding: Binding) -> None:
@@ -248,7 +267,10 @@ def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> Stat
         names=traced.input_names[: starts[-1]],
         inputs={k: v for k, v in zip(order, jaxpr.invars, strict=True) if k < starts[-1]},
         outputs=dict(zip(traced.old_inputs, jaxpr.outvars, strict=False)),
-        sizes=[int(np.size(leaf)) for leaf in jax.tree.leaves(read_raw(variables_))],
+        types=[
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for leaf in jax.tree.leaves(read_raw(variables_))
+        ],
         together=[leaves for leaves in together if leaves],
         followers=frozenset(
             k
@@ -281,24 +303,37 @@ class _First(SplitStep):
         return is_for_each(self.jaxpr, eqn)
 
 
+_Some = tuple[Any, Rows | None]
+"""A value of the program, and which rows of it; None for all."""
+
+
+def _all(some: Iterable[Any]) -> list[_Some]:
+    return [(v, None) for v in some]
+
+
 def _part(
     call: Call,
     body: Any,
-    eqns: Sequence[Any],
-    takes: tuple[Sequence[Any], Sequence[Any]],
-    outs: Sequence[Any],
+    needs: Needs,
+    takes: tuple[Sequence[_Some], Sequence[_Some]],
+    outs: Sequence[_Some],
     shared: Sequence[Any] = (),
 ) -> Part:
     """Compiles some equations for one device; it returns also what is ``shared``, which nobody reads."""
     jaxpr = opened(body)
-    inputs, returned = [*takes[0], *takes[1]], [*outs, *shared]
+    inputs = [*takes[0], *takes[1]]
 
     def run(*values: Any) -> list[Any]:
-        known = start(body, [None] * len(jaxpr.invars))
-        known.update(zip(inputs, values, strict=True))
-        run_piece(jaxpr, eqns, known, returned)
+        known, some = start(body, [None] * len(jaxpr.invars)), Values()
+        for (v, rows), value in zip(inputs, values, strict=True):
+            (known if rows is None else some)[v] = value
+        needs.run(jaxpr, known, some, [*(v for v, _ in outs), *shared])
         more = jax.lax.optimization_barrier([known[v] for v in shared])
-        return [*(jnp.asarray(value_of(v, known)) for v in outs), *more]
+        parts = [
+            some[v] if rows and v in some else rows.of(known[v]) if rows else value_of(v, known)
+            for v, rows in outs
+        ]
+        return [*map(jnp.asarray, parts), *more]
 
     with jax.sharding.use_abstract_mesh(inside_replica(call.mesh)):
         closed = jax.make_jaxpr(run, axis_env=[(DATA, num_replicas(call.mesh))])(
@@ -315,10 +350,11 @@ def _part(
     return Part(jax.jit(part), state, values, tuple(map(_like, outs)), whole)
 
 
-def _like(v: Any) -> jax.ShapeDtypeStruct:
-    aval = v.aval
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+def _like(pair: _Some) -> jax.ShapeDtypeStruct:
+    v, rows = pair
+    aval, weak = v.aval, getattr(v.aval, "weak_type", False)
+    shape = aval.shape if rows is None else rows.shape(aval.shape)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
 
 
 def _has_parts(eqn: Any) -> bool:

@@ -72,9 +72,16 @@ class Stored(Protocol):
 class HalvesCache:
     """The halves of the steps of one strategy."""
 
-    def __init__(self, strategy: Any, mesh: Mesh, servers: int, stored: Stored) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        mesh: Mesh,
+        servers: int,
+        stored: Stored,
+        partitioner: Callable[..., Any] | None,
+    ) -> None:
         """Starts with none."""
-        self._strategy, self._mesh = strategy, mesh
+        self._strategy, self._mesh, self._partitioner = strategy, mesh, partitioner
         self._servers, self._stored = servers, stored
         self._bound: dict[Any, list[BoundHalves]] = {}
 
@@ -108,7 +115,8 @@ class HalvesCache:
         contents = contents_of(binding.watch.containers)
         with contents_restored_on_error(contents), compilable(name):
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
-            halves = build_halves(call, options, self._servers, self._stored.known(binding))
+            known = self._stored.known(binding)
+            halves = build_halves(call, options, self._servers, known, self._partitioner)
         bound = BoundHalves(name, halves, Binding(fn, arguments))
         self._stored.load(bound)
         return bound

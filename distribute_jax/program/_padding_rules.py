@@ -320,7 +320,7 @@ def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
     return outs
 
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
     "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
@@ -332,9 +332,10 @@ _ELEMENTWISE = (
     "tanh", "xor", "zeta", "threefry2x32", "random_seed", "random_wrap", "random_unwrap",
     "bitcast_convert_type", "mulhi", "log2", "one_minus_square", "polynomial",
 )  # fmt: skip
+"""The primitives of which each entry of the result is computed from those in the same place."""
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, shapes.elementwise),
+    **dict.fromkeys(ELEMENTWISE, shapes.elementwise),
     "select_n": shapes.select,
     "broadcast_in_dim": shapes.broadcast,
     "reshape": shapes.reshape,

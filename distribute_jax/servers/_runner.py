@@ -46,12 +46,13 @@ class ServersRunner(Runner):
         coordinator: Coordinator,
         servers: int,
         start: Callable[[], Any],
+        partitioner: Callable[..., Any] | None = None,
     ) -> None:
         """Starts workers with the first closure."""
         super().__init__(strategy, replicas, steps_in_flight=None)
         self._strategy, self.coordinator = strategy, coordinator
         self._start, self._engine = start, None
-        self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator)
+        self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator, partitioner)
         self._taken: dict[Any, list[int]] = {}
         """How many elements of each of its iterators a function took when it was last traced."""
 

@@ -23,6 +23,7 @@ from distribute_jax._messages import listed
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves, places
+from distribute_jax.program._rows import Rows, joined
 
 Key = int
 """The number of one array of state."""
@@ -189,8 +190,9 @@ class State:
         self._numbers = itertools.count()
         self._variables: dict[int, nnx.Variable[Any]] = {}
         """All variables by their ids; kept until what the servers have is written back."""
-        self._homes: dict[Key, tuple[int, ...]] = {}
-        self._used: dict[Key, tuple[int, ...]] = {}
+        self._homes: dict[Key, Mapping[int, Rows | None]] = {}
+        """The servers that store an array, and which rows of it; None for all."""
+        self._used: dict[Key, Mapping[int, Rows | None]] = {}
         """The servers whose updates read or write an array; all steps must agree on them."""
         self._changing: set[Key] = set()
         """The arrays that updates write."""
@@ -221,8 +223,9 @@ class State:
         for store, half in zip(self._stores, halves.servers, strict=True):
             reads, writes = (tuple(keys[k] for k in leaves) for leaves in (half.reads, half.writes))
             store.load(name, ServerProgram(reads, writes, half.apply, operator.add))
-        for number, key in enumerate(keys):
-            self._homes.setdefault(key, (number % len(self._stores),))
+        for k, key in enumerate(keys):
+            alone: Mapping[int, Rows | None] = {k % len(self._stores): None}
+            self._homes.setdefault(key, halves.homes[k] if any(halves.homes[k].values()) else alone)
         return Program(name, bound, keys)
 
     def _settle(self, bound: BoundHalves, keys: Sequence[Key]) -> None:
@@ -240,12 +243,12 @@ class State:
         self._changing = changing
         self._used.update(homes)
         for key, there in homes.items():
-            old = self._homes.get(key, there)
+            if (old := self._homes.get(key, there)) != there and key in self._seen:
+                value = self.pull([key])[key]
+                for home in old.keys() - there:
+                    self._stores[home].forget([key])
+                self._assign(key, value, there)
             self._homes[key] = there
-            if old != there and key in self._stores[old[0]].state:
-                value = self._stores[old[0]].state[key]
-                for home in there:
-                    self._stores[home].assign({key: value})
 
     def written(self, program: Program) -> dict[Key, Any]:
         """Returns what the variables of a step hold that the servers do not have."""
@@ -263,16 +266,24 @@ class State:
     def send(self, values: dict[Key, Any]) -> None:
         """Sets arrays on the servers."""
         for key, value in values.items():
-            array = jax.device_put(value, self._device)
             self._seen[key] = value
-            for home in self._homes[key]:
-                self._stores[home].assign({key: array})
+            self._assign(key, jax.device_put(value, self._device), self._homes[key])
+
+    def _assign(self, key: Key, value: Any, homes: Mapping[int, Rows | None]) -> None:
+        for home, rows in homes.items():
+            self._stores[home].assign({key: rows.of(value) if rows else value})
+
+    def _sources(self, key: Key) -> list[int]:
+        """Returns the servers that an array is read from."""
+        homes = self._homes[key]
+        return [home for home, rows in homes.items() if rows] or [next(iter(homes))]
 
     def prepare(self, program: Program, run: int) -> tuple[list[int], ...]:
         """Lets the servers set aside what a run reads; returns which of its arrays each of them has."""
         places: tuple[list[int], ...] = tuple([] for _ in self._stores)
         for i, k in enumerate(program.bound.halves.pulls):
-            places[self._homes[program.keys[k]][0]].append(i)
+            for home in self._sources(program.keys[k]):
+                places[home].append(i)
         for store, at in zip(self._stores, places, strict=True):
             if at:
                 store.prepare(run, [program.keys[program.bound.halves.pulls[i]] for i in at])
@@ -297,11 +308,12 @@ class State:
 
     def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
         """Returns arrays as the servers have them now."""
-        values: dict[Key, Any] = {}
+        values: dict[Key, list[Any]] = {key: [] for key in keys}
         for number, store in enumerate(self._stores):
-            theirs = [key for key in keys if self._homes[key][0] == number]
-            values.update(zip(theirs, store.pull(theirs), strict=True))
-        return values
+            theirs = [key for key in keys if number in self._sources(key)]
+            for key, value in zip(theirs, store.pull(theirs), strict=True):
+                values[key].append(value)
+        return {key: joined(parts) for key, parts in values.items()}
 
     def _forget_dead(self) -> None:
         """Drops the state that only steps of deleted models have reached."""

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from distribute_jax.program._rows import joined
+
 
 class Link(Protocol):
     """A server, as a worker reaches it."""
@@ -33,7 +35,7 @@ class Order(NamedTuple):
     epoch: int
     run: int
     places: Sequence[Sequence[int]]
-    """For each server, where what it has set aside is among the arrays that the program reads."""
+    """For each server, where what it has set aside is among what the program reads, or a part of it."""
 
 
 class RunIsVoid(Exception):  # noqa: N818  nobody did anything wrong
@@ -61,12 +63,13 @@ def run(
     """
     read = [(at, link) for at, link in zip(order.places, links, strict=True) if at]
     answers = [(at, link.ask("fetch", order.epoch, order.run)) for at, link in read]
-    pulled: list[Any] = [None] * sum(map(len, order.places))
+    parts: dict[int, list[Any]] = {}
     for at, answer in answers:
         if (values := answer()) is None:
             raise RunIsVoid
         for i, value in zip(at, values, strict=True):
-            pulled[i] = value
+            parts.setdefault(i, []).append(value)
+    pulled = [joined(parts[i]) for i in range(len(parts))]
     here, there = devices
     handed = program.compute(jax.device_put(pulled, here), jax.device_put(data, here))
     handed = jax.block_until_ready(jax.device_put(handed, there))

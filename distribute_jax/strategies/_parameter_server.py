@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
 
-from distribute_jax._errors import ArgumentError, UnsupportedError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterResolver
@@ -29,7 +30,9 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         cluster_resolver: not supported yet; None.
-        variable_partitioner: not supported yet; None.
+        variable_partitioner: decides which variables are divided, by rows, among several servers: one of
+            ``dj.experimental.partitioners``, or a function of their shape and dtype that returns the number
+            of parts along each dim. None divides none.
         engine: ``"threads"``, the default: the workers are threads of this process.
         workers: how many; by default one for each core, at most 4.
         servers: among how many the variables are divided, one after the other; the state of an optimizer is
@@ -55,7 +58,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
-        variable_partitioner: Any = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
         *,
         engine: str | None = None,
         workers: int | None = None,
@@ -63,12 +66,13 @@ class ParameterServerStrategy(Strategy):
         max_staleness: float | None = None,
     ) -> None:
         name = type(self).__name__
-        for what, value in [
-            ("cluster_resolver", cluster_resolver),
-            ("variable_partitioner", variable_partitioner),
-        ]:
-            if value is not None:
-                raise UnsupportedError(f"{name}: {what} is not supported yet; leave it out.")
+        if cluster_resolver is not None:
+            raise UnsupportedError(f"{name}: cluster_resolver is not supported yet; leave it out.")
+        if not (variable_partitioner is None or callable(variable_partitioner)):
+            raise ArgumentTypeError(
+                f"{name}: variable_partitioner must be a function of shape and dtype, as those of "
+                f"dj.experimental.partitioners; got {variable_partitioner!r:.60}."
+            )
         if engine not in (None, "threads"):
             raise ArgumentError(f"{name}: engine must be 'threads'; got {engine!r}.")
         number = (
@@ -83,7 +87,12 @@ class ParameterServerStrategy(Strategy):
         self._stores = [Store() for _ in range(of_servers)]
         self._coordinator = Coordinator(number, self._stores, staleness, devices[0])
         self._runner: ServersRunner = ServersRunner(
-            self, self._replicas, self._coordinator, of_servers, self._start
+            self,
+            self._replicas,
+            self._coordinator,
+            of_servers,
+            self._start,
+            variable_partitioner,
         )
 
     def _start(self) -> Engine:

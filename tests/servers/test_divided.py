@@ -1,0 +1,178 @@
+"""Variables that a partitioner divides among several servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+P = dj.experimental.partitioners
+SECONDS = 60
+
+
+class Table(nnx.Module):
+    """An embedding of 13 rows and a layer."""
+
+    def __init__(self) -> None:
+        self.embed = nnx.Embed(13, 8, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(8, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.head(self.embed(ids))
+
+
+def made(strategy: dj.Strategy, tx: Any) -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
+    """The model and its optimizer, a training step, and an evaluation."""
+    with strategy.scope():
+        model = Table()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss_of(model: Any, ids: jax.Array) -> jax.Array:
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(ids), ids % 3)
+        return dj.compute_average_loss(losses)
+
+    def step(ids: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(loss_of)(model, ids)
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+        return loss
+
+    return (model, optimizer), step, lambda ids: loss_of(model, ids)
+
+
+def train(strategy: dj.Strategy, tx: Any, steps: int = 3) -> tuple[Any, list[Any]]:
+    """Trains, with an evaluation before each step; returns what was trained, and losses and state."""
+    state, step, evaluate = made(strategy, tx)
+    results, run = [], strategy.run
+    if isinstance(strategy, dj.ParameterServerStrategy):
+        run = dj.coordinator.ClusterCoordinator(strategy).schedule
+    for ids in np.random.default_rng(0).integers(0, 13, (steps, 16)).astype(np.int32):
+        results += [run(fn, args=(ids,)) for fn in (evaluate, step)]
+    if run != strategy.run:
+        coordinator = dj.coordinator.ClusterCoordinator(strategy)
+        coordinator.join(SECONDS)
+        results = coordinator.fetch(results)
+    return state, [*map(np.asarray, results), *leaves(state)]
+
+
+def leaves(state: Any) -> list[np.ndarray]:
+    """All arrays of models and optimizers."""
+    return [*map(np.asarray, jax.tree.leaves(nnx.to_pure_dict(nnx.state(state))))]
+
+
+def of_servers(servers: int, partitioner: Any = None) -> dj.ParameterServerStrategy:
+    """A strategy of one worker that divides what has two rows or more."""
+    return dj.ParameterServerStrategy(
+        None,
+        partitioner or P.FixedShardsPartitioner(8),
+        workers=1,
+        servers=servers,
+        max_staleness=0,
+    )
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(0.1),
+    "clip+adagrad": optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1)),
+    "lamb": optax.lamb(0.1),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("adam", marks=pytest.mark.exhaustive), "clip+adagrad", "lamb"]
+)
+def test_divided_variables_have_the_bits_of_one_device(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each server has some rows, with those of the moments; what an update needs whole is not divided."""
+    _, wanted = train(dj.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
+    strategy = of_servers(3)
+    _, got = train(strategy, OPTIMIZERS[name])
+    for one, other in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(one, other)
+    stored = [sorted(x.shape for x in store.state.values()) for store in strategy._stores]
+    tables = [sum(shape[1:] == (8,) for shape in shapes) for shapes in stored]
+    if name == "lamb":
+        assert sorted(tables) == [0, 0, 3]
+        assert "do not divide model.embed.embedding: its update needs" in caplog.text
+        assert "whole at test_divided.py" in caplog.text
+    else:
+        moments = {"adam": 2, "clip+adagrad": 1}[name]
+        assert tables == [1 + moments] * 3
+        assert [(rows, 8) in shapes for rows, shapes in zip((5, 4, 4), stored, strict=True)]
+
+
+def test_a_divided_variable_is_read_and_written_as_numpy_does() -> None:
+    """Rows in the order that was asked for, new dims, steps, masks; writes of all kinds reach the servers."""
+    strategy, expected = of_servers(4), np.arange(20.0, dtype=np.float32).reshape(10, 2)
+    coordinator = dj.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        table = dj.Variable(expected, aggregation=dj.VariableAggregation.SUM)
+
+    def step(ids: jax.Array, x: jax.Array) -> None:
+        table.scatter_add(ids, x)
+
+    def add(ids: list[int], x: float) -> None:
+        coordinator.schedule(
+            step, args=(np.asarray(ids, np.int32), np.full((len(ids), 2), x, np.float32))
+        )
+        coordinator.join(SECONDS)
+        np.add.at(expected, ids, x)
+
+    add([4, 0, 4], 0.5)
+    assert [len(x) for store in strategy._stores for x in store.state.values()] == [3, 3, 2, 2]
+    for write, change in (("assign_add", 1.0), ("assign_sub", 2.0)):
+        getattr(table, write)(np.full((10, 2), change, np.float32))
+        expected += change if write == "assign_add" else -change
+        add([9, 1], 0.25)
+    table.scatter_sub([3, 3], np.ones((2, 2), np.float32))
+    np.subtract.at(expected, [3, 3], 1.0)
+    add([], 1.0)
+    mask = np.arange(10) % 3 == 1
+    for index in ([4, 0, 3], np.s_[None, 1:3], -1, np.s_[::3], mask, np.s_[2:4, 1], ...):
+        read = np.asarray(table[np.asarray(index) if isinstance(index, list) else index])
+        np.testing.assert_array_equal(read, expected[index])
+    with pytest.raises(IndexError):
+        table.numpy()[10]
+
+
+def test_a_checkpoint_of_parts_is_restored_into_any_number_of_servers(tmp_path: Path) -> None:
+    """Of four parts into 1, 2, 3 and 7 servers, and under another strategy, where training goes on."""
+    state, _ = train(of_servers(4), OPTIMIZERS["adam"], steps=1)
+    manager, ids = dj.CheckpointManager(tmp_path), np.arange(16, dtype=np.int32) % 13
+    manager.save(0, state)
+    ends = []
+    for strategy in (*map(of_servers, (1, 2, 3, 7)), dj.OneDeviceStrategy("cpu:0")):
+        again, step, _ = made(strategy, OPTIMIZERS["adam"])
+        manager.restore(0, again)
+        for one, other in zip(leaves(state), leaves(again), strict=True):
+            np.testing.assert_array_equal(one, other)
+        if isinstance(strategy, dj.OneDeviceStrategy):
+            strategy.run(step, args=(ids,))
+        elif len(strategy._stores) == 3:
+            coordinator = dj.coordinator.ClusterCoordinator(strategy)
+            coordinator.schedule(step, args=(ids,))
+            coordinator.join(SECONDS)
+        else:
+            continue
+        ends.append(leaves(again))
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("parts", [None, [], [0, 1], [2, 2], [1, 2], [2], [2.0, 1], "21"])
+def test_a_partitioner_returns_a_number_for_each_dim(parts: Any) -> None:
+    """Of which only the first is more than one; what it returned and the variable are named."""
+    strategy = of_servers(2, lambda shape, dtype: parts)
+    _, step, _ = made(strategy, OPTIMIZERS["adam"])
+    with pytest.raises(ValueError, match=r"returned .* for model.*embedding of shape \(13, 8\)"):
+        dj.coordinator.ClusterCoordinator(strategy).schedule(step, args=(np.arange(16) % 13,))
+    with pytest.raises(TypeError, match=r"variable_partitioner must be a function .*; got 3"):
+        dj.ParameterServerStrategy(variable_partitioner=3)
