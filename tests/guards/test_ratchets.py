@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 44_278,
-    lines_of_tests: 42_343,
-    files: 226,
+    lines: 44_582,
+    lines_of_tests: 42_521,
+    files: 227,
     pieces: 0,
     private_words: 1,
     private_imports: 31,
