@@ -16,8 +16,8 @@ import jax.extend.core as jex_core
 
 from distribute_jax._errors import LoweringError
 from distribute_jax._user_frames import log_once
-from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, called_body, line, opened
-from distribute_jax.program._pieces import variables
+from distribute_jax.program._jaxprs import CALLS, called_body, line, opened
+from distribute_jax.program._pieces import narrowed_cond, variables
 from distribute_jax.program._rows import Needs, Rows
 
 SMALL = 16
@@ -424,36 +424,6 @@ class Update:
 
 def _has_effects(eqn: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-
-
-def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
-    """Returns a condition that computes some of its results, and reads only what these need."""
-    parts = [_needed_only(opened(body), outs) for body in eqn.params["branches"]]
-    reads = sorted(set().union(*(reads for _, reads in parts)))
-    branches = tuple(
-        ClosedJaxpr(
-            jaxpr.replace(invars=[jaxpr.invars[i] for i in reads]), getattr(body, "consts", ())
-        )
-        for body, (jaxpr, _) in zip(eqn.params["branches"], parts, strict=True)
-    )
-    return eqn.replace(
-        invars=[eqn.invars[0], *(eqn.invars[1 + i] for i in reads)],
-        outvars=[eqn.outvars[i] for i in outs],
-        params={**eqn.params, "branches": branches},
-    )
-
-
-def _needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
-    """Returns a program with some of its outputs, and the inputs that these need."""
-    atoms = [jaxpr.outvars[i] for i in outs]
-    needed, eqns = set(variables(atoms)), []
-    for eqn in reversed(jaxpr.eqns):
-        if kept := tuple(i for i, v in enumerate(eqn.outvars) if v in needed):
-            is_cond = eqn.primitive.name == "cond" and len(kept) < len(eqn.outvars)
-            eqns.append(narrowed_cond(eqn, kept) if is_cond else eqn)
-            needed.update(variables(eqns[-1].invars))
-    reads = {i for i, v in enumerate(jaxpr.invars) if v in needed}
-    return jaxpr.replace(outvars=atoms, eqns=eqns[::-1]), reads
 
 
 def _flows(

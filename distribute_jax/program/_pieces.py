@@ -86,3 +86,33 @@ def is_jit(eqn: Any) -> bool:
 def is_jit_of_collectives(eqn: Any) -> bool:
     """Returns whether an equation calls a jitted function in which replicas meet."""
     return is_jit(eqn) and any(names_axis(e, DATA) for e in equations(opened(eqn.params["jaxpr"])))
+
+
+def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
+    """Returns a condition that computes some of its results, and reads only what these need."""
+    parts = [_needed_only(opened(body), outs) for body in eqn.params["branches"]]
+    reads = sorted(set().union(*(reads for _, reads in parts)))
+    branches = tuple(
+        ClosedJaxpr(
+            jaxpr.replace(invars=[jaxpr.invars[i] for i in reads]), getattr(body, "consts", ())
+        )
+        for body, (jaxpr, _) in zip(eqn.params["branches"], parts, strict=True)
+    )
+    return eqn.replace(
+        invars=[eqn.invars[0], *(eqn.invars[1 + i] for i in reads)],
+        outvars=[eqn.outvars[i] for i in outs],
+        params={**eqn.params, "branches": branches},
+    )
+
+
+def _needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
+    """Returns a program with some of its outputs, and the inputs that these need."""
+    atoms = [jaxpr.outvars[i] for i in outs]
+    needed, eqns = set(variables(atoms)), []
+    for eqn in reversed(jaxpr.eqns):
+        if kept := tuple(i for i, v in enumerate(eqn.outvars) if v in needed):
+            is_cond = eqn.primitive.name == "cond" and len(kept) < len(eqn.outvars)
+            eqns.append(narrowed_cond(eqn, kept) if is_cond else eqn)
+            needed.update(variables(eqns[-1].invars))
+    reads = {i for i, v in enumerate(jaxpr.invars) if v in needed}
+    return jaxpr.replace(outvars=atoms, eqns=eqns[::-1]), reads
