@@ -98,7 +98,9 @@ class Part:
     """What it runs."""
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        return self.jitted(state, values)[: len(self.returns)]
+        outs = self.jitted(state, values)[: len(self.returns)]
+        # The same memory, without the mesh under which the step was traced: nothing else runs under it.
+        return [out.addressable_data(0) for out in outs]
 
 
 @dataclass(frozen=True, eq=False)

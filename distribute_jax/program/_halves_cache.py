@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +38,8 @@ class BoundHalves:
     """The name of the function."""
     halves: Halves
     binding: Binding
+    rows: Sequence[bool] = ()
+    """Which results have one row for each example, once that was looked at for a partial batch."""
     types: list[Any] = field(init=False)
     """The shapes and dtypes of the state that it was traced with."""
 

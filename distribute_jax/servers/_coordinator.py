@@ -10,11 +10,12 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from distribute_jax._errors import CancelledError, DeadlineExceededError, StepFailedError
 from distribute_jax._messages import error_text
@@ -105,8 +106,10 @@ class Coordinator:
         with self._changed:
             return self._state.program(bound)
 
-    def schedule(self, bound: BoundHalves, data: Callable[[int], list[Any]]) -> Closure:
-        """Adds a closure; waits only while very many wait already.
+    def schedule(
+        self, bound: BoundHalves, data: Callable[[int], list[Any]], most: int = MOST_WAITING
+    ) -> Closure:
+        """Adds a closure; waits while there are as many that are not over.
 
         What the user has written into variables since the last closure goes to the servers, when those
         closures that are under way have ended.
@@ -119,7 +122,7 @@ class Coordinator:
                     self._wait_until(lambda: self._log.is_idle)
                     self._raise_error()
                 self._state.send(written)
-            self._wait_until(lambda: len(self._closures) < MOST_WAITING or self._error is not None)
+            self._wait_until(lambda: len(self._closures) < most or self._error is not None)
             self._raise_error()
             closure = Closure(next(self._numbers), program, data)
             self._closures[closure.number] = closure
@@ -143,6 +146,15 @@ class Coordinator:
                 )
             self._state.write_back()
             self._raise_error()
+
+    def write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
+        """Lets variables hold what the servers have now, all after the same updates; closures go on.
+
+        What the user has written since the last closure stays.
+        """
+        with self._changed:
+            self._check_servers()
+            self._state.write_back(variables, at_rest=self._log.is_idle)
 
     def is_done(self) -> bool:
         """Returns whether all closures are over; raises as ``join``."""

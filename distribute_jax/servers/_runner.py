@@ -16,10 +16,16 @@ from distribute_jax._messages import leaf_text
 from distribute_jax._values import PerReplica
 from distribute_jax.program import Replicas, Runner, RunOptions
 from distribute_jax.program._arguments import check_call
+from distribute_jax.program._cache import Request
+from distribute_jax.program._compare import copied
 from distribute_jax.program._halves_cache import BoundHalves, HalvesCache
+from distribute_jax.program._options import UNVERIFIED
+from distribute_jax.program._padding_check import run_checked_for_leaks
+from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
+from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.servers._coordinator import Coordinator
+from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator
 from distribute_jax.servers._input import (
     MoreElementsError,
     PerWorkerIterator,
@@ -86,8 +92,17 @@ class ServersRunner(Runner):
         self.coordinator.join()
         return super().steps(fn, iterator, steps, options)
 
-    def schedule(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Queues a function for whichever worker is free; returns its results to come."""
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        most: int = MOST_WAITING,
+    ) -> Any:
+        """Queues a function for whichever worker is free; returns its results to come.
+
+        Waits while ``most`` closures are not over.
+        """
         check_not_on_worker()
         if not callable(fn) or inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
             raise ArgumentTypeError(
@@ -100,16 +115,14 @@ class ServersRunner(Runner):
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         bound, data, counts = self._traced(fn, given, tree)
         results, at = bound.halves.results, bound.halves.results_at
-        if counts is not None:
-            _check_rows(bound, counts)
         if self._engine is None:
             self._engine = self._start()
-        closure = self.coordinator.schedule(bound, data)
+        closure = self.coordinator.schedule(bound, data, most)
 
         def remote(k: int) -> RemoteValue:
-            is_cut = counts is not None and k in results.declared
-            rows = slice(counts[0]) if is_cut and counts is not None else ...
-            return RemoteValue(lambda: self.coordinator.result(closure)[k][rows])
+            is_cut = counts is not None and bound.rows[k]
+            real = slice(counts[0]) if is_cut and counts is not None else ...
+            return RemoteValue(lambda: self.coordinator.result(closure)[k][real])
 
         return rebuild(results, [remote(k) for k in range(len(at))], bound.binding)
 
@@ -134,6 +147,8 @@ class ServersRunner(Runner):
                 if max(taken) > _MOST_ELEMENTS:
                     raise ArgumentError(_TOO_MANY.format(most=_MOST_ELEMENTS)) from None
         self._taken[key] = now
+        if arguments.counts is not None and not bound.rows:
+            bound.rows = self._checked_rows(Request(step, arguments, UNVERIFIED), bound)
         fixed = bound.halves.data(bound.binding, arguments)
         shapes = [_type(x) for x in jax.tree.leaves(inputs)]
         first = len(fixed) - len(shapes) - (arguments.counts is not None)
@@ -145,6 +160,22 @@ class ServersRunner(Runner):
             return [*fixed[:first], *leaves, *fixed[first + len(leaves) :]]
 
         return bound, data, arguments.counts
+
+    def _checked_rows(self, request: Request, bound: BoundHalves) -> list[bool]:
+        """Returns which results of a partial batch have one row for each example.
+
+        Refuses, as ``run``, a step that sees the padding, by running it on a copy of the state.
+        """
+        with one_at_a_time:
+            entry = self.entry(request)
+            flat = copied(entry.flat_inputs(request.values, request.arguments))
+            with self.cache.tracing(request, entry):
+                call = self.cache.call(request, entry.binding)
+                run_checked_for_leaks(call, entry, request.values, flat)
+        rows = entry.program.per_example or ()
+        for unknown in (x for x in rows if isinstance(x, Unknown)):
+            raise ArgumentError(f"{bound.step}: {unknown.text}")
+        return [row is True for row in rows]
 
 
 class _Closure:
@@ -213,18 +244,6 @@ def _check_fetched(given: Sequence[Any]) -> None:
             "coordinator.schedule got a RemoteValue among its arguments: fetch it first, with "
             "coordinator.fetch(value)."
         )
-
-
-def _check_rows(bound: BoundHalves, counts: Sequence[int]) -> None:
-    """Refuses results of a partial batch that may have rows of padding."""
-    halves = bound.halves
-    for k, at in enumerate(halves.results_at):
-        if k not in halves.results.declared and halves.worker.returns[at].shape:
-            raise ArgumentError(
-                f"{bound.step}: {halves.results.names[k]} was computed from a batch of which {sum(counts)} "
-                "rows are real, and may have a row for each example. Return dj.per_example(rows), or numbers "
-                "of the whole batch."
-            )
 
 
 _TOO_MANY = "A scheduled function takes more than {most} elements of its per-worker iterators."

@@ -289,22 +289,33 @@ class State:
                 store.prepare(run, [program.keys[program.bound.halves.pulls[i]] for i in at])
         return places
 
-    def write_back(self) -> None:
-        """Lets the variables hold what the servers have, or what was written since; while nothing runs."""
-        held = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in self._variables.items()}
+    def write_back(
+        self, only: Iterable[nnx.Variable[Any]] | None = None, *, at_rest: bool = True
+    ) -> None:
+        """Lets variables, for None all, hold what the servers have.
+
+        What was written since is sent at rest. While closures are under way it waits for the next one.
+        """
+        known = self._variables
+        chosen = known if only is None else {id(v): v for v in only if id(v) in known}
+        held = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in chosen.items()}
         places = {
             self._keys[i, at]: leaf
             for i, (leaves, _) in held.items()
             for at, leaf in enumerate(leaves)
         }
-        self.send({key: leaf for key, leaf in places.items() if self._seen.get(key) is not leaf})
-        new = places | self.pull(self._changing & places.keys())
+        written = {key: leaf for key, leaf in places.items() if self._seen.get(key) is not leaf}
+        if at_rest:
+            self.send(written)
+            written = {}
+        new = self.pull(self._changing & (places.keys() - written.keys()))
         for i, (leaves, tree) in held.items():
-            values = [new[self._keys[i, at]] for at in range(len(leaves))]
+            values = [new.get(self._keys[i, at], leaf) for at, leaf in enumerate(leaves)]
             if any(value is not leaf for value, leaf in zip(values, leaves, strict=True)):
-                write_raw([self._variables[i]], [jax.tree.unflatten(tree, values)])
+                write_raw([known[i]], [jax.tree.unflatten(tree, values)])
         self._seen.update(new)
-        self._forget_dead()
+        if at_rest:
+            self._forget_dead()
 
     def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
         """Returns arrays as the servers have them now."""

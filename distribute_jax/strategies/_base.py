@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
@@ -245,6 +245,24 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         except BaseException as error:
             hide_frames(error)
             raise
+
+    _ahead = 0
+    """How many steps :meth:`_dispatch` may leave unfinished whose results are to come."""
+
+    def _dispatch(
+        self, fn: StepFunction, batches: Iterator[PyTree], steps: int, options: RunOptions | None
+    ) -> PyTree:
+        """Runs up to ``steps`` batches of a training loop, and returns their results, maybe to come."""
+        if steps == 1:
+            return self.run(fn, args=next(batches), options=options)
+        return self.run_steps(fn, batches, steps, options)
+
+    def _fetched(self, results: PyTree) -> PyTree:
+        """Waits for what :meth:`_dispatch` returned."""
+        return results
+
+    def _settle(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
+        """Lets variables hold what dispatched steps have left, for None after waiting for all of them."""
 
     def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""

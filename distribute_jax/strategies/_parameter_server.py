@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
+from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.servers import Coordinator, Engine, ServersRunner, Store, in_closure, threads
+from distribute_jax.servers import (
+    Coordinator,
+    Engine,
+    RemoteValue,
+    ServersRunner,
+    Store,
+    in_closure,
+    threads,
+)
 from distribute_jax.strategies._base import Strategy
 
 
@@ -106,6 +115,24 @@ class ParameterServerStrategy(Strategy):
     def workers(self) -> int:
         """The number of workers."""
         return self._coordinator.workers
+
+    @property
+    def _ahead(self) -> int:  # type: ignore[override]
+        return 2 * self.workers
+
+    def _dispatch(self, fn: Any, batches: Iterator[Any], steps: int, options: Any) -> Any:
+        if options is not None and options.verify == "first":
+            return super()._dispatch(fn, batches, 1, options)
+        return self._runner.schedule(fn, next(batches), {}, most=self._ahead)
+
+    def _fetched(self, results: Any) -> Any:
+        return jax.tree.map(lambda x: x.get() if isinstance(x, RemoteValue) else x, results)
+
+    def _settle(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
+        if variables is None:
+            self._coordinator.join()
+        else:
+            self._coordinator.write_back(variables)
 
     def _enter_program(self, name: str) -> None:
         if not (in_closure() and name == "strategy.run"):

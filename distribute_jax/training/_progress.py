@@ -10,7 +10,7 @@ import numpy as np
 
 from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
-from distribute_jax.training._tracker import Snapshot, Tracker
+from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training.callbacks._callback import Callback
 
 BETWEEN = 0.1
@@ -53,7 +53,7 @@ class Lines(Callback):
         self._begin()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._count(batch, self.model.trainer.setup.tracker)
+        self._count(batch, "train")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._steps = self.done
@@ -67,7 +67,7 @@ class Lines(Callback):
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._in_fit:
-            self._count(batch, self.model.trainer.setup.tested)
+            self._count(batch, "test")
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._in_fit:
@@ -87,8 +87,8 @@ class Lines(Callback):
         seconds = self._seconds or time.perf_counter() - self._since
         return f"{self.examples / max(seconds, 1e-9):,.0f} examples/s"
 
-    def _count(self, batch: int, tracker: Tracker | None) -> None:
-        del tracker
+    def _count(self, batch: int, kind: str | None) -> None:
+        del kind
         self.done, self.examples = batch + 1, self.params["examples"]
 
     def _stop_clock(self) -> None:
@@ -122,16 +122,16 @@ class Bar(Lines):
         self._shown: list[str] = []
         self._updated = 0.0
 
-    def _count(self, batch: int, tracker: Tracker | None) -> None:
-        super()._count(batch, tracker)
+    def _count(self, batch: int, kind: str | None) -> None:
+        super()._count(batch, kind)
         now = time.perf_counter()
         if now - self._updated < BETWEEN:
             return
         self._updated = now
         if self._snapshot is not None and self._snapshot.is_ready:
             self._shown, self._snapshot = _numbers(self._snapshot.logs()), None
-        if self._snapshot is None and tracker is not None:
-            self._snapshot = Snapshot(tracker)
+        if self._snapshot is None and kind is not None:
+            self._snapshot = Snapshot(self.model.trainer.tracked(kind))
         self._draw()
 
     def _draw(self) -> None:

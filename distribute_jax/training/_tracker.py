@@ -230,7 +230,7 @@ class StepLogs:
     """The running means of the numbers that a user's ``train_step`` returns, summed over the replicas."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         self.reset()
 
     def reset(self) -> None:
@@ -261,7 +261,7 @@ class StepLogs:
 
     def _read(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for logs in waiting:
+        for logs in map(self.strategy._fetched, waiting):
             if logs is not None and not isinstance(logs, dict):
                 raise ArgumentError(
                     f"train_step returned {type(logs).__name__}. It must return None, or a dict of numbers "
@@ -269,7 +269,7 @@ class StepLogs:
                 )
             for name, value in (logs or {}).items():
                 if isinstance(value, PerReplica):
-                    value = self._strategy.reduce("sum", value, axis=None)
+                    value = self.strategy.reduce("sum", value, axis=None)
                 steps = np.ravel(jax.device_get(value)).astype(np.float64)
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + float(steps.sum()), count + steps.size

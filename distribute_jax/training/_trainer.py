@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,6 +79,14 @@ class Trainer:
             self._sizes[kind] = StepsPerExecution(steps, self._wait, agree=agree)
         return self._sizes[kind]
 
+    def tracked(self, kind: str) -> Tracker:
+        """Returns loss and metrics of training or of an evaluation, with the newest numbers there are."""
+        tracker = self.setup.tested if kind == "test" else self.setup.tracker
+        self.strategy._settle(variables(tracker))
+        if self.strategy._ahead and not np.asarray(tracker.loss.count.get_raw_value()):
+            self.strategy._settle()  # there are no means of no batch
+        return tracker
+
     def _wait(self) -> None:
         trackers = self.setup.tracker, self.setup.tested
         jax.block_until_ready([v.get_raw_value() for t in trackers for v in variables(t)])
@@ -98,27 +107,29 @@ class Trainer:
     def logs(self) -> dict[str, Any]:
         """Returns loss and metrics of training so far, and the means of what a user's step returned."""
         if self.model is None:
-            return Snapshot(self.setup.tracker).logs()
+            return Snapshot(self.tracked("train")).logs()
         means = self.step_logs.means()
         if not np.asarray(self.setup.tracker.loss.count.get_raw_value()):
             return means  # the user's step did not call that of Model
-        return {**Snapshot(self.setup.tracker).logs(), **means}
+        return {**Snapshot(self.tracked("train")).logs(), **means}
 
     def evaluate(
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList
     ) -> dict[str, Any]:
         """Returns loss and metrics over the batches, in evaluation mode."""
-        tested = self.setup.tested
-        tested.reset()
+        self.setup.tested.reset()
         with hint(partial(dict_hint, "evaluate", batches)), mode(self.module, training=False):
             self._check_first(batches)
             callbacks.call("on_test_begin")
-            done = self._loop("test", batches, callbacks, lambda: Snapshot(tested).logs(), limit)
+            done = self._loop("test", batches, callbacks, self._tested, limit)
         if limit is not None and done < limit:
             warn_of_early_end("evaluation", done, limit)
-        logs = Snapshot(tested).logs()
+        logs = self._tested()
         callbacks.call("on_test_end", logs)
         return logs
+
+    def _tested(self) -> dict[str, Any]:
+        return Snapshot(self.tracked("test")).logs()
 
     def predict(self, batches: Batches, *, limit: int | None, callbacks: CallbackList) -> Any:
         outputs = Outputs(self.strategy)
@@ -128,9 +139,7 @@ class Trainer:
             names = [] if batch is None else self.strategy._not_rows(self.step("predict"), batch)
             if names:  # also where they happen to be as long as the batch
                 raise ArgumentError(_NO_ROWS.format(names=f": {', '.join(names)}"))
-            self._loop(
-                "predict", batches, callbacks, lambda: {"outputs": outputs.newest}, limit, 0, outputs.add
-            )  # fmt: skip
+            self._loop("predict", batches, callbacks, outputs.logs, limit, 0, outputs.add)
         callbacks.call("on_predict_end")
         return outputs.result()
 
@@ -149,19 +158,20 @@ class Trainer:
         ``consume`` gets what each dispatch returned, and its number of real examples.
         """
         step, size, start = self.step(kind), self.steps_per_execution(kind), batches.examples
-        while (limit is None or done < limit) and batches.peek() is not None:
-            most = size.size if limit is None else min(size.size, limit - done)
-            callbacks.call(f"on_{kind}_batch_begin", done)
-            count, examples = batches.count, batches.examples
-            outs = self._run(kind, step, batches, most)
-            number = batches.count - count
-            done += number
-            if consume is not None:
-                consume(outs, batches.examples - examples)
-            callbacks.batch_end(kind, done - 1, batches.examples - start, logs)
-            if kind == "train" and callbacks.model.stop_training:
-                break
-            size.note(number)
+        with _settled(self.strategy):
+            while (limit is None or done < limit) and batches.peek() is not None:
+                most = size.size if limit is None else min(size.size, limit - done)
+                callbacks.call(f"on_{kind}_batch_begin", done)
+                count, examples = batches.count, batches.examples
+                outs = self._run(kind, step, batches, most)
+                number = batches.count - count
+                done += number
+                if consume is not None:
+                    consume(outs, batches.examples - examples)
+                callbacks.batch_end(kind, done - 1, batches.examples - start, logs)
+                if kind == "train" and callbacks.model.stop_training:
+                    break
+                size.note(number)
         return done
 
     def _run(self, kind: str, step: Step, batches: Batches, most: int) -> Any:
@@ -172,10 +182,7 @@ class Trainer:
             options = RunOptions(verify="first")
         tracker = self.setup.tracker if kind == "train" else self.setup.tested
         with hint(partial(failure_hint, kind, tracker)):
-            if most == 1:
-                outs = self.strategy.run(step, args=next(batches), options=options)
-            else:
-                outs = self.strategy.run_steps(step, batches, most, options)
+            outs = self.strategy._dispatch(step, batches, most, options)
         self._verified.add(kind)
         return outs
 
@@ -191,6 +198,19 @@ class Trainer:
             values = self.strategy.gather(at(outputs, key, "outputs"), axis=0)
             check_probabilities(losses[key], np.asarray(values))
         self._checked = True
+
+
+@contextmanager
+def _settled(strategy: Strategy) -> Iterator[None]:
+    """Waits for steps that are under way before and after a loop; of several errors the first is raised."""
+    strategy._settle()
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            strategy._settle()
+        raise
+    strategy._settle()
 
 
 def warn_of_early_end(what: str, done: int, wanted: int) -> None:
@@ -215,18 +235,34 @@ class Outputs:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._parts: list[Any] = []
+        self._to_come: deque[tuple[Any, int]] = deque()
 
     def add(self, outputs: Any, examples: int) -> None:
         """Adds the outputs of a batch of so many examples, which may not be computed yet."""
+        self._to_come.append((outputs, examples))
+        self._take(self._strategy._ahead)
+
+    def _take(self, ahead: int) -> None:
+        while len(self._to_come) > ahead:
+            self._add(*self._to_come.popleft())
+
+    def _add(self, outputs: Any, examples: int) -> None:
         gathered = jax.tree.map(
-            self._gathered, outputs, is_leaf=lambda leaf: isinstance(leaf, PerReplica)
+            self._gathered,
+            self._strategy._fetched(outputs),
+            is_leaf=lambda leaf: isinstance(leaf, PerReplica),
         )
         if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
             raise ArgumentError(_NO_ROWS.format(names=""))
         self._flush()
         self.newest = gathered
 
+    def logs(self) -> dict[str, Any]:
+        self._take(0)
+        return {"outputs": self.newest}
+
     def result(self) -> Any:
+        self._take(0)
         self._flush()
         if not self._parts:
             return None
@@ -274,6 +310,7 @@ class ReentrancyGuard:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
+        self._step_logs.strategy._settle()
         values = copied([v.get_raw_value() for v in self._variables])
         text = self._step_logs.text
         try:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 44_582,
-    lines_of_tests: 42_521,
+    lines: 44_713,
+    lines_of_tests: 42_646,
     files: 227,
     pieces: 0,
     private_words: 1,

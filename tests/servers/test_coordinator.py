@@ -100,14 +100,17 @@ def test_run_goes_on_from_what_closures_have_left() -> None:
 
 
 def test_rows_of_a_partial_batch_are_cut_or_refused() -> None:
-    """Declared rows come without those of padding; others are refused by name."""
+    """They come without those of padding; what is made of all rows is refused by name."""
     strategy, coordinator = of_servers(1)
     *_, last = strategy.distribute_dataset(dj.data.from_arrays(np.arange(7.0)).batch(4))
     rows = coordinator.schedule(lambda x: dj.per_example(2 * x), args=(last,))
     assert rows.fetch().tolist() == [8, 10, 12]
     assert coordinator.schedule(dj.compute_average_loss, args=(last,)).fetch() == 5
-    with pytest.raises(ValueError, match=r"3 rows are real.*dj\.per_example"):
-        coordinator.schedule(lambda x: 2 * x, args=(last,))
+    assert coordinator.schedule(lambda x: 2 * x, args=(last,)).fetch().tolist() == [8, 10, 12]
+    with pytest.raises(ValueError, match="rows of all replicas"):
+        coordinator.schedule(lambda x: jnp.concatenate([x, x]), args=(last,))
+    with pytest.raises(dj.PaddingLeakError, match="reaches"):
+        coordinator.schedule(lambda x: x.mean(), args=(last,))
 
 
 class Network(nnx.Module):

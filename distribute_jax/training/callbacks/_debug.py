@@ -136,7 +136,7 @@ class TerminateOnNaN(Callback):
                 self._end(f"batch {before}")
                 return
         if not alone or not self._waiting:
-            total = self.model.trainer.setup.tracker.loss.total.get_raw_value()
+            total = self.model.trainer.tracked("train").loss.total.get_raw_value()
             self._waiting.append((batch, _finite(total)))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -145,6 +145,7 @@ class TerminateOnNaN(Callback):
             self._end(f"epoch {epoch}")
 
     def _end(self, when: str) -> None:
+        self.model.strategy._settle()
         leaf = _first_bad(self.model.module) or _first_bad(self.model.optimizer, "optimizer.")
         where = (
             f"The first leaf that is not finite: {leaf}."

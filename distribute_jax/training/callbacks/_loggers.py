@@ -140,7 +140,7 @@ class TensorBoard(Callback):
         self._batches = batch + 1
         due = self._schedule.batch_is_due(batch)
         if due:
-            self._waiting.append((self._step, Snapshot(self.model.trainer.setup.tracker)))
+            self._waiting.append((self._step, Snapshot(self.model.trainer.tracked("train"))))
         self._write_batches(at_most=WAITING)
         if due and self.write_steps_per_second:
             self._write("train", {"batch_steps_per_second": self._speed()}, self._step)

@@ -1,0 +1,122 @@
+"""``fit``, ``evaluate`` and ``predict`` under ``ParameterServerStrategy``: each batch is a closure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.callbacks import BackupAndRestore, LambdaCallback, ModelCheckpoint
+from distribute_jax.coordinator import ClusterCoordinator
+
+random = np.random.default_rng(0)
+X = random.normal(size=(139, 8)).astype(np.float32)
+Y = random.integers(0, 3, 139)
+
+
+class Network(nnx.Module):
+    """Two layers with dropout."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.last = nnx.Linear(16, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.dropout(nnx.relu(self.first(x))))
+
+
+def model_on(strategy: dj.Strategy) -> dj.Model:
+    """A compiled model."""
+    with strategy.scope():
+        model = dj.Model(Network())
+    loss = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optax.inject_hyperparams(optax.adam)(1e-2), loss=loss, metrics=["accuracy"])
+    return model
+
+
+def servers(staleness: float = 0) -> dj.ParameterServerStrategy:
+    """Three workers and two servers."""
+    return dj.ParameterServerStrategy(workers=3, servers=2, max_staleness=staleness)
+
+
+def state_of(model: dj.Model) -> list[Any]:
+    """All numbers of a model and its optimizer."""
+    leaves = jax.tree.leaves(nnx.state((model.module, model.optimizer)))
+    numbers = [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    return list(map(np.asarray, numbers))
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    """All numbers are equal bit by bit."""
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def of_one() -> tuple[dj.Model, Any]:
+    """A model that one device has trained for two epochs of 17 batches of 8 and one of 3."""
+    model = model_on(dj.OneDeviceStrategy("cpu:0"))
+    return model, model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
+
+
+def test_without_staleness_everything_has_the_bits_of_one_device(of_one: Any) -> None:
+    """History, weights, optimizer, evaluation and prediction, the partial batch included."""
+    expected, history = of_one
+    strategy = servers()
+    model = model_on(strategy)
+    assert model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history == history
+    assert_same(state_of(model), state_of(expected))
+    assert model.evaluate(X, Y, batch_size=8, verbose=0) == expected.evaluate(
+        X, Y, batch_size=8, verbose=0
+    )
+    assert int(model.trainer.setup.tested.loss.count[...]) == 139
+    np.testing.assert_array_equal(
+        model.predict(X, batch_size=8, verbose=0), expected.predict(X, batch_size=8, verbose=0)
+    )
+    stats = ClusterCoordinator(strategy).stats
+    assert stats.version == 3 * 18, "updates of two epochs and an evaluation"
+    assert min(stats.applied) > 0
+
+
+@pytest.mark.exhaustive
+def test_with_staleness_each_example_counts_once() -> None:
+    """Weights differ from those of one device, but not the number of examples."""
+    model = model_on(servers(staleness=3))
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    assert int(model.trainer.setup.tracker.loss.count[...]) == 139
+    assert int(model.optimizer.step[...]) == 18
+
+
+def test_saves_between_batches_have_all_batches_before(of_one: Any, tmp_path: Path) -> None:
+    """A training that was interrupted goes on from batch 6 on one device, as if it had not been."""
+    seen: list[Any] = []
+
+    def stop(batch: int, logs: Any) -> None:
+        seen.append(logs["loss"])
+        if batch == 8:
+            raise KeyboardInterrupt
+
+    model = model_on(servers())
+    callbacks = [
+        BackupAndRestore(tmp_path / "backup", save_freq=6),
+        ModelCheckpoint(tmp_path / "{batch}", save_freq=6),
+        LambdaCallback(on_train_batch_end=stop),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.step[...]) == 9, "what was under way has ended"
+    assert np.isfinite(seen).all()
+    model.load(tmp_path / "6")
+    assert int(model.optimizer.step[...]) == 6
+    model = model_on(dj.OneDeviceStrategy("cpu:0"))
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks[:1])
+    assert_same(state_of(model), state_of(of_one[0]))
