@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 44_713,
-    lines_of_tests: 42_646,
+    lines_of_tests: 42_645,
     files: 227,
     pieces: 0,
     private_words: 1,

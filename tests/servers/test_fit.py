@@ -82,9 +82,8 @@ def test_without_staleness_everything_has_the_bits_of_one_device(of_one: Any) ->
     np.testing.assert_array_equal(
         model.predict(X, batch_size=8, verbose=0), expected.predict(X, batch_size=8, verbose=0)
     )
-    stats = ClusterCoordinator(strategy).stats
-    assert stats.version == 3 * 18, "updates of two epochs and an evaluation"
-    assert min(stats.applied) > 0
+    version = ClusterCoordinator(strategy).stats.version
+    assert version == 3 * 18, "updates of two epochs and an evaluation"
 
 
 @pytest.mark.exhaustive
