@@ -109,7 +109,7 @@ if TYPE_CHECKING:
     )
     from distribute_jax.checkpoint import CheckpointManager
     from distribute_jax.losses import compute_average_loss, scale_regularization_loss
-    from distribute_jax.strategies._parameter_server import ParameterServerStrategy
+    from distribute_jax.strategies._parameter_server import ParameterServerStrategy, ServerOptions
     from distribute_jax.testing import simulate
     from distribute_jax.training import (
         AddedLoss,
@@ -128,7 +128,7 @@ else:
             "losses": ("compute_average_loss", "scale_regularization_loss"),
             "coordinator": (),
             "metrics": (),
-            "strategies._parameter_server": ("ParameterServerStrategy",),
+            "strategies._parameter_server": ("ParameterServerStrategy", "ServerOptions"),
             "summary": (),
             "testing": ("simulate",),
             "training": (
@@ -203,6 +203,7 @@ __all__ = [
     "ReplicaContext",
     "RingAllReduce",
     "RunOptions",
+    "ServerOptions",
     "ServiceError",
     "StaleCaptureError",
     "StepFailedError",

@@ -149,7 +149,7 @@ class ClusterCoordinator:
                 "element. Pass a function that makes it."
             )
         make = (lambda _: dataset()) if callable(dataset) else (lambda _: dataset)
-        return PerWorkerDataset(make, self._strategy.workers)
+        return PerWorkerDataset(make)
 
     @property
     def stats(self) -> Stats:

@@ -66,9 +66,9 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
     types = (*part.state, *part.values)
 
     def flat(*values: Any) -> list[jax.Array]:
-        keys = [_as_key(x, like) for x, like in zip(values, types, strict=True)]
+        keys = [as_key(x, like) for x, like in zip(values, types, strict=True)]
         return [
-            _as_numbers(x) for x in part.jitted(keys[: len(part.state)], keys[len(part.state) :])
+            as_numbers(x) for x in part.jitted(keys[: len(part.state)], keys[len(part.state) :])
         ]
 
     try:
@@ -137,15 +137,15 @@ def _is_key(aval: Any) -> bool:
 
 def _numbers_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns the type of the numbers that a key is, and other types as they are."""
-    plain = jax.eval_shape(_as_numbers, aval)
+    plain = jax.eval_shape(as_numbers, aval)
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype)
 
 
-def _as_numbers(value: Any) -> Any:
+def as_numbers(value: Any) -> Any:
     return jax.random.key_data(value) if _is_key(value) else value
 
 
-def _as_key(value: Any, like: Any) -> Any:
+def as_key(value: Any, like: Any) -> Any:
     if not _is_key(like):
         return value
     kinds: list[Any] = []

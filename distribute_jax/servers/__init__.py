@@ -14,6 +14,7 @@ from distribute_jax.servers._input import (
     experimental_get_current_worker_index,
     in_closure,
 )
+from distribute_jax.servers._processes import Processes, RemoteStore
 from distribute_jax.servers._remote import RemoteValue
 from distribute_jax.servers._runner import ServersRunner
 from distribute_jax.servers._store import Store
@@ -25,6 +26,8 @@ __all__ = [
     "PerWorkerDataset",
     "PerWorkerIterator",
     "PerWorkerValue",
+    "Processes",
+    "RemoteStore",
     "RemoteValue",
     "ServersRunner",
     "Stats",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,10 +25,11 @@ from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves
 from distribute_jax.servers._input import check_not_on_worker
 from distribute_jax.servers._log import Attempt, Log
-from distribute_jax.servers._store import Program, State, Store
+from distribute_jax.servers._store import Program, State
+from distribute_jax.servers._wire import WireError
 from distribute_jax.servers._worker import Order
 
-_MOST_LOSSES = 3
+_MOST_LOSSES, _MOMENT = 3, 0.05
 MOST_WAITING = 262_144
 """Closures that may wait; ``schedule`` blocks while there are as many, as in TensorFlow."""
 
@@ -77,13 +79,35 @@ class Coordinator:
     """The closures of one strategy, and the state of its models."""
 
     def __init__(
-        self, workers: int, stores: Sequence[Store], max_staleness: float, device: jax.Device
+        self,
+        workers: int,
+        stores: Sequence[Any],
+        max_staleness: float,
+        device: jax.Device,
+        *,
+        snapshot_every: float | None = None,
     ) -> None:
-        """Starts with no closure. The variables of the user are on a device."""
+        """Starts with no closure.
+
+        Args:
+            workers: how many.
+            stores: the servers.
+            max_staleness: the bound of the log.
+            device: where the variables of the user are.
+            snapshot_every: after how many seconds the state of servers that may be lost is kept at the
+                latest; None for servers that cannot be lost.
+        """
         self.workers, self.device = workers, device
         self._log = Log(max_staleness)
         self._stores = stores
-        self._state = State(stores, device)
+        self._state = State(stores, device, may_go_back=snapshot_every is not None)
+        self._every, self._saved_at = snapshot_every, time.monotonic()
+        self._kept: dict[int, Closure] = {}
+        """Closures that are over, and run again if the servers go back."""
+        self._lost_servers = 0
+        """How many servers are being replaced."""
+        self._losses: Counter[int] = Counter()
+        """How many servers were lost at each version."""
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._closures: dict[int, Closure] = {}
@@ -121,7 +145,8 @@ class Coordinator:
                 if self._state.knows(written):
                     self._wait_until(lambda: self._log.is_idle)
                     self._raise_error()
-                self._state.send(written)
+                self._state.send(written, self._log.version)
+                self._forget()
             self._wait_until(lambda: len(self._closures) < most or self._error is not None)
             self._raise_error()
             closure = Closure(next(self._numbers), program, data)
@@ -139,12 +164,16 @@ class Coordinator:
         """
         check_not_on_worker()
         with self._changed:
-            if not self._wait_until(lambda: self._log.is_idle, timeout):
-                raise DeadlineExceededError(
-                    f"coordinator.join: {len(self._closures)} closures are not over after {timeout:g} "
-                    "seconds."
-                )
-            self._state.write_back()
+            end = None if timeout is None else time.monotonic() + timeout
+            while True:
+                left = None if end is None else end - time.monotonic()
+                if not self._wait_until(self._is_settled, left):
+                    raise DeadlineExceededError(
+                        f"coordinator.join: {len(self._closures)} closures are not over after "
+                        f"{timeout:g} seconds."
+                    )
+                if self._has_written_back():
+                    break
             self._raise_error()
 
     def write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
@@ -153,15 +182,30 @@ class Coordinator:
         What the user has written since the last closure stays.
         """
         with self._changed:
-            self._check_servers()
-            self._state.write_back(variables, at_rest=self._log.is_idle)
+            while not self._has_written_back(variables):
+                self._wait_until(lambda: not self._lost_servers)
+
+    def _has_written_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> bool:
+        """Lets variables hold what the servers have; returns whether they could all be reached."""
+        if not self._lost_servers:
+            try:
+                version, at_rest = self._log.version, self._log.is_idle
+                self._state.write_back(version, variables, at_rest=at_rest)
+                self._forget()
+                return True
+            except WireError:  # a server is gone, which its engine will notice
+                self._changed.wait(_MOMENT)
+        return False
+
+    def _is_settled(self) -> bool:
+        return self._log.is_idle and not self._lost_servers
 
     def is_done(self) -> bool:
         """Returns whether all closures are over; raises as ``join``."""
         check_not_on_worker()
         with self._changed:
             self._raise_error()
-            return self._log.is_idle
+            return self._is_settled()
 
     def result(self, closure: Closure) -> list[Any]:
         """Waits for what a worker handed over, or raises its error."""
@@ -205,7 +249,8 @@ class Coordinator:
         """Waits for work, of which the servers have set aside the state; None when there will be no more."""
         with self._changed:
             while not self._stopped and worker < self.workers:
-                if (attempt := self._log.admit(worker)) is not None:
+                can_begin = not self._lost_servers
+                if can_begin and (attempt := self._log.admit(worker)) is not None:
                     closure = self._closures[attempt.closure]
                     places = self._state.prepare(closure.program, attempt.number)
                     return Work(attempt, closure, Order(attempt.epoch, attempt.number, places))
@@ -224,19 +269,57 @@ class Coordinator:
                     store.commit(attempt.epoch, update.number, runs, update.oldest_run)
                 self._staleness[update.staleness] += 1
                 self._applied[attempt.worker] += 1
-                self._log.forget(self._log.version)
+                self._kept[work.closure.number] = work.closure
+                if self._every is not None and time.monotonic() - self._saved_at > self._every:
+                    with suppress(WireError):
+                        self._state.save(self._log.version)
+                        self._saved_at = time.monotonic()
+                self._forget()
             self._over(work.closure, results=results)
+
+    def _forget(self) -> None:
+        """Drops what is needed only to go back further than the servers may."""
+        saved = self._state.saved
+        for closure in self._log.forget(saved.version if saved else self._log.version):
+            self._kept.pop(closure, None)
+
+    def lose_server(self, number: int, reason: str) -> None:
+        """Lets no run begin until the servers have gone back."""
+        with self._changed:
+            self._lost_servers += 1
+            self._losses[self._log.version] += 1
+            if self._losses[self._log.version] >= _MOST_LOSSES:
+                self.fail_for_good(
+                    StepFailedError(f"server {number}: {reason}, {_MOST_LOSSES} times")
+                )
+
+    def go_back(self) -> None:
+        """Lets all servers, of which one is another process now, go back to what was kept of them."""
+        with self._changed:
+            version = self._state.saved.version if self._state.saved else 0
+            for update in self._log.updates[version:]:
+                self._staleness[update.staleness] -= 1
+                self._applied[update.attempts[0].worker] -= 1
+                self._closures[update.closure] = self._kept.pop(update.closure)
+            self._log.go_back(version)
+            self._state.restore(self._log.epoch)
+            self._lost_servers -= 1
+            self._changed.notify_all()
+
+    def give_up(self, worker: int) -> None:
+        """Lets another worker run what one was running."""
+        with self._changed:
+            for attempt in self._log.give_up(worker):
+                for store in self._stores:
+                    store.drop(attempt.number)
+            self._changed.notify_all()
 
     def lose(self, work: Work, error: BaseException) -> None:
         """Lets another worker run what a lost one was running."""
-        with self._changed:
-            for attempt in self._log.give_up(work.attempt.worker):
-                for store in self._stores:
-                    store.drop(attempt.number)
-            work.closure.losses += 1
-            if work.closure.losses < _MOST_LOSSES:
-                self._changed.notify_all()
-                return
+        self.give_up(work.attempt.worker)
+        work.closure.losses += 1
+        if work.closure.losses < _MOST_LOSSES:
+            return
         step, reason = work.closure.program.bound.step, error_text(error)
         self.fail(work, StepFailedError(_KILLS.format(step=step, n=_MOST_LOSSES, reason=reason)))
 
@@ -257,9 +340,17 @@ class Coordinator:
             self._changed.notify_all()
 
     def _over(self, closure: Closure, **outcome: Any) -> None:
-        vars(closure).update(outcome, is_over=True)
+        if not closure.is_over:  # what was fetched of a closure that runs again stays
+            vars(closure).update(outcome, is_over=True)
         del self._closures[closure.number]
         self._changed.notify_all()
+
+    def resize(self, workers: int) -> None:
+        """Sets the number of workers; one that is not among them takes no more work."""
+        with self._changed:
+            self.workers = workers
+            self._applied += [0] * (workers - len(self._applied))
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Lets the workers end."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from distribute_jax.program._halves import Halves
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._worker import RunIsVoid
 
@@ -38,13 +39,13 @@ class Engine:
         """Takes what makes the worker of a number; starts as many as the coordinator has."""
         self._coordinator, self._worker = coordinator, worker
         self._threads: list[threading.Thread] = []
-        self.add(coordinator.workers)
+        self.resize(coordinator.workers)
 
-    def add(self, workers: int) -> None:
-        """Starts more workers, up to so many."""
-        for index, thread in enumerate(self._threads[:workers]):
-            if not thread.is_alive():
-                self._threads[index] = self._started(index)
+    def resize(self, workers: int) -> None:
+        """Starts workers up to so many; those beyond end by themselves, when their closure is over."""
+        for thread in self._threads[workers:]:
+            thread.join()
+        del self._threads[workers:]
         while len(self._threads) < workers:
             self._threads.append(self._started(len(self._threads)))
 
@@ -53,6 +54,9 @@ class Engine:
         thread = threading.Thread(target=self._drive, args=(index,), name=name, daemon=True)
         thread.start()
         return thread
+
+    def check(self, halves: Halves) -> None:
+        """Refuses a step that these workers cannot run."""
 
     def stop(self) -> None:
         """Waits until the workers have ended what they were doing: none computes while Python ends."""
@@ -70,7 +74,7 @@ class Engine:
                     worker = worker or self._worker(index)
                     results = worker.run(work, data)
                 except RunIsVoid:
-                    continue
+                    self._coordinator.give_up(index)
                 except WorkerLostError as error:
                     worker = None
                     self._coordinator.lose(work, error)

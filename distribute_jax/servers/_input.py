@@ -107,21 +107,21 @@ class PerWorkerDataset:
     scheduled functions, which take elements with ``next``.
     """
 
-    def __init__(self, make: Callable[[int], Any], workers: int) -> None:
+    def __init__(self, make: Callable[[int], Any]) -> None:
         """Takes what makes the dataset of a worker."""
-        self._make, self._workers = make, workers
+        self._make = make
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self._make, self._workers)
+        return PerWorkerIterator(self._make)
 
 
 class PerWorkerIterator:
     """An iterator for each worker, to be passed to ``schedule``."""
 
-    def __init__(self, make: Callable[[int], Any], workers: int) -> None:
+    def __init__(self, make: Callable[[int], Any]) -> None:
         """Takes what makes the dataset of a worker; nothing is read yet."""
         self._make = make
-        self._iterators: list[Any] = [None] * workers
+        self._iterators: dict[int, Any] = {}
         self._first: list[Any] = []
         self._peeked: deque[Any] = deque()
 
@@ -153,7 +153,7 @@ class PerWorkerIterator:
 
     def _next(self, worker: int) -> Any:
         with on_worker(worker):
-            if self._iterators[worker] is None:
+            if worker not in self._iterators:
                 self._iterators[worker] = iter(_check_iterable(self._make(worker)))
             try:
                 return next(self._iterators[worker])

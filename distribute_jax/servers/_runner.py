@@ -26,6 +26,7 @@ from distribute_jax.program._results import rebuild
 from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator
+from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
     MoreElementsError,
     PerWorkerIterator,
@@ -51,13 +52,14 @@ class ServersRunner(Runner):
         replicas: Replicas,
         coordinator: Coordinator,
         servers: int,
-        start: Callable[[], Any],
+        start: Callable[[], Engine],
         partitioner: Callable[..., Any] | None = None,
     ) -> None:
         """Starts workers with the first closure."""
         super().__init__(strategy, replicas, steps_in_flight=None)
         self._strategy, self.coordinator = strategy, coordinator
-        self._start, self._engine = start, None
+        self._start = start
+        self._engine: Engine | None = None
         self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator, partitioner)
         self._taken: dict[Any, list[int]] = {}
         """How many elements of each of its iterators a function took when it was last traced."""
@@ -92,6 +94,11 @@ class ServersRunner(Runner):
         self.coordinator.join()
         return super().steps(fn, iterator, steps, options)
 
+    def resize(self, workers: int) -> None:
+        """Starts workers that have joined; waits for those that leave."""
+        if self._engine is not None:
+            self._engine.resize(workers)
+
     def schedule(
         self,
         fn: Callable[..., Any],
@@ -117,6 +124,7 @@ class ServersRunner(Runner):
         results, at = bound.halves.results, bound.halves.results_at
         if self._engine is None:
             self._engine = self._start()
+        self._engine.check(bound.halves)
         closure = self.coordinator.schedule(bound, data, most)
 
         def remote(k: int) -> RemoteValue:

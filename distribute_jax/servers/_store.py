@@ -35,7 +35,7 @@ class ServerProgram:
 
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
-    apply: Callable[[list[Any], list[Any]], list[Any]]
+    apply: Any
     """Returns the new values, from the values that it reads and what the workers sent."""
     add: Callable[[Any, Any], Any]
     """Adds up what two workers sent."""
@@ -183,7 +183,9 @@ class State:
     servers with the next closure.
     """
 
-    def __init__(self, stores: Sequence[Store], device: jax.Device) -> None:
+    def __init__(
+        self, stores: Sequence[Store], device: jax.Device, *, may_go_back: bool = False
+    ) -> None:
         """Starts with none."""
         self._stores, self._device = stores, device
         self._keys: dict[tuple[int, int], Key] = {}
@@ -199,6 +201,8 @@ class State:
         self._seen: dict[Key, Any] = {}
         """What the variables held when they and the servers were last equal."""
         self._programs: dict[int, Program] = {}
+        self.saved = Snapshot(0, {}) if may_go_back else None
+        """What the servers had at the version that they go back to; None where they never do."""
 
     def program(self, bound: BoundHalves) -> Program:
         """Returns the halves of a step, loaded into the servers."""
@@ -263,11 +267,16 @@ class State:
         """Returns whether some of these arrays are on the servers already."""
         return not self._seen.keys().isdisjoint(values)
 
-    def send(self, values: dict[Key, Any]) -> None:
-        """Sets arrays on the servers."""
+    def send(self, values: dict[Key, Any], version: int) -> None:
+        """Sets arrays on the servers, while no update is under way if these have them already."""
+        knew = self.knows(values)
+        if self.saved is not None:
+            self.saved = Snapshot(self.saved.version, {**self.saved.state, **values})
         for key, value in values.items():
             self._seen[key] = value
             self._assign(key, jax.device_put(value, self._device), self._homes[key])
+        if knew:  # runs before must not be repeated with what comes after them
+            self.save(version)
 
     def _assign(self, key: Key, value: Any, homes: Mapping[int, Rows | None]) -> None:
         for home, rows in homes.items():
@@ -289,8 +298,27 @@ class State:
                 store.prepare(run, [program.keys[program.bound.halves.pulls[i]] for i in at])
         return places
 
+    def save(self, version: int) -> None:
+        """Keeps what the servers have now, to go back to."""
+        if self.saved is not None:
+            self.saved = Snapshot(version, {**self.saved.state, **self.pull(self._changing)})
+
+    def restore(self, epoch: int) -> None:
+        """Lets the servers go back to what was kept."""
+        version, state = self.saved or Snapshot(0, {})
+        theirs: list[dict[Key, Any]] = [{} for _ in self._stores]
+        for key in state.keys() & self._homes.keys():
+            for home, rows in self._homes[key].items():
+                theirs[home][key] = rows.of(state[key]) if rows else state[key]
+        for store, values in zip(self._stores, theirs, strict=True):
+            store.restore(epoch, Snapshot(version, values))
+
     def write_back(
-        self, only: Iterable[nnx.Variable[Any]] | None = None, *, at_rest: bool = True
+        self,
+        version: int,
+        only: Iterable[nnx.Variable[Any]] | None = None,
+        *,
+        at_rest: bool = True,
     ) -> None:
         """Lets variables, for None all, hold what the servers have.
 
@@ -306,7 +334,7 @@ class State:
         }
         written = {key: leaf for key, leaf in places.items() if self._seen.get(key) is not leaf}
         if at_rest:
-            self.send(written)
+            self.send(written, version)
             written = {}
         new = self.pull(self._changing & (places.keys() - written.keys()))
         for i, (leaves, tree) in held.items():
@@ -314,6 +342,8 @@ class State:
             if any(value is not leaf for value, leaf in zip(values, leaves, strict=True)):
                 write_raw([known[i]], [jax.tree.unflatten(tree, values)])
         self._seen.update(new)
+        if self.saved is not None and only is None:
+            self.saved = Snapshot(version, {**self.saved.state, **new})
         if at_rest:
             self._forget_dead()
 

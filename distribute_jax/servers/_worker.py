@@ -62,12 +62,13 @@ def run(
         RunIsVoid: it need not be done any more.
     """
     read = [(at, link) for at, link in zip(order.places, links, strict=True) if at]
-    answers = [(at, link.ask("fetch", order.epoch, order.run)) for at, link in read]
+    answers = [link.ask("fetch", order.epoch, order.run) for _, link in read]
+    arrays = [answer() for answer in answers]
+    if any(of is None for of in arrays):
+        raise RunIsVoid
     parts: dict[int, list[Any]] = {}
-    for at, answer in answers:
-        if (values := answer()) is None:
-            raise RunIsVoid
-        for i, value in zip(at, values, strict=True):
+    for (at, _), of in zip(read, arrays, strict=True):
+        for i, value in zip(at, of, strict=True):
             parts.setdefault(i, []).append(value)
     pulled = [joined(parts[i]) for i in range(len(parts))]
     here, there = devices

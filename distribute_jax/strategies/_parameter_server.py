@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -17,6 +19,8 @@ from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.servers import (
     Coordinator,
     Engine,
+    Processes,
+    RemoteStore,
     RemoteValue,
     ServersRunner,
     Store,
@@ -24,6 +28,39 @@ from distribute_jax.servers import (
     threads,
 )
 from distribute_jax.strategies._base import Strategy
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How workers and servers of ``engine="processes"`` are watched.
+
+    Args:
+        snapshot_every: seconds after which the coordinator copies the state of the servers at the latest; it
+            does so too at each ``join``. When a server ends, all go back to the copy, and the functions since
+            are run again with the arguments that they had, which are kept until then.
+        step_seconds: a worker that computes one function for more seconds is ended and replaced; None for no
+            limit. The first run includes compiling.
+
+    Raises:
+        ValueError: not a number of seconds above 0.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> dj.ServerOptions(snapshot_every=10.0)
+        ServerOptions(snapshot_every=10.0, step_seconds=None)
+    """
+
+    snapshot_every: float = 60.0
+    step_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what is not seconds."""
+        for name, value in vars(self).items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (is_number and value > 0) and (name, value) != ("step_seconds", None):
+                raise ArgumentError(
+                    f"ServerOptions: {name} must be seconds above 0; got {value!r:.60}."
+                )
 
 
 class ParameterServerStrategy(Strategy):
@@ -39,15 +76,17 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         cluster_resolver: not supported yet; None.
-        variable_partitioner: decides which variables are divided, by rows, among several servers: one of
             ``dj.experimental.partitioners``, or a function of their shape and dtype that returns the number
             of parts along each dim. None divides none.
-        engine: ``"threads"``, the default: the workers are threads of this process.
+        engine: ``"threads"``, the default: the workers are threads of this process. ``"processes"``: workers
+            and servers are processes of this machine, which compute beside each other and are replaced when
+            they end. They run exported programs; none of them listens on a port.
         workers: how many; by default one for each core, at most 4.
         servers: among how many the variables are divided, one after the other; the state of an optimizer is
             with its parameter.
         max_staleness: the most updates that may come between what a step reads and its own update; by default
             four for each worker. ``math.inf`` for no bound, as in TensorFlow.
+        options: of ``engine="processes"``.
 
     Raises:
         ValueError: an argument is not what it should be.
@@ -73,6 +112,7 @@ class ParameterServerStrategy(Strategy):
         workers: int | None = None,
         servers: int | None = None,
         max_staleness: float | None = None,
+        options: ServerOptions | None = None,
     ) -> None:
         name = type(self).__name__
         if cluster_resolver is not None:
@@ -82,8 +122,10 @@ class ParameterServerStrategy(Strategy):
                 f"{name}: variable_partitioner must be a function of shape and dtype, as those of "
                 f"dj.experimental.partitioners; got {variable_partitioner!r:.60}."
             )
-        if engine not in (None, "threads"):
-            raise ArgumentError(f"{name}: engine must be 'threads'; got {engine!r}.")
+        if engine not in (None, "threads", "processes"):
+            raise ArgumentError(
+                f"{name}: engine must be 'threads' or 'processes'; got {engine!r:.60}."
+            )
         number = (
             min(4, os.cpu_count() or 1)
             if workers is None
@@ -93,8 +135,22 @@ class ParameterServerStrategy(Strategy):
         staleness = 4 * number if max_staleness is None else _checked_staleness(name, max_staleness)
         devices = jax.local_devices()
         super().__init__(replica_mesh(devices[:1]), steps_in_flight=None)
-        self._stores = [Store() for _ in range(of_servers)]
-        self._coordinator = Coordinator(number, self._stores, staleness, devices[0])
+        if not isinstance(options, ServerOptions | None):
+            raise ArgumentError(f"{name}: options must be dj.ServerOptions; got {options!r:.60}.")
+        options = options or ServerOptions()
+        if engine == "processes":
+            remote = [RemoteStore(devices[0]) for _ in range(of_servers)]
+            coordinator = Coordinator(
+                number, remote, staleness, devices[0], snapshot_every=options.snapshot_every
+            )
+            self._engine: Callable[[], Engine] = partial(
+                Processes, coordinator, remote, options.step_seconds
+            )
+        else:
+            stores = [Store() for _ in range(of_servers)]
+            coordinator = Coordinator(number, stores, staleness, devices[0])
+            self._engine = partial(threads, coordinator, stores, jax.local_devices())
+        self._coordinator = coordinator
         self._runner: ServersRunner = ServersRunner(
             self,
             self._replicas,
@@ -106,7 +162,7 @@ class ParameterServerStrategy(Strategy):
 
     def _start(self) -> Engine:
         """Starts the workers; they end with the strategy, or the program."""
-        engine = threads(self._coordinator, self._stores, jax.local_devices())
+        engine = self._engine()
         weakref.finalize(self, engine.stop)
         return engine
 
@@ -133,6 +189,27 @@ class ParameterServerStrategy(Strategy):
             self._coordinator.join()
         else:
             self._coordinator.write_back(variables)
+
+    def add_workers(self, number: int) -> None:
+        """Lets more workers join, also while functions run.
+
+        Args:
+            number: how many.
+        """
+        self._resize(self.workers + check_int("strategy.add_workers: number", number))
+
+    def remove_workers(self, number: int) -> None:
+        """Lets the last workers leave; waits until they have finished what they run.
+
+        Args:
+            number: how many; at least one worker stays.
+        """
+        name = "strategy.remove_workers: number"
+        self._resize(self.workers - check_int(name, number, below=self.workers))
+
+    def _resize(self, workers: int) -> None:
+        self._coordinator.resize(workers)
+        self._runner.resize(workers)
 
     def _enter_program(self, name: str) -> None:
         if not (in_closure() and name == "strategy.run"):

@@ -103,7 +103,7 @@ LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines_of_tests: 42_645,
     files: 227,
     pieces: 0,
-    private_words: 1,
+    private_words: 2,
     private_imports: 31,
 }
 

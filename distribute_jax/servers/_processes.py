@@ -1,0 +1,257 @@
+"""Workers and servers that are processes of this machine, and are replaced when they end.
+
+The coordinator starts them with one end of a pair of sockets each, and gives a worker and a server the two
+ends of another one: there is no port and no file. They hold none of the user's code, only exported programs.
+A process that is ready stands by, to take the place of the first that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from distribute_jax._errors import StepFailedError
+from distribute_jax.program._export import as_key, as_numbers, export_part
+from distribute_jax.program._halves import Halves
+from distribute_jax.servers._coordinator import Coordinator, Work
+from distribute_jax.servers._engine import Engine, WorkerLostError
+from distribute_jax.servers._store import Key, ServerProgram, Snapshot
+from distribute_jax.servers._wire import Connection, Message, WireError, pair
+from distribute_jax.servers._worker import RunIsVoid
+
+_PLATFORM_OF_SERVERS = "cpu"
+
+
+class _Child:
+    """A process that waits for what it is to be."""
+
+    def __init__(self, platform: str) -> None:
+        here, there = pair()
+        path = os.pathsep.join(
+            [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "JAX_ENABLE_X64": str(int(jax.dtypes.canonicalize_dtype("float64") == "float64")),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        if platform == _PLATFORM_OF_SERVERS:
+            environment["JAX_PLATFORMS"] = platform
+        with there:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "distribute_jax.servers._child", str(there.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[there.fileno()],
+                start_new_session=True,  # Ctrl-C is for the coordinator
+            )
+        self.control = Connection(here)
+
+    def end(self) -> None:
+        """Ends it, and does not wait."""
+        self.control.close()
+        with suppress(OSError):
+            self.process.kill()
+        threading.Thread(target=self.process.wait, daemon=True).start()
+
+
+class RemoteStore:
+    """A server in another process, as the coordinator reaches it; what it is told before it runs is kept.
+
+    Requests of the coordinator arrive in their order. While the process is gone they are dropped: the servers
+    will go back to a snapshot.
+    """
+
+    def __init__(self, device: jax.Device) -> None:
+        """Starts with no process; arrays that are pulled are put on a device."""
+        self._device = device
+        self._child: _Child | None = None
+        self._loads: dict[str, Message] = {}
+        self._types: dict[Key, Any] = {}
+
+    @property
+    def child(self) -> _Child | None:
+        """The process."""
+        return self._child
+
+    def attach(self, child: _Child) -> None:
+        """Lets a process be this server."""
+        self._child = child
+        for message in (Message("server"), *self._loads.values()):
+            self._tell(message)
+
+    def _tell(self, message: Message) -> None:
+        with suppress(WireError):
+            if self._child is not None:
+                self._child.control.send(message)
+
+    def link(self, end: socket.socket) -> None:
+        """Lets a worker reach the server through the other end."""
+        self._tell(Message("link", ends=[end.fileno()]))
+
+    def load(self, name: str, program: ServerProgram) -> None:
+        """As of ``Store``, as all that follow."""
+        data = export_part(program.apply, [_PLATFORM_OF_SERVERS])
+        plain = [name, program.reads, program.writes]
+        self._loads[name] = Message("load", plain, [np.frombuffer(data, np.uint8)])
+        self._tell(self._loads[name])
+
+    def assign(self, values: dict[Key, Any]) -> None:
+        self._types.update({key: jax.typeof(value) for key, value in values.items()})
+        self._tell(Message("assign", list(values), list(map(as_numbers, values.values()))))
+
+    def prepare(self, run: int, keys: Iterable[Key]) -> None:
+        self._tell(Message("prepare", [run, list(keys)]))
+
+    def commit(self, epoch: int, number: int, runs: Sequence[int], oldest: int) -> None:
+        self._tell(Message("commit", [epoch, number, runs, oldest]))
+
+    def drop(self, run: int) -> None:
+        self._tell(Message("drop", [run]))
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        self._tell(Message("forget", list(keys)))
+
+    def restore(self, epoch: int, snapshot: Snapshot) -> None:
+        arrays = list(map(as_numbers, snapshot.state.values()))
+        self._tell(Message("restore", [epoch, snapshot.version, list(snapshot.state)], arrays))
+
+    def pull(self, keys: Sequence[Key]) -> list[Any]:
+        """Raises: WireError."""
+        if not keys:
+            return []
+        if self._child is None:
+            raise WireError("it was not started")
+        arrays = self._child.control.ask(Message("pull", list(keys))).arrays
+        return [
+            as_key(jax.device_put(x, self._device), self._types[key])
+            for key, x in zip(keys, arrays, strict=True)
+        ]
+
+
+class _Worker:
+    """A worker in another process."""
+
+    def __init__(self, child: _Child, stores: Sequence[RemoteStore], seconds: float | None) -> None:
+        """Takes the process; a run that takes more than so many seconds counts as lost."""
+        self._child, self._stores, self._seconds = child, stores, seconds
+        self._loaded: set[str] = set()
+        self._linked: list[_Child | None] = [None] * len(stores)
+        with suppress(WireError):  # noticed with the first run
+            child.control.send(Message("worker"))
+
+    def run(self, work: Work, data: list[Any]) -> list[Any]:
+        program, control = work.closure.program, self._child.control
+        half = program.bound.halves.worker
+        try:
+            self._link()
+            if program.name not in self._loaded:
+                data_of = np.frombuffer(_exported(program.bound.halves), np.uint8)
+                facts = [program.name, program.takes, program.bound.halves.results_at]
+                control.send(Message("load", facts, [data_of]))
+                self._loaded.add(program.name)
+            control.limit(self._seconds)
+            plain: list[Any] = [program.name, *work.order]
+            answer = control.ask(Message("run", plain, _as_sent(data, half.values)))
+        except WireError as error:
+            self.stop()
+            raise WorkerLostError(str(error)) from error
+        if answer.name == "unreachable":
+            self._linked = [None] * len(self._stores)
+        if answer.name in ("void", "unreachable"):
+            raise RunIsVoid
+        if answer.name == "failed":
+            raise StepFailedError(f"{program.bound.step} failed on a worker: {answer.plain[0]}")
+        types = [half.returns[i] for i in program.bound.halves.results_at]
+        return [as_key(x, like) for x, like in zip(answer.arrays, types, strict=True)]
+
+    def _link(self) -> None:
+        """Connects the worker with each server that is another process than before."""
+        for number, store in enumerate(self._stores):
+            if (child := store.child) is not self._linked[number]:
+                mine, theirs = pair()
+                with mine, theirs:
+                    store.link(theirs)
+                    self._child.control.send(Message("link", [number], ends=[mine.fileno()]))
+                self._linked[number] = child
+
+    def stop(self) -> None:
+        self._child.end()
+
+
+def _as_sent(data: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    """Returns what a program takes, as arrays of its types."""
+    return [
+        as_numbers(x) if isinstance(x, jax.Array) else np.asarray(x, like.dtype)
+        for x, like in zip(data, types, strict=True)
+    ]
+
+
+_workers: weakref.WeakKeyDictionary[Halves, bytes] = weakref.WeakKeyDictionary()
+
+
+def _exported(halves: Halves) -> bytes:
+    """Returns the worker's half as bytes."""
+    if (data := _workers.get(halves)) is None:
+        data = _workers[halves] = export_part(halves.worker, [jax.default_backend()])
+    return data
+
+
+class Processes(Engine):
+    """The processes of one strategy."""
+
+    def __init__(
+        self, coordinator: Coordinator, stores: Sequence[RemoteStore], seconds: float | None = None
+    ) -> None:
+        """Starts them all, and one that stands by; a run of more than so many seconds counts as lost."""
+        self._stores, self._seconds = stores, seconds
+        self._platform = coordinator.device.platform
+        self._lock = threading.Lock()
+        self._spare = _Child(self._platform)
+        self._ended = False
+        for number in range(len(stores)):
+            self._serve(number)
+        super().__init__(coordinator, lambda _: _Worker(self._child(), stores, seconds))
+
+    def _child(self) -> _Child:
+        with self._lock:
+            child, self._spare = self._spare, _Child(self._platform)
+            return child
+
+    def _serve(self, number: int) -> None:
+        child = self._child()
+        self._stores[number].attach(child)
+        threading.Thread(target=self._watch, args=(number, child), daemon=True).start()
+
+    def _watch(self, number: int, child: _Child) -> None:
+        """Waits for the end of a server, and replaces it."""
+        code = child.process.wait()
+        if self._ended:
+            return
+        child.control.close()
+        self._coordinator.lose_server(number, f"its process ended with code {code}")
+        self._serve(number)
+        self._coordinator.go_back()
+
+    def check(self, halves: Halves) -> None:
+        """Raises: LoweringError: the step cannot be sent to another process."""
+        _exported(halves)
+
+    def stop(self) -> None:
+        super().stop()
+        self._ended = True
+        for child in (self._spare, *(store.child for store in self._stores)):
+            if child is not None:
+                child.end()

@@ -1,0 +1,232 @@
+"""Workers and servers that are processes: the numbers of one device, whoever is killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax.coordinator import ClusterCoordinator
+
+SECONDS = 120
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc to see processes")
+
+
+def build(strategy: dj.Strategy) -> tuple[Any, Callable[[Any], Any]]:
+    """A model with dropout, its optimizer and a counter; a step that trains it."""
+    with strategy.scope():
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(nnx.Linear(8, 6, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+        optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
+        count = dj.Variable(0, aggregation=dj.VariableAggregation.SUM)
+
+    def step(x: Any) -> Any:
+        def loss_of(model: Any) -> Any:
+            return dj.compute_average_loss((model(x) ** 2).sum(1))
+
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+        count.assign_add(1)
+        return loss
+
+    return (model, optimizer, count), step
+
+
+class Killer:
+    """Kills processes of a strategy, and waits after each until it goes on."""
+
+    def __init__(self, coordinator: ClusterCoordinator, seed: int) -> None:
+        self.coordinator, self.random = coordinator, random.Random(seed)
+        self.seconds: list[float] = []
+
+    def kill(self, role: str) -> None:
+        """Kills one of its workers or servers."""
+        pid = self.random.choice(children(role))
+        before = self.coordinator.stats.version
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        # It goes back at most to the last join, so that it has gone on when there are more than before.
+        while self.coordinator.stats.version <= before:
+            assert time.monotonic() < start + SECONDS
+            time.sleep(0.005)
+        self.seconds.append(time.monotonic() - start)
+
+
+def children(role: str) -> list[int]:
+    """The processes that this one has started, of those that have a role by now."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            comm = (folder / "comm").read_text().strip()
+        except (OSError, ValueError):
+            continue  # it has ended
+        if parent == os.getpid() and b"servers._child" in command and comm == f"dj {role}":
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def one_device() -> dj.Strategy:
+    """One device."""
+    return dj.OneDeviceStrategy(jax.devices()[0])
+
+
+def batches(number: int) -> Any:
+    """Inputs of steps."""
+    return np.random.default_rng(0).normal(size=(number, 4, 8)).astype(np.float32)
+
+
+def trained(one: dj.Strategy, inputs: Any) -> tuple[Any, list[float]]:
+    """The state and the losses of one device."""
+    state, step = build(one)
+    losses = [float(one.run(step, args=(x,))) for x in inputs]
+    return leaves(state), losses
+
+
+def leaves(state: Any) -> list[Any]:
+    """The numbers of the model, of the optimizer and of the counter."""
+    model, optimizer, count = state
+    held = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), count[...]))
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in held]
+
+
+def run_with_kills(
+    closures: int, kills: list[str], seed: int, *, servers: int, staleness: float = 0
+) -> tuple[Any, Any, Killer]:
+    """Trains while processes are killed; the strategy's state and losses, and the killer."""
+    strategy = dj.ParameterServerStrategy(
+        workers=2, servers=servers, max_staleness=staleness, engine="processes"
+    )
+    coordinator = ClusterCoordinator(strategy)
+    state, step = build(strategy)
+    inputs = batches(closures)
+    half = closures // 4
+    losses = [coordinator.schedule(step, args=(x,)) for x in inputs[:half]]
+    coordinator.join(SECONDS)
+    losses += [coordinator.schedule(step, args=(x,)) for x in inputs[half:]]
+    killer = Killer(coordinator, seed)
+    for role in kills:
+        time.sleep(killer.random.uniform(0.0, 0.2))
+        killer.kill(role)
+    coordinator.join(SECONDS)
+    assert coordinator.stats.version == closures
+    return leaves(state), [float(x) for x in coordinator.fetch(losses)], killer
+
+
+def test_processes_have_the_bits_of_one_device_although_some_are_killed(
+    one_device: dj.Strategy,
+) -> None:
+    """A worker and a server are killed: weights, state of the optimizer, dropout and losses are equal."""
+    state, losses, _ = run_with_kills(200, ["worker", "server"], seed=1, servers=1)
+    expected, of_one = trained(one_device, batches(200))
+    assert losses == of_one
+    for got, want in zip(state, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_many_kills(one_device: dj.Strategy, staleness: int) -> None:
+    """10 workers and 3 servers are killed over 500 closures and more: each is applied exactly once."""
+    kills = ["worker"] * 10 + ["server"] * 3
+    seed = random.randrange(1000)
+    random.Random(seed).shuffle(kills)
+    print("seed", seed)
+    closures = 4000  # so many that all kills come while it runs
+    state, losses, killer = run_with_kills(closures, kills, seed, servers=2, staleness=staleness)
+    print("back after", sorted(round(s, 2) for s in killer.seconds))
+    assert state[-1] == closures
+    if staleness == 0:
+        expected, of_one = trained(one_device, batches(closures))
+        assert losses == of_one
+        for got, want in zip(state, expected, strict=True):
+            np.testing.assert_array_equal(got, want)
+    assert max(killer.seconds) < 30
+
+
+def sockets_that_listen(pids: list[int]) -> Iterator[str]:
+    """The lines of /proc of the listening sockets of some processes."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(descriptor)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    for table in ("tcp", "tcp6", "unix"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            is_tcp = table != "unix"
+            inode, listens = (
+                (words[9], words[3] == "0A") if is_tcp else (words[6], words[3] == "00010000")
+            )
+            if listens and inode in inodes:
+                yield line
+
+
+def test_nobody_listens_and_workers_join_and_leave() -> None:
+    """No process has a listening socket; with one worker more and one fewer each closure is applied once."""
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+    coordinator = ClusterCoordinator(strategy)
+    _, step = build(strategy)
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert list(sockets_that_listen(children("worker") + children("server"))) == []
+    strategy.add_workers(1)
+    for x in batches(50):
+        coordinator.schedule(step, args=(x,))
+    strategy.remove_workers(1)
+    coordinator.join(SECONDS)
+    assert (coordinator.stats.version, strategy.workers) == (51, 1)
+    pids = children("worker") + children("server")
+    del strategy, coordinator, step
+    gc.collect()
+    limit = time.monotonic() + SECONDS
+    while any(Path(f"/proc/{pid}").is_dir() for pid in pids):
+        assert time.monotonic() < limit, "processes end with their strategy"
+        time.sleep(0.01)
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_takes_too_long_is_replaced() -> None:
+    """A stopped worker is ended after ``step_seconds``, and another one runs its closure."""
+    strategy = dj.ParameterServerStrategy(
+        workers=1,
+        max_staleness=0,
+        engine="processes",
+        options=dj.ServerOptions(step_seconds=20.0),
+    )
+    coordinator = ClusterCoordinator(strategy)
+    (_, _, count), step = build(strategy)
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    os.kill(children("worker")[0], signal.SIGSTOP)
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert int(count[...]) == 2
+
+
+def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
+    """It could not run in a process that has none of the program's code."""
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+
+    def step(x: Any) -> None:
+        jax.debug.print("{}", x)
+
+    with pytest.raises(dj.LoweringError, match="calls Python"):
+        ClusterCoordinator(strategy).schedule(step, args=(1.0,))

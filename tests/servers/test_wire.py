@@ -1,0 +1,100 @@
+"""Messages between processes of parameter servers: what comes is what was sent, or an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from distribute_jax.servers._wire import Connection, Message, WireError, pair
+
+SECONDS = 10
+
+
+@pytest.mark.parametrize("size", [0, 3, 1 << 20])
+def test_a_message_comes_as_it_was_sent(size: int) -> None:
+    """Small ones in one piece and large ones in several, with all dtypes and a descriptor."""
+    here, there = map(Connection, pair())
+    arrays = [
+        np.arange(size, dtype=np.float32),
+        jnp.full((), 3, jnp.int4),
+        jnp.ones((2, 1), jnp.bfloat16),
+        np.zeros((0, 4), bool),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    ]
+    reading, writing = os.pipe()
+    sender = threading.Thread(
+        target=here.send, args=(Message("name", [1, ["a"], None], arrays, [writing]),)
+    )
+    sender.start()
+    got = there.receive()
+    sender.join()
+    assert (got.name, got.plain) == ("name", [1, ["a"], None])
+    for mine, theirs in zip(arrays, got.arrays, strict=True):
+        assert (theirs.dtype, theirs.shape) == (mine.dtype, mine.shape)
+        np.testing.assert_array_equal(np.asarray(mine), theirs)
+    os.write(got.ends[0], b"x")
+    assert os.read(reading, 1) == b"x"
+    for descriptor in (reading, writing, got.ends[0]):
+        os.close(descriptor)
+    here.close()
+    there.close()
+
+
+def frames(number: int) -> list[bytes]:
+    """Damaged messages: cut, with bytes changed, of other lengths, or random."""
+    draw = random.Random(7)
+    body = json.dumps(["run", [1, "a"], [["float32", [4]]]]).encode()
+    whole = struct.pack(">4sI", b"dj 1", len(body)) + body + bytes(16)
+    made = []
+    for _ in range(number):
+        frame = bytearray(whole)
+        for _ in range(draw.randrange(4)):
+            frame[draw.randrange(len(frame))] = draw.randrange(256)
+        if draw.random() < 0.3:
+            frame = bytearray(draw.randbytes(draw.randrange(64)))
+        if draw.random() < 0.3:
+            claim = [["float32", draw.choice([[-1], [1 << 60], [10**6] * 9, "x", [1.5], None])]]
+            other = json.dumps([draw.choice(["x", 1, None]), [], claim]).encode()
+            frame = bytearray(struct.pack(">4sI", b"dj 1", len(other)) + other)
+        made.append(bytes(frame[: draw.randrange(len(frame) + 1)]))
+    return made
+
+
+def test_damaged_messages_are_an_error_and_no_wait() -> None:
+    """Each of 1,000 is read as a message or refused, at once when the sender has gone."""
+    refused = 0
+    for frame in frames(1000):
+        end, other = pair()
+        connection = Connection(end)
+        connection.limit(SECONDS)
+        other.sendall(frame)
+        other.close()
+        try:
+            connection.receive()
+        except WireError:
+            refused += 1
+        connection.close()
+    assert refused > 900
+
+
+def test_objects_of_python_do_not_travel() -> None:
+    """A dtype of objects, of which the bytes would be pointers or pickles, is refused on both sides."""
+    here, there = map(Connection, pair())
+    with pytest.raises(TypeError):
+        here.send(Message("x", arrays=[np.array([object()])]))
+    here.close()
+    there.close()
+    head = json.dumps(["x", [], [["object", [1]]]]).encode()
+    end, other = pair()
+    other.sendall(struct.pack(">4sI", b"dj 1", len(head)) + head + bytes(8))
+    with pytest.raises(WireError, match="not a message"):
+        Connection(end).receive()
+    end.close()
+    other.close()
