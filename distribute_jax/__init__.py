@@ -58,6 +58,7 @@ from distribute_jax.collectives import (
 )
 from distribute_jax.data import (
     AutoShardPolicy,
+    DatasetCreator,
     DistributedDataset,
     DistributedIterator,
     InputContext,
@@ -116,6 +117,7 @@ if TYPE_CHECKING:
         DTypePolicy,
         Model,
         Optimizer,
+        SidecarEvaluator,
         unpack_x_y_sample_weight,
     )
 else:
@@ -136,6 +138,7 @@ else:
                 "DTypePolicy",
                 "Model",
                 "Optimizer",
+                "SidecarEvaluator",
                 "unpack_x_y_sample_weight",
             ),
         },
@@ -160,6 +163,7 @@ __all__ = [
     "ContextError",
     "CrossDeviceOps",
     "DTypePolicy",
+    "DatasetCreator",
     "DeadlineExceededError",
     "DeadlockError",
     "DistributeError",
@@ -205,6 +209,7 @@ __all__ = [
     "RunOptions",
     "ServerOptions",
     "ServiceError",
+    "SidecarEvaluator",
     "StaleCaptureError",
     "StepFailedError",
     "StepPlan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class _Stack(threading.local):
 _stack = _Stack()
 _threads_of_steps: set[int] = set()
 _default: list[Callable[[], Frame]] = []
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def set_default(make: Callable[[], Frame]) -> None:
@@ -92,6 +94,17 @@ def require_method(strategy: Any, method: str) -> None:
     require_loop(method)
     if not at_top_level():
         require_untraced(method)
+
+
+def keeps_state(holder: Any) -> None:
+    """Registers what has newer values of variables, as servers do, and how these come back."""
+    _holders.add(holder)
+
+
+def bring_state(after_all: Callable[[], bool]) -> None:
+    """Lets all variables hold their newest values, of one moment, or what all scheduled work leaves."""
+    for holder in list(_holders):
+        holder.join() if after_all() else holder.write_back()
 
 
 def note_step() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._messages import is_donated, listed
 from distribute_jax.checkpoint._agreement import all_values, by_chief, check_shared, on_all, write
-from distribute_jax.checkpoint._leaves import OTHER, Slot, is_in_place, slots_of
+from distribute_jax.checkpoint._leaves import ITERATOR, OTHER, Slot, is_in_place, slots_of
 from distribute_jax.checkpoint._manifest import Manifest, made_by
 from distribute_jax.checkpoint._read import check_fit, manifest_of, new_values, put_all, read_leaves
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
@@ -75,7 +76,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
     write("save", lambda: write_checkpoint(draft, prepare))
 
 
-def load(path: str | os.PathLike[str], tree: Any) -> Any:
+def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> Any:
     """Puts what ``save`` saved into a tree of the same leaves, under any strategy.
 
     All processes of a job call it; each reads and compares what it puts on its devices, and all load or none.
@@ -84,6 +85,7 @@ def load(path: str | os.PathLike[str], tree: Any) -> Any:
         path: the folder.
         tree: as it was saved. NNX objects, variables and iterators are changed in place; other
             entries of a dict are replaced in that dict. On an error nothing is changed.
+        partial: whether the checkpoint may have leaves that are not in the tree.
 
     Returns:
         The tree with the saved values: the same object for an NNX object or a dict.
@@ -99,7 +101,11 @@ def load(path: str | os.PathLike[str], tree: Any) -> Any:
     def manifest() -> Manifest:
         if not directory.holds(name):
             raise CheckpointError(f"There is no checkpoint at {directory.path_of(name)}.")
-        return manifest_of(directory, name)
+        whole = manifest_of(directory, name)
+        if not partial:
+            return whole
+        paths = {slot.spec.path for slot in slots_of(tree)[0]}
+        return replace(whole, leaves=tuple(x for x in whole.leaves if x.spec.path in paths))
 
     return restore_tree(directory, name, manifest, tree, "load")
 
@@ -130,6 +136,8 @@ def check_place(method: str) -> None:
 def draft_of(directory: Directory, name: str, tree: Any, step: int | None, method: str) -> Draft:
     """Copies what this process writes of a tree to the host, so that the tree may change from then on."""
     check_place(method)
+    # The position of an iterator is that after all steps that were scheduled.
+    _context.bring_state(lambda: any(s.spec.kind == ITERATOR for s in slots_of(tree)[0]))
     with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, method)

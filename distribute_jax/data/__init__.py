@@ -14,6 +14,7 @@ from distribute_jax._lazy import lazy_exports, publish
 from distribute_jax.data._dataset import DistributedDataset, DistributedIterator, OptionalElement
 from distribute_jax.data._options import (
     AutoShardPolicy,
+    DatasetCreator,
     InputContext,
     InputOptions,
     InputReplicationMode,
@@ -24,6 +25,7 @@ from distribute_jax.data.sources import ArrayDataset, FileDataset, from_arrays, 
 __all__ = [
     "ArrayDataset",
     "AutoShardPolicy",
+    "DatasetCreator",
     "DistributedDataset",
     "DistributedIterator",
     "FileDataset",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import as_member, check_bool, check_int
 
 
@@ -122,6 +122,40 @@ class InputOptions:
         """Checks a field, and replaces the name of a member by the member."""
         value = check(f"InputOptions({field})", getattr(self, field), *args)
         object.__setattr__(self, field, value)
+
+
+@dataclass(frozen=True)
+class DatasetCreator:
+    """A function that makes a dataset, for ``fit`` and ``evaluate`` in place of a dataset.
+
+    They pass it to ``strategy.distribute_datasets_from_function``.
+
+    Raises:
+        TypeError: ``dataset_fn`` is not a function.
+
+    Example:
+        >>> import distribute_jax as dj, numpy as np
+        >>> def dataset_fn(context):
+        ...     size = context.get_per_replica_batch_size(4)
+        ...     return [(np.ones((size, 1)), np.ones((size, 1)))] * 3
+        >>> creator = dj.DatasetCreator(dataset_fn)
+        >>> creator.dataset_fn is dataset_fn
+        True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/keras/utils/experimental/DatasetCreator
+    """
+
+    dataset_fn: Callable[[InputContext], Any]
+    """Takes an ``InputContext``, and returns a dataset of per-replica batches."""
+    input_options: InputOptions | None = None
+    """How the batches are distributed."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.dataset_fn):
+            raise ArgumentTypeError(
+                "DatasetCreator: dataset_fn must be a function of an InputContext; got "
+                f"{self.dataset_fn!r:.80}."
+            )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from distribute_jax import _context
 from distribute_jax._errors import CancelledError, DeadlineExceededError, StepFailedError
 from distribute_jax._messages import error_text
 from distribute_jax.program._binding import Binding
@@ -117,6 +118,7 @@ class Coordinator:
         self._staleness: Counter[int] = Counter()
         self._applied = [0] * workers
         self._stopped = False
+        _context.keeps_state(self)
 
     # Called by the user's thread.
 

@@ -5,11 +5,13 @@ from distribute_jax.training._compile import DTypePolicy
 from distribute_jax.training._model import Model
 from distribute_jax.training._objective import AddedLoss
 from distribute_jax.training._optimizer import Optimizer
+from distribute_jax.training._sidecar import SidecarEvaluator
 
 __all__ = [
     "AddedLoss",
     "DTypePolicy",
     "Model",
     "Optimizer",
+    "SidecarEvaluator",
     "unpack_x_y_sample_weight",
 ]

@@ -81,7 +81,9 @@ class Fit:
             if isinstance(validation_data, tuple):
                 self.validation_keys = Keys()
             size = validation_batch_size or batch_size
-            self.validation = _validation(strategy, validation_data, size, self.validation_keys)
+            self.validation = validation_dataset(
+                strategy, validation_data, size, self.validation_keys
+            )
             check_ends("fit(validation_data)", self.validation, self.validation_steps)
 
     def run(self) -> History:
@@ -195,7 +197,9 @@ def class_weights(weights: dict[int, float] | None) -> tuple[tuple[int, float], 
     return tuple((int(label), float(weight)) for label, weight in sorted((weights or {}).items()))
 
 
-def _validation(strategy: Any, data: Any, batch_size: int | None, keys: Keys) -> DistributedDataset:
+def validation_dataset(
+    strategy: Any, data: Any, batch_size: int | None, keys: Keys
+) -> DistributedDataset:
     is_arrays = isinstance(data, tuple) or (
         isinstance(data, list) and not keys and not isinstance(data[0], tuple)
     )

@@ -11,7 +11,7 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, leaf_text, listed
-from distribute_jax.data import DistributedDataset, from_arrays
+from distribute_jax.data import DatasetCreator, DistributedDataset, from_arrays
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import MISTAKES
 
@@ -95,6 +95,8 @@ def dataset_of(
         )
     if isinstance(data, DistributedDataset):
         return data
+    if isinstance(data, DatasetCreator):
+        return strategy.distribute_datasets_from_function(data.dataset_fn, data.input_options)
     return strategy.distribute_dataset(data)
 
 

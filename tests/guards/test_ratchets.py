@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 45_501,
-    lines_of_tests: 42_984,
-    files: 230,
+    lines: 45_702,
+    lines_of_tests: 43_101,
+    files: 231,
     pieces: 0,
     private_words: 2,
     private_imports: 31,

@@ -6,6 +6,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -585,3 +586,36 @@ def test_workers_end_with_their_strategy() -> None:
     for thread in (first, second):
         thread.join(SECONDS)
         assert not thread.is_alive()
+
+
+def test_a_checkpoint_has_the_state_after_one_update_while_closures_go_on(tmp_path: Path) -> None:
+    """Saved while the third of three closures computes; with an iterator in the tree it is waited for."""
+    strategy, coordinator = of_servers(1, servers=2)
+    going = threading.Event()
+    with strategy.scope():
+        total = [dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM) for _ in range(2)]
+
+    def dataset() -> Iterator[float]:
+        yield from (1.0, 2.0)
+        assert going.wait(SECONDS)
+        yield 4.0
+
+    def step(iterator: Any) -> jax.Array:
+        x = next(iterator)
+        for variable in total:
+            variable.assign_add(x)
+        return x
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    *_, second, _ = [coordinator.schedule(step, args=(iterator,)) for _ in range(3)]
+    assert second.fetch() == 2
+    dj.checkpoint.save(tmp_path / "2", total)
+    assert not coordinator.done()
+    going.set()
+    batches = iter(strategy.distribute_dataset(dj.data.from_arrays(np.ones(4)).batch(2)))
+    dj.checkpoint.save(tmp_path / "3", {"total": total, "iterator": batches})
+    assert [float(x[...]) for x in total] == [7, 7]
+    with dj.OneDeviceStrategy("cpu:0").scope():
+        other = [dj.Variable(0.0) for _ in range(2)]
+    dj.checkpoint.load(tmp_path / "2", other)
+    assert [float(x[...]) for x in other] == [3, 3]

@@ -1,0 +1,129 @@
+"""``SidecarEvaluator``: evaluates the checkpoints of a training that runs elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from distribute_jax import checkpoint
+from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
+from distribute_jax._messages import check_int
+from distribute_jax.checkpoint._storage import directory_of
+from distribute_jax.training._batches import Keys
+from distribute_jax.training._fit import check_ends, validation_dataset
+from distribute_jax.training._model import Model
+from distribute_jax.training.callbacks._callback import Callback
+
+_SECONDS = 1.0
+"""Between two looks for a new checkpoint."""
+
+
+class SidecarEvaluator:
+    """Evaluates each new checkpoint of a training that runs in another process.
+
+    A checkpoint is what ``ModelCheckpoint``, ``model.save`` and ``model.save_weights`` write, or a
+    ``CheckpointManager`` of a tree with the entry ``"module"``. The newest is the one whose name ends with
+    the largest number, as in ``"ckpt-{epoch}"``; those that came before it meanwhile are left out. One that
+    is not complete or is damaged is passed over, with a warning.
+
+    Args:
+        model: a compiled model of the same structure.
+        data: what to evaluate on, as ``validation_data`` of ``fit``.
+        checkpoint_dir: the folder, or the URL of one, in which the checkpoints are.
+        steps: batches of an evaluation; None for all.
+        max_evaluations: the evaluator ends after so many evaluations, or after that of a checkpoint whose
+            name ends with a dash and this number or a larger one; None for never.
+        callbacks: ``dj.callbacks``, as for ``model.evaluate``.
+
+    Raises:
+        ValueError: arguments that do not fit.
+
+    Example:
+        >>> import distribute_jax as dj, numpy as np, optax, tempfile
+        >>> from flax import nnx
+        >>> model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        >>> model.compile(optax.sgd(0.1), loss="mse")
+        >>> x = np.ones((4, 1), np.float32)
+        >>> folder = tempfile.mkdtemp()
+        >>> saves = dj.callbacks.ModelCheckpoint(f"{folder}/ckpt-{{epoch}}", save_weights_only=True)
+        >>> history = model.fit(x, x, epochs=2, verbose=0, callbacks=[saves])
+        >>> losses = []
+        >>> notes = dj.callbacks.LambdaCallback(on_test_end=lambda logs: losses.append(logs["loss"]))
+        >>> dj.SidecarEvaluator(model, (x, x), folder, max_evaluations=2, callbacks=[notes]).start()
+        >>> losses[0] < history.history["loss"][1]
+        True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/keras/utils/SidecarEvaluator
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        data: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        steps: int | None = None,
+        max_evaluations: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> None:
+        for name, value in [("steps", steps), ("max_evaluations", max_evaluations)]:
+            if value is not None:
+                check_int(f"SidecarEvaluator({name})", value)
+        self.model, self.steps, self.max_evaluations = model, steps, max_evaluations
+        self.callbacks = callbacks
+        self._directory = directory_of("SidecarEvaluator", checkpoint_dir)
+        self._last = -1
+        self._warned: set[str] = set()
+        model.trainer  # noqa: B018  raises where the model is not compiled
+        with model.strategy.scope():
+            self._data = validation_dataset(model.strategy, data, None, Keys())
+        check_ends("SidecarEvaluator", self._data, steps)
+
+    def start(self) -> None:
+        """Evaluates until ``max_evaluations``, each time on the newest checkpoint that is whole."""
+        evaluations = 0
+        while True:
+            if (name := self._load_newest()) is None:
+                time.sleep(_SECONDS)
+                continue
+            self.model.evaluate(self._data, steps=self.steps, callbacks=self.callbacks, verbose=2)
+            evaluations += 1
+            if self.max_evaluations is not None and (
+                evaluations >= self.max_evaluations
+                or ("-" in name and self._last >= self.max_evaluations)
+            ):
+                return
+
+    def _load_newest(self) -> str | None:
+        """Loads the newest checkpoint that is newer than the last one, and returns its name."""
+        ends = {
+            name: re.fullmatch(r"(?!\.)(?:.*?\D)?(\d+)", name) for name in self._directory.names()
+        }
+        numbers = {name: int(end[1]) for name, end in ends.items() if end}
+        newer = [name for name, number in numbers.items() if number > self._last]
+        for name in sorted(newer, key=numbers.__getitem__, reverse=True):
+            try:
+                with self.model.strategy.scope():
+                    self._load(self._directory.path_of(name))
+            except (CheckpointDamagedError, CheckpointFileError) as error:
+                if name not in self._warned:
+                    warnings.warn(f"SidecarEvaluator passes over {name}: {error}", stacklevel=3)
+                self._warned.add(name)
+            else:
+                self._last = numbers[name]
+                return name
+        return None
+
+    def _load(self, path: str) -> None:
+        tree = {"module": self.model.module, "optimizer": nnx.Dict(step=self.model.optimizer.step)}
+        try:
+            checkpoint.load(path, tree, partial=True)  # callbacks log the step of the optimizer
+        except (CheckpointDamagedError, CheckpointFileError):
+            raise
+        except CheckpointError:
+            checkpoint.load(path, {"module": self.model.module}, partial=True)
