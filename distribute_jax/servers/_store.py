@@ -342,7 +342,7 @@ class State:
             if any(value is not leaf for value, leaf in zip(values, leaves, strict=True)):
                 write_raw([known[i]], [jax.tree.unflatten(tree, values)])
         self._seen.update(new)
-        if self.saved is not None and only is None:
+        if self.saved is not None and only is None and not written:
             self.saved = Snapshot(version, {**self.saved.state, **new})
         if at_rest:
             self._forget_dead()
