@@ -75,6 +75,10 @@ class Division(NamedTuple):
     """What a worker computes."""
     pulls: tuple[int, ...]
     """The state that it reads."""
+    asks: tuple[Any, ...]
+    """What it returns, by which those results that are equal on all replicas are computed."""
+    finish: tuple[Any, ...]
+    """What they are computed by, where workers add up what each of them returns."""
 
 
 class State(NamedTuple):
@@ -121,16 +125,20 @@ class Update:
         differs: Callable[[Any], bool],
         stays: Callable[[Any], bool],
         state: State,
+        sums: Sequence[Any] = (),
     ) -> None:
         """Takes a program, what of it each worker needs ``first``, and what ``differs`` between workers.
 
         ``stays`` says of an equation that it is computed by the worker although it gives all the same.
+        ``sums`` are the equations of which a worker computes what is added up.
         """
         self.jaxpr, self.state = jaxpr, state
         self.first = set(map(id, first))
         self._number = {v: k for k, v in state.inputs.items()}
         self._from_state = set(self._number)
         self._from_data = {v for v in jaxpr.invars if v not in self._number}
+        self.summed = {v for eqn in sums for v in eqn.outvars}
+        self._from_sums = set(self.summed)
         self._on_servers: set[int] = set()
         self._readers = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
         self._narrow: dict[tuple[int, tuple[int, ...]], Any] = {}
@@ -141,6 +149,8 @@ class Update:
         self._read_by_effects = variables(v for eqn in self._effects for v in eqn.invars)
         for eqn in jaxpr.eqns:
             reads = variables(eqn.invars)
+            if any(v in self._from_sums for v in reads):
+                self._from_sums.update(eqn.outvars)
             if any(map(differs, eqn.outvars)):
                 continue
             if any(differs(v) or v in self._from_data for v in reads):
@@ -231,7 +241,9 @@ class Update:
         self._store_copies(0, stored, homes)
         by_worker = self._by_worker(stored, results)
         of_servers = [self._part(s, sorted(of), by_worker) for s, of in enumerate(stored)]
-        handed = [*(v for part in of_servers for v, _ in part.takes), *results]
+        finish = self.slice(results, self.after_sums)
+        asks = self._needs(results, finish)
+        handed = [*(v for part in of_servers for v, _ in part.takes), *asks]
         eqns = self.slice([*handed, *self._read_by_effects])
         kept = {self._id(eqn): eqn for eqn in (*eqns, *self._effects)}
         eqns = [kept[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in kept]
@@ -241,7 +253,14 @@ class Update:
             {s: self._rows.get(k, {}).get(s) for s, of in enumerate(stored) if k in of}
             for k in of_all
         ]
-        return Division(tuple(placed), tuple(of_servers), tuple(eqns), tuple(sorted(pulls)))
+        return Division(
+            tuple(placed), tuple(of_servers), tuple(eqns), tuple(sorted(pulls)), tuple(asks),
+            tuple(finish),
+        )  # fmt: skip
+
+    def after_sums(self, eqn: Any) -> bool:
+        """Returns whether an equation needs what all workers return."""
+        return any(v in self._from_sums and v not in self.summed for v in eqn.outvars)
 
     # Where state is stored
 
@@ -375,7 +394,7 @@ class Update:
 
     def _from_data_alone(self, eqn: Any) -> bool:
         v = eqn.outvars[0]
-        return v in self._from_data and v not in self._from_state
+        return v in self._from_data and v not in self._from_state and v not in self._from_sums
 
     def _by_worker(self, stored: Sequence[set[int]], results: Sequence[Any]) -> set[int]:
         """Returns the equations of gradients alone that two servers need, a result, or the worker itself."""

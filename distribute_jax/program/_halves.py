@@ -21,10 +21,11 @@ flattened). One step is::
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
@@ -41,14 +42,15 @@ from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes, ServerPart, State, Update
+from distribute_jax.program._in_turn import of_replica_number
 from distribute_jax.program._jaxprs import line, opened
 from distribute_jax.program._layout import FlatStep, by_equation, flat_step
 from distribute_jax.program._lowerings import without_axis
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._pieces import Values, is_jit, start, value_of, variables
-from distribute_jax.program._plan import Plan, plan
+from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
-from distribute_jax.program._replication_rules import MIRRORED
+from distribute_jax.program._replication import collectives
 from distribute_jax.program._results import Results, rebuild
 from distribute_jax.program._rows import Needs, Rows, parts
 from distribute_jax.program._sharded_update import (
@@ -57,8 +59,6 @@ from distribute_jax.program._sharded_update import (
     traced as traced_body,
 )
 from distribute_jax.program._trace import Call, Traced, trace
-
-_OF_WORKER = frozenset({"an argument of the worker"})
 
 _ON_READ = """\
 Parameter servers cannot keep these variables, of which each replica has a local value (ON_READ):
@@ -80,6 +80,13 @@ _IN_COND = """\
 The collective under the condition at {where} cannot be divided among workers and servers: where gradients \
 are accumulated over several calls, each worker would count them by itself. Take \
 gradient_accumulation_steps=1 and larger batches, or move the collective out of the condition."""
+
+
+_IN_STEP = """\
+The step uses what all replicas have together at {where}, before it has finished.
+With workers_per_update, each worker computes a replica by itself, and the servers add up what they return. \
+Only sums and means are known then, and only for updates and results; let normalisation layers and metrics \
+use the values of their replica."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +141,9 @@ class Halves:
     results: Results
     """The structure of what the step returns."""
     results_at: tuple[int, ...]
-    """Where each array of the result is among what is handed over."""
+    """What the results are computed from, by ``finish``, among what is handed over."""
+    finish: Callable[[Sequence[list[Any]]], list[Any]]
+    """Returns the arrays of the result, of what each replica's worker has returned for them."""
     servers: tuple[ServerHalf, ...]
     written: tuple[int, ...]
     """The variables of the binding that get a new value."""
@@ -144,18 +153,27 @@ class Halves:
     """What was proved."""
 
     def data(self, binding: Binding, arguments: Arguments) -> list[Any]:
-        """Returns what a worker takes beside state: captured arrays, then the arguments."""
+        """Returns what workers take beside state: captured arrays, then the arguments."""
         captured = binding.captured() if self.arrays else []
-        data = [
-            value.global_array if isinstance(value, PerReplica) else value
-            for value in arguments.data
-        ]
         counts = [] if arguments.counts is None else [np.asarray(arguments.counts, np.int32)]
-        return [*(captured[i] for i in self.arrays), *data, *counts]
+        return [*(captured[i] for i in self.arrays), *arguments.data, *counts]
 
     def result(self, handed: Sequence[Any], binding: Binding) -> Any:
-        """Returns what the step returns, of what a worker has handed over."""
-        return rebuild(self.results, [handed[i] for i in self.results_at], binding)
+        """Returns what the step returns, of what the only worker has handed over."""
+        return rebuild(self.results, self.finish([[handed[i] for i in self.results_at]]), binding)
+
+
+def of_replica(data: Sequence[Any], replica: int, replicas: int) -> list[Any]:
+    """Returns what the worker of a replica takes, of the data of all of them."""
+    if replicas == 1:
+        return [x.global_array if isinstance(x, PerReplica) else x for x in data]
+    parts = [_part_of(x, replica, replicas) if isinstance(x, PerReplica) else x for x in data]
+    return [np.int32(replica), *parts]
+
+
+def _part_of(batch: PerReplica, replica: int, replicas: int) -> Any:
+    size = batch.global_array.shape[0] // replicas
+    return batch.global_array[replica * size : (replica + 1) * size]
 
 
 def build_halves(
@@ -164,11 +182,17 @@ def build_halves(
     servers: int,
     known: Homes = MappingProxyType({}),
     partitioner: Callable[..., Any] | None = None,
+    of_workers: int = 0,
 ) -> Halves:
-    """Traces and proves a step, and divides it among a worker and so many servers.
+    """Traces and proves a step, and divides it among servers and the worker of a replica.
 
-    ``known`` are the servers that store leaves of state which the updates of other steps use. The
-    ``partitioner`` decides which variables are stored in parts on several of them.
+    Args:
+        call: the step.
+        options: for the proof.
+        servers: how many there are.
+        known: the servers that store leaves of state which the updates of other steps use.
+        partitioner: decides which variables are stored in parts on several of them.
+        of_workers: how many of the last arguments are others on each worker; all, of a step of one replica.
 
     Raises:
         OutOfSyncError: the step would leave other weights for each worker, as without a reduction.
@@ -178,33 +202,48 @@ def build_halves(
     _check_state(call.binding)
     traced = trace(call)
     _check_types(call, traced)
-    decided = plan(call, traced, options, differing_arguments=True)
+    replicas, arguments = num_replicas(call.mesh), len(call.arguments.data)
+    before = input_marks(call, traced, arguments if replicas == 1 else of_workers)
+    decided = plan(call, traced, options, before)
     order, _, read = input_order(traced)
     step = _of_one_worker(call, traced, decided, order)
     body, outs = traced_body(step, _has_parts), sum(traced.written_sizes)
-    leaves = traced.input_starts[-1]
-    of_state = [k < leaves for k in order]
-    data = range(sum(traced.sizes[:2]), sum(traced.sizes[:3]))
-    marks = [_OF_WORKER if k in data else MIRRORED for k in order]
+    if replicas > 1:
+        body, order = of_replica_number(body, replicas), (len(before), *order)
+        before = [*before, frozenset({"the number of the replica"})]
     same = [True] * outs + list(decided.mirrored)
-    first = _First(body, marks, same, num_replicas(call.mesh), 1, {}, {})
+    first = _First(body, [before[k] for k in order], same, replicas, 1, {}, {})
     first.check_no_branches()
-    jaxpr = first.jaxpr
+    jaxpr, leaves = first.jaxpr, traced.input_starts[-1]
     state = _state(call, traced, order, jaxpr)
-    update = Update(jaxpr, first.equations, first.differs, first.stays, state)
+    sums = list(filter(_is_sum, jaxpr.eqns)) if replicas > 1 else []
+    update = Update(jaxpr, first.equations, first.differs, first.stays, state, sums)
     results = jaxpr.outvars[outs:]
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
     of_servers = functools.partial(parts, partitioner, servers)
     division = update.divide(servers, results, known, of_servers)
+    returned = list(results)
+    finish: Any = operator.itemgetter(0)
+    if replicas > 1:
+        of_one = [eqn for eqn in division.finish if any(map(first.differs, eqn.outvars))]
+        _check_alone([*division.eqns, *of_one], update)
+        asks = [v for v in division.asks if not first.differs(v)]
+        own = [v for v, is_same in zip(results, decided.mirrored, strict=True) if not is_same]
+        together = [v for v, is_same in zip(results, decided.mirrored, strict=True) if is_same]
+        needs = Needs(division.finish, {}, together)
+        part = _part(call, body, needs, (_all(asks), []), _all(together))
+        returned, finish = [*asks, *own], _Finish(part, decided.mirrored)
     taken = [pair for part in division.servers for pair in part.takes]
-    hands = list(dict.fromkeys([*taken, *_all(variables(results))]))
-    at = {pair: i for i, pair in enumerate(hands)}
-    literals = [v for v in results if isinstance(v, jex_core.Literal)]
+    hands = list(dict.fromkeys([*taken, *_all(variables(returned))]))
+    at: dict[Any, int] = {pair: i for i, pair in enumerate(hands)}
+    literals = [v for v in returned if isinstance(v, jex_core.Literal)]
     at_literal = {id(v): len(hands) + i for i, v in enumerate(literals)}
-    inputs = [v for v, is_state in zip(jaxpr.invars, of_state, strict=True) if not is_state]
+    inputs = [v for v, k in zip(jaxpr.invars, order, strict=True) if k >= leaves]
     pulled = [state.inputs[k] for k in division.pulls]
     takes = _all(pulled), _all(inputs)
-    worker = _part(call, body, Needs(division.eqns, {}), takes, [*hands, *_all(literals)])
+    by_first = {v for v, _ in hands if replicas > 1 and not first.differs(v)} - update.summed
+    returns = [*hands, *_all(literals)]
+    worker = _part(call, body, Needs(division.eqns, {}), takes, returns, by_first=by_first)
     return Halves(
         names=tuple(state.names),
         homes=division.homes,
@@ -212,8 +251,9 @@ def build_halves(
         worker=worker,
         results=traced.results,
         results_at=tuple(
-            at_literal[id(v)] if isinstance(v, jex_core.Literal) else at[v, None] for v in results
+            at_literal[id(v)] if isinstance(v, jex_core.Literal) else at[v, None] for v in returned
         ),
+        finish=finish,
         servers=tuple(
             _server_half(part, state, at, call, body, [of.get(s) for of in division.homes])
             for s, part in enumerate(division.servers)
@@ -222,6 +262,38 @@ def build_halves(
         arrays=read,
         plan=decided,
     )
+
+
+def _is_sum(eqn: Any) -> bool:
+    """Returns whether servers can compute an equation from what each worker has of it."""
+    return eqn.primitive.name == "psum" and eqn.params.get("axis_index_groups") is None
+
+
+def _check_alone(eqns: Sequence[Any], update: Update) -> None:
+    """Refuses equations of a worker that need what the other workers have."""
+    for eqn in eqns:
+        meets = any(collectives(eqn, DATA)) and eqn.outvars[0] not in update.summed
+        if meets or update.after_sums(eqn):
+            raise LoweringError(_IN_STEP.format(where=line(eqn)))
+
+
+class _Finish(NamedTuple):
+    """Computes the results of a step from what the workers of all replicas returned."""
+
+    part: Part
+    """Computes those that are equal on all replicas, from sums."""
+    mirrored: Sequence[bool]
+    """Which those are; of others the replicas' values are stacked."""
+
+    def __call__(self, returned: Sequence[list[Any]]) -> list[Any]:
+        asks = len(self.part.state)
+        sums = [
+            functools.reduce(operator.add, x)
+            for x in zip(*(of[:asks] for of in returned), strict=True)
+        ]
+        together = iter(self.part(sums, []))
+        own = map(jnp.stack, zip(*(of[asks:] for of in returned), strict=True))
+        return [next(together if is_same else own) for is_same in self.mirrored]
 
 
 def _server_half(
@@ -320,8 +392,12 @@ def _part(
     takes: tuple[Sequence[_Some], Sequence[_Some]],
     outs: Sequence[_Some],
     shared: Sequence[Any] = (),
+    by_first: Collection[Any] = (),
 ) -> Part:
-    """Compiles some equations for one device; it returns also what is ``shared``, which nobody reads."""
+    """Compiles some equations for one device; it returns also what is ``shared``, which nobody reads.
+
+    What goes ``by_first`` is zero on all replicas but the first: where all are added up, it stays as it is.
+    """
     jaxpr = opened(body)
     inputs = [*takes[0], *takes[1]]
 
@@ -331,6 +407,9 @@ def _part(
             (known if rows is None else some)[v] = value
         needs.run(jaxpr, known, some, [*(v for v, _ in outs), *shared])
         more = jax.lax.optimization_barrier([known[v] for v in shared])
+        for v in by_first:  # to -0.0 every number can be added
+            nothing = jnp.full_like(known[v], -0.0)
+            known[v] = jnp.where(known[jaxpr.invars[0]] == 0, known[v], nothing)
         parts = [
             some[v] if rows and v in some else rows.of(known[v]) if rows else value_of(v, known)
             for v, rows in outs

@@ -93,8 +93,12 @@ class HalvesCache:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: RunOptions | None,
+        of_workers: int = 0,
     ) -> tuple[BoundHalves, Arguments]:
-        """Returns the halves of a step for what it reaches now, and its arguments taken apart."""
+        """Returns the halves of a step for what it reaches now, and its arguments taken apart.
+
+        As many of the last arguments as are ``of_workers`` are others on each worker.
+        """
         check_function(fn)
         options = checked_run_options(options)
         fn = without_jit(fn)
@@ -105,12 +109,12 @@ class HalvesCache:
             for entry in some:
                 if entry.binding.holds(request.values) and entry.types == entry.types_now():
                     return entry, arguments
-            entry = self._built(fn, arguments, options)
+            entry = self._built(fn, arguments, options, of_workers)
             some[:] = [entry, *(e for e in some if e.binding.alive)][:_MOST_BOUND]
             return entry, arguments
 
     def _built(
-        self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions
+        self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, of_workers: int
     ) -> BoundHalves:
         name, binding = step_name(fn), Binding(fn, arguments)
         check_leaked_tracers(binding)
@@ -118,7 +122,9 @@ class HalvesCache:
         with contents_restored_on_error(contents), compilable(name):
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             known = self._stored.known(binding)
-            halves = build_halves(call, options, self._servers, known, self._partitioner)
+            halves = build_halves(
+                call, options, self._servers, known, self._partitioner, of_workers
+            )
         bound = BoundHalves(name, halves, Binding(fn, arguments))
         self._stored.load(bound)
         return bound

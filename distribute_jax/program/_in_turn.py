@@ -8,7 +8,7 @@ replica.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -246,13 +246,20 @@ def with_replica_number(body: Any, replicas: int) -> Any:
     """Returns a program in which loops, branches and checkpoints take the replica's number from outside."""
     if not any(_needs_number(body.jaxpr, eqn) and not _is_number(eqn) for eqn in body.jaxpr.eqns):
         return body
+    step = jex_core.jaxpr_as_fun(of_replica_number(body, replicas))
+    return _traced_like(body, lambda *x: step(jax.lax.axis_index(DATA), *x), replicas)
 
-    def step(*inputs: Any) -> list[Any]:
-        return _run_numbered(body, jax.lax.axis_index(DATA), inputs)
 
+def of_replica_number(body: Any, replicas: int) -> Any:
+    """Returns a program that takes the replica's number before its other inputs."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return _traced_like(body, lambda n, *x: _run_numbered(body, n, x), replicas, number)
+
+
+def _traced_like(body: Any, step: Callable[..., Any], replicas: int, *more: Any) -> Any:
     avals = [v.aval for v in body.jaxpr.invars]
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    return jax.make_jaxpr(step, axis_env=[(DATA, replicas)])(*like)
+    return jax.make_jaxpr(step, axis_env=[(DATA, replicas)])(*more, *like)
 
 
 def _is_number(eqn: Any) -> bool:

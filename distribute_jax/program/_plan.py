@@ -42,23 +42,23 @@ class Plan:
 
 
 def plan(
-    call: Call, traced: Traced, options: RunOptions, *, differing_arguments: bool = False
+    call: Call, traced: Traced, options: RunOptions, before: Sequence[Mark] | None = None
 ) -> Plan:
     """Proves what is mirrored, and raises where state or a model-shaped result would drift.
 
-    With ``differing_arguments`` every argument that is data differs, as those of the workers of parameter
-    servers do, whose steps are of one replica each: the state that they share must be combined too.
+    ``before`` are the marks of the inputs where these are others than usual, as with workers of parameter
+    servers, whose steps are of one replica each: the state that they share must be combined too.
     """
     state = sum(traced.written_sizes)
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
-    if replicas == 1 and not differing_arguments:
+    if replicas == 1 and before is None:
         rules = tuple(
             Combine.OWN if keeps_own_values(variable) else Combine.MIRRORED
             for variable, *_ in state_outputs(call, traced)
         )
         return Plan(rules, (True,) * results, parts=(False,) * results)
-    before = input_marks(call, traced, every_argument=differing_arguments)
+    before = input_marks(call, traced) if before is None else before
     marks = prove(traced.jaxpr, before, axis_size=replicas)
     metrics = list(written_metrics(call, traced))
     merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
@@ -75,13 +75,16 @@ def plan(
     return Plan(combine, mirrored, merges, *remarks(call, traced, before, combine, options))
 
 
-def input_marks(call: Call, traced: Traced, *, every_argument: bool = False) -> list[Mark]:
-    """Returns the mark of each flat input: per-replica arguments and ON_READ variables differ."""
+def input_marks(call: Call, traced: Traced, differing: int = 0) -> list[Mark]:
+    """Returns the mark of each flat input: per-replica arguments and ON_READ variables differ.
+
+    So do as many of the last arguments as are ``differing``.
+    """
     variables, arrays, _, counts = traced.sizes
-    names = traced.input_names[variables + arrays :]
+    names, first = traced.input_names[variables + arrays :], len(call.arguments.data) - differing
     data = [
-        frozenset({name}) if every_argument or isinstance(value, PerReplica) else _MIRRORED
-        for name, value in zip(names, call.arguments.data, strict=False)
+        frozenset({name}) if i >= first or isinstance(value, PerReplica) else _MIRRORED
+        for i, (name, value) in enumerate(zip(names, call.arguments.data, strict=False))
     ]
     state = [
         frozenset({f"{name}, of which each replica has its own"})

@@ -35,26 +35,31 @@ MOST_WAITING = 262_144
 """Closures that may wait; ``schedule`` blocks while there are as many, as in TensorFlow."""
 
 
+Data = Callable[[int, int], list[Any]]
+"""Returns what a worker takes beside state for a share of a closure."""
+
+
 @dataclass(eq=False)
 class Closure:
     """One scheduled call."""
 
     number: int
     program: Program
-    data: Callable[[int], list[Any]]
-    """Returns what a worker takes beside state."""
+    data: Data
+    returned: dict[int, list[Any]] = field(default_factory=dict)
+    """What a worker has returned, by the number of its run."""
     results: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     is_over: bool = False
     losses: int = 0
     """How many workers were lost while they ran it."""
-    _data: list[Any] | None = None
+    _data: dict[int, list[Any]] = field(default_factory=dict)
 
-    def data_of(self, worker: int) -> list[Any]:
+    def data_of(self, worker: int, share: int) -> list[Any]:
         """Returns the data of the worker that was the first to run it: no element is lost with a worker."""
-        if self._data is None:
-            self._data = self.data(worker)
-        return self._data
+        if share not in self._data:
+            self._data[share] = self.data(worker, share)
+        return self._data[share]
 
 
 class Work(NamedTuple):
@@ -73,7 +78,7 @@ class Stats(NamedTuple):
     staleness: dict[int, int]
     """How many updates came so many updates after the state that they were computed from."""
     applied: tuple[int, ...]
-    """The updates of each worker."""
+    """The updates of each worker; of a synchronous one, the runs that it was made of."""
 
 
 class Coordinator:
@@ -133,9 +138,9 @@ class Coordinator:
             return self._state.program(bound)
 
     def schedule(
-        self, bound: BoundHalves, data: Callable[[int], list[Any]], most: int = MOST_WAITING
+        self, bound: BoundHalves, data: Data, most: int = MOST_WAITING, shares: int = 1
     ) -> Closure:
-        """Adds a closure; waits while there are as many that are not over.
+        """Adds a closure of so many shares; waits while there are as many that are not over.
 
         What the user has written into variables since the last closure goes to the servers, when those
         closures that are under way have ended.
@@ -153,7 +158,7 @@ class Coordinator:
             self._raise_error()
             closure = Closure(next(self._numbers), program, data)
             self._closures[closure.number] = closure
-            self._log.add(closure.number, writes=program.writes)
+            self._log.add(closure.number, shares=shares, writes=program.writes)
             self._changed.notify_all()
             return closure
 
@@ -261,8 +266,9 @@ class Coordinator:
 
     def hand_over(self, work: Work, results: list[Any]) -> None:
         """Applies what a worker has staged, in the order of the log."""
-        attempt = work.attempt
+        attempt, returned = work.attempt, work.closure.returned
         with self._changed:
+            returned[attempt.number] = results
             if (update := self._log.finish(attempt)) is None:
                 return
             if update.number is not None:
@@ -270,14 +276,16 @@ class Coordinator:
                 for store in self._stores:
                     store.commit(attempt.epoch, update.number, runs, update.oldest_run)
                 self._staleness[update.staleness] += 1
-                self._applied[attempt.worker] += 1
+                for run in update.attempts:
+                    self._applied[run.worker] += 1
                 self._kept[work.closure.number] = work.closure
                 if self._every is not None and time.monotonic() - self._saved_at > self._every:
                     with suppress(WireError):
                         self._state.save(self._log.version)
                         self._saved_at = time.monotonic()
                 self._forget()
-            self._over(work.closure, results=results)
+            shares = [returned[run.number] for run in update.attempts]
+            self._over(work.closure, results=work.closure.program.bound.halves.finish(shares))
 
     def _forget(self) -> None:
         """Drops what is needed only to go back further than the servers may."""
@@ -301,7 +309,8 @@ class Coordinator:
             version = self._state.saved.version if self._state.saved else 0
             for update in self._log.updates[version:]:
                 self._staleness[update.staleness] -= 1
-                self._applied[update.attempts[0].worker] -= 1
+                for run in update.attempts:
+                    self._applied[run.worker] -= 1
                 self._closures[update.closure] = self._kept.pop(update.closure)
             self._log.go_back(version)
             self._state.restore(self._log.epoch)
@@ -328,6 +337,8 @@ class Coordinator:
     def fail(self, work: Work, error: BaseException) -> None:
         """Notes that a closure cannot be run; those that wait are cancelled."""
         with self._changed:
+            if work.closure.is_over:  # another share of it failed
+                return
             self._log.cancel(work.closure.number)
             self._error = self._error or error
             self._over(work.closure, error=error)

@@ -70,7 +70,7 @@ class Engine:
         try:
             while (work := self._coordinator.take(index)) is not None:
                 try:
-                    data = work.closure.data_of(index)
+                    data = work.closure.data_of(index, work.attempt.share)
                     worker = worker or self._worker(index)
                     results = worker.run(work, data)
                 except RunIsVoid:

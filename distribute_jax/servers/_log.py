@@ -97,7 +97,7 @@ class Log:
             return None
         closure, share = self._waiting[0]
         this = self._open[closure]
-        if this.writes and closure not in self._pulled:
+        if (this.writes or this.shares > 1) and closure not in self._pulled:
             if not self._stays_fresh():
                 return None
             self._pulled[closure] = self.version
@@ -128,8 +128,8 @@ class Log:
         runs = tuple(this.done[share] for share in range(this.shares))
         number = self.version if this.writes else None
         update = Update(number, attempt.closure, runs, self._oldest_run())
+        self._pulled.pop(attempt.closure, None)
         if this.writes:
-            del self._pulled[attempt.closure]
             self._applied[attempt.closure] = this
             self.updates.append(update)
         return update

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from distribute_jax._values import PerReplica
+
 
 class RemoteValue:
     """An array that a worker computes, or has computed.
@@ -19,9 +21,14 @@ class RemoteValue:
         self._wait = wait
 
     def get(self) -> Any:
-        """Waits for the value and returns it as a ``jax.Array``, or raises the error of its closure."""
+        """Waits for the value and returns it as ``strategy.run`` does, or raises the error of its closure."""
         return self._wait()
 
     def fetch(self) -> Any:
-        """Waits for the value and returns it as a NumPy array, or raises the error of its closure."""
-        return np.asarray(self._wait())
+        """Waits for the value and returns it as a NumPy array, or raises the error of its closure.
+
+        Where several workers make an update and differ in the value, it is a tuple of arrays.
+        """
+        value = self._wait()
+        several = isinstance(value, PerReplica)
+        return tuple(map(np.asarray, value.values)) if several else np.asarray(value)

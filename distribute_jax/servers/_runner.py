@@ -18,6 +18,7 @@ from distribute_jax.program import Replicas, Runner, RunOptions
 from distribute_jax.program._arguments import check_call
 from distribute_jax.program._cache import Request
 from distribute_jax.program._compare import copied
+from distribute_jax.program._halves import of_replica
 from distribute_jax.program._halves_cache import BoundHalves, HalvesCache
 from distribute_jax.program._options import UNVERIFIED
 from distribute_jax.program._padding_check import run_checked_for_leaks
@@ -25,7 +26,7 @@ from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator
+from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator, Data
 from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
     MoreElementsError,
@@ -58,7 +59,7 @@ class ServersRunner(Runner):
         """Starts workers with the first closure."""
         super().__init__(strategy, replicas, steps_in_flight=None)
         self._strategy, self.coordinator = strategy, coordinator
-        self._start = start
+        self._shares, self._start = strategy.num_replicas_in_sync, start
         self._engine: Engine | None = None
         self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator, partitioner)
         self._taken: dict[Any, list[int]] = {}
@@ -121,22 +122,27 @@ class ServersRunner(Runner):
         _check_fetched(given)
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         bound, data, counts = self._traced(fn, given, tree)
-        results, at = bound.halves.results, bound.halves.results_at
+        results, mirrored = bound.halves.results, bound.halves.plan.mirrored
         if self._engine is None:
             self._engine = self._start()
         self._engine.check(bound.halves)
-        closure = self.coordinator.schedule(bound, data, most)
+        closure = self.coordinator.schedule(bound, data, most, self._shares)
 
         def remote(k: int) -> RemoteValue:
-            is_cut = counts is not None and bound.rows[k]
-            real = slice(counts[0]) if is_cut and counts is not None else ...
-            return RemoteValue(lambda: self.coordinator.result(closure)[k][real])
+            real = counts if counts is not None and bound.rows[k] else None
+            if self._shares > 1 and not mirrored[k]:
+                mesh = self._strategy.mesh
+                return RemoteValue(
+                    lambda: PerReplica(self.coordinator.result(closure)[k], mesh, counts=real)
+                )
+            rows = slice(real[0]) if real else ...
+            return RemoteValue(lambda: self.coordinator.result(closure)[k][rows])
 
-        return rebuild(results, [remote(k) for k in range(len(at))], bound.binding)
+        return rebuild(results, [remote(k) for k in range(len(mirrored))], bound.binding)
 
     def _traced(
         self, fn: Callable[..., Any], given: list[Any], tree: Any
-    ) -> tuple[BoundHalves, Callable[[int], list[Any]], tuple[int, ...] | None]:
+    ) -> tuple[BoundHalves, Data, tuple[int, ...] | None]:
         """Returns the halves of a scheduled function, the data of a worker, and how many rows are real."""
         key = getattr(fn, "__code__", type(fn))
         plain = [None if is_of_workers(x) else x for x in given]
@@ -148,8 +154,9 @@ class ServersRunner(Runner):
             step = _Closure(fn, [isinstance(x, PerWorkerIterator) for x in given], tree, taken)
             inputs = of_workers(0, peek=True), np.int32(0)
             _check_arrays(inputs)
+            shapes = [_type(x) for x in jax.tree.leaves(inputs)]
             try:
-                bound, arguments = self._halves.bound(step, (plain, inputs), {}, None)
+                bound, arguments = self._halves.bound(step, (plain, inputs), {}, None, len(shapes))
                 break
             except MoreElementsError:
                 if max(taken) > _MOST_ELEMENTS:
@@ -158,14 +165,15 @@ class ServersRunner(Runner):
         if arguments.counts is not None and not bound.rows:
             bound.rows = self._checked_rows(Request(step, arguments, UNVERIFIED), bound)
         fixed = bound.halves.data(bound.binding, arguments)
-        shapes = [_type(x) for x in jax.tree.leaves(inputs)]
+        shares = self._shares  # what workers hold must not hold the strategy
         first = len(fixed) - len(shapes) - (arguments.counts is not None)
 
-        def data(worker: int) -> list[Any]:
+        def data(worker: int, share: int) -> list[Any]:
             leaves = jax.tree.leaves((of_workers(worker), np.int32(worker)))
             if [_type(x) for x in leaves] != shapes:
                 raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=leaves, wanted=shapes))
-            return [*fixed[:first], *leaves, *fixed[first + len(leaves) :]]
+            given = [*fixed[:first], *leaves, *fixed[first + len(leaves) :]]
+            return of_replica(given, share, shares)
 
         return bound, data, arguments.counts
 

@@ -86,6 +86,9 @@ class ParameterServerStrategy(Strategy):
             with its parameter.
         max_staleness: the most updates that may come between what a step reads and its own update; by default
             four for each worker. ``math.inf`` for no bound, as in TensorFlow.
+        workers_per_update: how many workers together compute each update, in sync: they are the replicas of
+            the step, and the servers add up what they return. A batch of ``distribute_dataset`` is divided
+            among them, and the numbers are those of ``MirroredStrategy`` with as many replicas.
         options: of ``engine="processes"``.
 
     Raises:
@@ -112,6 +115,7 @@ class ParameterServerStrategy(Strategy):
         workers: int | None = None,
         servers: int | None = None,
         max_staleness: float | None = None,
+        workers_per_update: int | None = None,
         options: ServerOptions | None = None,
     ) -> None:
         name = type(self).__name__
@@ -132,9 +136,20 @@ class ParameterServerStrategy(Strategy):
             else check_int(f"{name}: workers", workers)
         )
         of_servers = 1 if servers is None else check_int(f"{name}: servers", servers)
-        staleness = 4 * number if max_staleness is None else _checked_staleness(name, max_staleness)
+        shares = (
+            1
+            if workers_per_update is None
+            else check_int(f"{name}: workers_per_update", workers_per_update)
+        )
+        usual = 4 * number if shares == 1 else 0
+        staleness = usual if max_staleness is None else _checked_staleness(name, max_staleness)
+        if shares > 1 and staleness:
+            raise ArgumentError(
+                f"{name}: max_staleness={max_staleness!r} with workers_per_update={shares}: workers that "
+                "compute an update together read the newest state. Leave max_staleness out."
+            )
         devices = jax.local_devices()
-        super().__init__(replica_mesh(devices[:1]), steps_in_flight=None)
+        super().__init__(replica_mesh(devices[:1], shares), steps_in_flight=None)
         if not isinstance(options, ServerOptions | None):
             raise ArgumentError(f"{name}: options must be dj.ServerOptions; got {options!r:.60}.")
         options = options or ServerOptions()
@@ -216,7 +231,8 @@ class ParameterServerStrategy(Strategy):
             super()._enter_program(name)
 
     def _enter_method(self, name: str) -> None:
-        if not in_closure():  # where a scheduled function may combine what ``run`` returned
+        # A scheduled function may combine what ``run`` returned, if it runs all of it.
+        if not in_closure() or self.num_replicas_in_sync > 1:
             super()._enter_method(name)
 
 
