@@ -141,3 +141,16 @@ def test_what_workers_cannot_do_alone_is_refused() -> None:
         coordinator.schedule(jnp.sum, args=(last,))
     with pytest.raises(RuntimeError, match="reduce"):
         coordinator.schedule(lambda: strategy.reduce("sum", jnp.ones(()), axis=None))
+
+
+def test_a_partial_batch_is_divided_as_among_replicas() -> None:
+    """Of three examples one worker has two; what a row each is has no padding, and means are of three."""
+    strategy, coordinator = in_sync(2)
+    _, last = strategy.distribute_dataset([np.ones(4), np.arange(1.0, 4)])
+
+    def step(x: jax.Array) -> Any:
+        total = dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(x))
+        return total, 2 * x
+
+    total, (first, second) = coordinator.fetch(coordinator.schedule(step, args=(last,)))
+    assert (total, list(first), list(second)) == (2, [2, 4], [6])
