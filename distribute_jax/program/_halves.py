@@ -211,8 +211,8 @@ def build_halves(
     if replicas > 1:
         body, order = of_replica_number(body, replicas), (len(before), *order)
         before = [*before, frozenset({"the number of the replica"})]
-    same = [True] * outs + list(decided.mirrored)
-    first = _First(body, [before[k] for k in order], same, replicas, 1, {}, {})
+    marks, equal = [before[k] for k in order], [True] * outs + list(decided.mirrored)
+    first = _First(body, marks, equal, replicas, 1, {}, {})
     first.check_no_branches()
     jaxpr, leaves = first.jaxpr, traced.input_starts[-1]
     state = _state(call, traced, order, jaxpr)
@@ -227,32 +227,26 @@ def build_halves(
     if replicas > 1:
         of_one = [eqn for eqn in division.finish if any(map(first.differs, eqn.outvars))]
         _check_alone([*division.eqns, *of_one], update)
-        asks = [v for v in division.asks if not first.differs(v)]
-        own = [v for v, is_same in zip(results, decided.mirrored, strict=True) if not is_same]
-        together = [v for v, is_same in zip(results, decided.mirrored, strict=True) if is_same]
-        needs = Needs(division.finish, {}, together)
-        part = _part(call, body, needs, (_all(asks), []), _all(together))
+        each = list(zip(results, decided.mirrored, strict=True))
+        equal, own = ([v for v, same in each if same is is_same] for is_same in (True, False))
+        asks = [v for v in division.asks if v not in own]
+        part = _part(call, body, Needs(division.finish, {}, equal), (_all(asks), []), _all(equal))
         returned, finish = [*asks, *own], _Finish(part, decided.mirrored)
-    taken = [pair for part in division.servers for pair in part.takes]
-    hands = list(dict.fromkeys([*taken, *_all(variables(returned))]))
-    at: dict[Any, int] = {pair: i for i, pair in enumerate(hands)}
-    literals = [v for v in returned if isinstance(v, jex_core.Literal)]
-    at_literal = {id(v): len(hands) + i for i, v in enumerate(literals)}
+    taken = list(dict.fromkeys(pair for part in division.servers for pair in part.takes))
+    at, hands = {pair: i for i, pair in enumerate(taken)}, [*taken, *_all(returned)]
     inputs = [v for v, k in zip(jaxpr.invars, order, strict=True) if k >= leaves]
     pulled = [state.inputs[k] for k in division.pulls]
     takes = _all(pulled), _all(inputs)
-    by_first = {v for v, _ in hands if replicas > 1 and not first.differs(v)} - update.summed
-    returns = [*hands, *_all(literals)]
-    worker = _part(call, body, Needs(division.eqns, {}), takes, returns, by_first=by_first)
+    atoms = variables(v for v, _ in hands) if replicas > 1 else []
+    by_first = {v for v in atoms if not first.differs(v)} - update.summed
+    worker = _part(call, body, Needs(division.eqns, {}), takes, hands, by_first=by_first)
     return Halves(
         names=tuple(state.names),
         homes=division.homes,
         pulls=division.pulls,
         worker=worker,
         results=traced.results,
-        results_at=tuple(
-            at_literal[id(v)] if isinstance(v, jex_core.Literal) else at[v, None] for v in returned
-        ),
+        results_at=tuple(range(len(taken), len(hands))),
         finish=finish,
         servers=tuple(
             _server_half(part, state, at, call, body, [of.get(s) for of in division.homes])
