@@ -1,17 +1,19 @@
-"""A process that is a worker or a server, as its first message says, until its parent is gone."""
+"""Processes that are workers and servers, and the one that they are forked from."""
 
 from __future__ import annotations
 
 import operator
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -23,20 +25,53 @@ from distribute_jax.servers._worker import Order, RunIsVoid, WorkerProgram, run
 
 
 def main(descriptor: int) -> None:
-    """Does what the messages of one end say."""
+    """Forks a process for each end that comes, or ends one of them; with its parent it ends them all.
+
+    What takes seconds, to import JAX, is done once and before. It has one thread, and has started no backend.
+    """
+    control, running = Connection(socket.socket(fileno=descriptor)), set[int]()
+    try:
+        while True:
+            message = control.receive()
+            for pid in list(running):
+                if os.waitpid(pid, os.WNOHANG)[0]:  # its number may be another's now
+                    running.remove(pid)
+            if message.name == "end":
+                for pid in running.intersection(message.plain):
+                    os.kill(pid, signal.SIGKILL)
+                continue
+            (end,) = message.ends
+            if (pid := os.fork()) == 0:
+                control.close()
+                _be(message.name, end)
+            os.close(end)
+            running.add(pid)
+            control.send(Message("pid", [pid]))
+    except WireError:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def _be(kind: str, descriptor: int) -> NoReturn:
+    """Is a worker or a server, which does what messages say."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(f"dj {kind}")  # for who looks at what runs
     control = Connection(socket.socket(fileno=descriptor))
     messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(control, messages), daemon=True).start()
-    kind = messages.get().name
-    with suppress(OSError):
-        Path("/proc/self/comm").write_text(f"dj {kind}")  # for who looks at what runs
-    role = _Server() if kind == "server" else _Worker()
-    while True:
-        message = messages.get()
-        if message.name not in role.REQUESTS:
-            sys.exit(f"{message.name!r:.80} is not a request to {type(role).__name__}")
-        if (answer := getattr(role, message.name)(message)) is not None:
-            control.send(answer)
+    try:
+        role = _Server() if kind == "server" else _Worker()
+        while True:
+            message = messages.get()
+            if message.name not in role.REQUESTS:
+                raise WireError(f"{message.name!r:.80} is not a request to a {kind}")
+            if (answer := getattr(role, message.name)(message)) is not None:
+                control.send(answer)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def _receive(control: Connection, messages: queue.SimpleQueue[Message]) -> None:

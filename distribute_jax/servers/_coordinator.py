@@ -293,15 +293,14 @@ class Coordinator:
         for closure in self._log.forget(saved.version if saved else self._log.version):
             self._kept.pop(closure, None)
 
-    def lose_server(self, number: int, reason: str) -> None:
+    def lose_server(self, number: int) -> None:
         """Lets no run begin until the servers have gone back."""
         with self._changed:
             self._lost_servers += 1
             self._losses[self._log.version] += 1
             if self._losses[self._log.version] >= _MOST_LOSSES:
-                self.fail_for_good(
-                    StepFailedError(f"server {number}: {reason}, {_MOST_LOSSES} times")
-                )
+                text = f"The process of server {number} has ended {_MOST_LOSSES} times."
+                self.fail_for_good(StepFailedError(text))
 
     def go_back(self) -> None:
         """Lets all servers, of which one is another process now, go back to what was kept of them."""

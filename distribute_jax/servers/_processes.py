@@ -2,12 +2,13 @@
 
 The coordinator starts them with one end of a pair of sockets each, and gives a worker and a server the two
 ends of another one: there is no port and no file. They hold none of the user's code, only exported programs.
-A process that is ready stands by, to take the place of the first that ends.
+All are forked from one process that has imported JAX, so that a lost one is soon replaced.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -34,37 +35,77 @@ _PLATFORM_OF_SERVERS = "cpu"
 
 
 class _Child:
-    """A process that waits for what it is to be."""
+    """A process that is a worker or a server."""
+
+    def __init__(self, nursery: _Nursery, pid: int, end: socket.socket) -> None:
+        self._nursery, self._pid, self._end = nursery, pid, end
+        self.control = Connection(end)
+
+    def wait(self) -> None:
+        """Waits until it has ended."""
+        poll = select.poll()
+        poll.register(self._end, 0)  # wakes up when the other end is closed, and for nothing else
+        with suppress(OSError):
+            poll.poll()
+
+    def end(self) -> None:
+        """Ends it, and does not wait."""
+        self._nursery.end(self._pid)
+        self.control.close()
+
+
+class _Nursery:
+    """The process that the others are forked from."""
 
     def __init__(self, platform: str) -> None:
+        self._platform, self._lock = platform, threading.Lock()
+        self._control = self._started()
+
+    def _started(self) -> Connection:
         here, there = pair()
-        path = os.pathsep.join(
-            [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "JAX_ENABLE_X64": str(int(jax.dtypes.canonicalize_dtype("float64") == "float64")),
+            "OPENBLAS_NUM_THREADS": "1",  # a process with several threads cannot be forked
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
-        if platform == _PLATFORM_OF_SERVERS:
-            environment["JAX_PLATFORMS"] = platform
+        if self._platform == _PLATFORM_OF_SERVERS:
+            environment["JAX_PLATFORMS"] = self._platform
         with there:
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "distribute_jax.servers._child", str(there.fileno())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
                 start_new_session=True,  # Ctrl-C is for the coordinator
             )
-        self.control = Connection(here)
+        threading.Thread(target=process.wait, daemon=True).start()
+        return Connection(here)
 
-    def end(self) -> None:
-        """Ends it, and does not wait."""
-        self.control.close()
-        with suppress(OSError):
-            self.process.kill()
-        threading.Thread(target=self.process.wait, daemon=True).start()
+    def child(self, kind: str) -> _Child:
+        """Returns a new process, which is a worker or a server."""
+        here, there = pair()
+        with self._lock, there:
+            message = Message(kind, ends=[there.fileno()])
+            try:
+                (pid,) = self._control.ask(message).plain
+            except WireError:  # it was killed, and all that came from it
+                self._control.close()
+                self._control = self._started()
+                (pid,) = self._control.ask(message).plain
+        return _Child(self, pid, here)
+
+    def end(self, pid: int) -> None:
+        """Ends a process, if it is one of these."""
+        with self._lock, suppress(WireError):
+            self._control.send(Message("end", [pid]))
+
+    def close(self) -> None:
+        """Ends all."""
+        with self._lock:
+            self._control.close()
 
 
 class RemoteStore:
@@ -89,7 +130,7 @@ class RemoteStore:
     def attach(self, child: _Child) -> None:
         """Lets a process be this server."""
         self._child = child
-        for message in (Message("server"), *self._loads.values()):
+        for message in self._loads.values():
             self._tell(message)
 
     def _tell(self, message: Message) -> None:
@@ -149,8 +190,6 @@ class _Worker:
         self._child, self._stores, self._seconds = child, stores, seconds
         self._loaded: set[str] = set()
         self._linked: list[_Child | None] = [None] * len(stores)
-        with suppress(WireError):  # noticed with the first run
-            child.control.send(Message("worker"))
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
         program, control = work.closure.program, self._child.control
@@ -215,33 +254,27 @@ class Processes(Engine):
     def __init__(
         self, coordinator: Coordinator, stores: Sequence[RemoteStore], seconds: float | None = None
     ) -> None:
-        """Starts them all, and one that stands by; a run of more than so many seconds counts as lost."""
-        self._stores, self._seconds = stores, seconds
-        self._platform = coordinator.device.platform
-        self._lock = threading.Lock()
-        self._spare = _Child(self._platform)
-        self._ended = False
+        """Starts them all; a run of more than so many seconds counts as lost."""
+        self._stores, self._ended = stores, False
+        self._nursery = _Nursery(coordinator.device.platform)
         for number in range(len(stores)):
             self._serve(number)
-        super().__init__(coordinator, lambda _: _Worker(self._child(), stores, seconds))
-
-    def _child(self) -> _Child:
-        with self._lock:
-            child, self._spare = self._spare, _Child(self._platform)
-            return child
+        super().__init__(
+            coordinator, lambda _: _Worker(self._nursery.child("worker"), stores, seconds)
+        )
 
     def _serve(self, number: int) -> None:
-        child = self._child()
+        child = self._nursery.child("server")
         self._stores[number].attach(child)
         threading.Thread(target=self._watch, args=(number, child), daemon=True).start()
 
     def _watch(self, number: int, child: _Child) -> None:
         """Waits for the end of a server, and replaces it."""
-        code = child.process.wait()
+        child.wait()
         if self._ended:
             return
+        self._coordinator.lose_server(number)
         child.control.close()
-        self._coordinator.lose_server(number, f"its process ended with code {code}")
         self._serve(number)
         self._coordinator.go_back()
 
@@ -252,6 +285,7 @@ class Processes(Engine):
     def stop(self) -> None:
         super().stop()
         self._ended = True
-        for child in (self._spare, *(store.child for store in self._stores)):
-            if child is not None:
-                child.end()
+        self._nursery.close()
+        for store in self._stores:
+            if store.child is not None:
+                store.child.control.close()
