@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from test_processes import children
 
 import distribute_jax as dj
 from distribute_jax.callbacks import BackupAndRestore, LambdaCallback, ModelCheckpoint
@@ -124,3 +127,19 @@ def test_saves_between_batches_have_all_batches_before(of_one: Any, tmp_path: Pa
     for each in (model, one):
         each.fit(X[:32], Y[:32], batch_size=8, verbose=0)
     assert_same(state_of(model), state_of(one))
+
+
+@pytest.mark.exhaustive
+def test_a_batch_whose_worker_is_killed_counts_once(of_one: Any) -> None:
+    """In processes the history and the state are those of one device although a worker and a server end."""
+
+    def kill(batch: int, logs: Any) -> None:
+        if batch in (5, 9):
+            os.kill(children("worker" if batch == 5 else "server")[0], signal.SIGKILL)
+
+    strategy = dj.ParameterServerStrategy(engine="processes", workers=3, max_staleness=0)
+    model, killing = model_on(strategy), LambdaCallback(on_train_batch_end=kill)
+    history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[killing]).history
+    assert history == of_one[1]
+    assert_same(state_of(model), state_of(of_one[0]))
+    assert int(model.trainer.setup.tracker.loss.count[...]) == 139

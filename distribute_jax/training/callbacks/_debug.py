@@ -82,6 +82,7 @@ class ProfilerCallback(Callback):
             )
 
     def _wait(self) -> None:
+        self.model.strategy._settle()
         jax.block_until_ready(nnx.state(self.model.module))
 
     def _release(self) -> None:
