@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 45_920,
-    lines_of_tests: 43_261,
+    lines: 45_921,
+    lines_of_tests: 43_280,
     files: 231,
     pieces: 0,
     private_words: 2,
