@@ -40,19 +40,22 @@ class BoundHalves:
     binding: Binding
     rows: Sequence[bool] = ()
     """Which results have one row for each example, once that was looked at for a partial batch."""
-    types: list[Any] = field(init=False)
-    """The shapes and dtypes of the state that it was traced with."""
+    leaves: list[Any] = field(init=False)
+    """What the variables held when it was last looked up, in the order in which the halves number it."""
 
     def __post_init__(self) -> None:
-        self.types = self.types_now()
+        self.leaves = jax.tree.leaves(read_raw(self.binding.variables))
 
-    def types_now(self) -> list[Any]:
-        """Returns the shapes and dtypes of what the variables hold."""
-        return [(leaf.shape, leaf.dtype) for leaf in self.leaves()]
-
-    def leaves(self) -> list[Any]:
-        """Returns the arrays that the variables hold, in the order in which the halves number them."""
-        return jax.tree.leaves(read_raw(self.binding.variables))
+    def fits(self) -> bool:
+        """Returns whether what the variables hold now is of the shapes and dtypes that it was traced with."""
+        before, now = self.leaves, jax.tree.leaves(read_raw(self.binding.variables))
+        if len(before) != len(now) or any(
+            x is not y and (x.shape, x.dtype) != (y.shape, y.dtype)
+            for x, y in zip(before, now, strict=True)
+        ):
+            return False
+        self.leaves = now
+        return True
 
 
 def places(binding: Binding) -> list[tuple[nnx.Variable[Any], int]]:
@@ -107,7 +110,7 @@ class HalvesCache:
             request = Request(fn, arguments, options)
             some = self._bound.setdefault(request.head, [])
             for entry in some:
-                if entry.binding.holds(request.values) and entry.types == entry.types_now():
+                if entry.binding.holds(request.values) and entry.fits():
                     return entry, arguments
             entry = self._built(fn, arguments, options, of_workers)
             some[:] = [entry, *(e for e in some if e.binding.alive)][:_MOST_BOUND]

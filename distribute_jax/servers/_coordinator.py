@@ -114,7 +114,10 @@ class Coordinator:
         """How many servers are being replaced."""
         self._losses: Counter[int] = Counter()
         """How many servers were lost at each version."""
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._awaited_changed = threading.Condition(lock), threading.Condition(lock)
+        """What workers wait for, and what users do."""
+        self._awaited: list[Callable[[], bool]] = []
         self._numbers = itertools.count()
         self._closures: dict[int, Closure] = {}
         self._error: BaseException | None = None
@@ -159,7 +162,7 @@ class Coordinator:
             closure = Closure(next(self._numbers), program, data)
             self._closures[closure.number] = closure
             self._log.add(closure.number, shares=shares, writes=program.writes)
-            self._changed.notify_all()
+            self._changed.notify(shares)
             return closure
 
     def join(self, timeout: float | None = None) -> None:
@@ -232,13 +235,23 @@ class Coordinator:
     def _wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits, so that an interrupt is noticed, and returns whether it came in time."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not is_so():
-            self._check_servers()
-            left = 1.0 if end is None else end - time.monotonic()
-            if left <= 0:
-                return False
-            self._changed.wait(min(left, 1.0))
-        return True
+        self._awaited.append(is_so)
+        try:
+            while not is_so():
+                self._check_servers()
+                left = 1.0 if end is None else end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._awaited_changed.wait(min(left, 1.0))
+            return True
+        finally:
+            self._awaited.remove(is_so)
+
+    def _tell(self) -> None:
+        """Wakes workers, and users if what one of them waits for is so: not one for each closure."""
+        self._changed.notify_all()
+        if self._lost is not None or any(is_so() for is_so in self._awaited):
+            self._awaited_changed.notify_all()
 
     def _check_servers(self) -> None:
         if self._lost is not None:
@@ -314,7 +327,7 @@ class Coordinator:
             self._log.go_back(version)
             self._state.restore(self._log.epoch)
             self._lost_servers -= 1
-            self._changed.notify_all()
+            self._tell()
 
     def give_up(self, worker: int) -> None:
         """Lets another worker run what one was running."""
@@ -322,7 +335,7 @@ class Coordinator:
             for attempt in self._log.give_up(worker):
                 for store in self._stores:
                     store.drop(attempt.number)
-            self._changed.notify_all()
+            self._tell()
 
     def lose(self, work: Work, error: BaseException) -> None:
         """Lets another worker run what a lost one was running."""
@@ -349,26 +362,26 @@ class Coordinator:
         with self._changed:
             self._lost = self._lost or error
             self._stopped = True
-            self._changed.notify_all()
+            self._tell()
 
     def _over(self, closure: Closure, **outcome: Any) -> None:
         if not closure.is_over:  # what was fetched of a closure that runs again stays
             vars(closure).update(outcome, is_over=True)
         del self._closures[closure.number]
-        self._changed.notify_all()
+        self._tell()
 
     def resize(self, workers: int) -> None:
         """Sets the number of workers; one that is not among them takes no more work."""
         with self._changed:
             self.workers = workers
             self._applied += [0] * (workers - len(self._applied))
-            self._changed.notify_all()
+            self._tell()
 
     def stop(self) -> None:
         """Lets the workers end."""
         with self._changed:
             self._stopped = True
-            self._changed.notify_all()
+            self._tell()
 
 
 _LOST = """\

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -112,7 +113,9 @@ class ServersRunner(Runner):
         Waits while ``most`` closures are not over.
         """
         check_not_on_worker()
-        if not callable(fn) or inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        if not callable(fn) or getattr(getattr(fn, "__code__", None), "co_flags", 0) & (
+            inspect.CO_COROUTINE | inspect.CO_GENERATOR
+        ):
             raise ArgumentTypeError(
                 f"coordinator.schedule(fn={leaf_text(fn)}): fn is not a function, or an async one or a "
                 "generator."
@@ -145,18 +148,21 @@ class ServersRunner(Runner):
     ) -> tuple[BoundHalves, Data, tuple[int, ...] | None]:
         """Returns the halves of a scheduled function, the data of a worker, and how many rows are real."""
         key = getattr(fn, "__code__", type(fn))
-        plain = [None if is_of_workers(x) else x for x in given]
+        plain = [x for x in given if not is_of_workers(x)]
         taken = self._taken.get(key, [])
         taken = [*taken, *[0] * (len(given) - len(taken))][: len(given)]
         while True:
             now = list(taken)
             of_workers = functools.partial(_of_worker, given, now, self.coordinator.workers)
-            step = _Closure(fn, [isinstance(x, PerWorkerIterator) for x in given], tree, taken)
-            inputs = of_workers(0, peek=True), np.int32(0)
-            _check_arrays(inputs)
-            shapes = [_type(x) for x in jax.tree.leaves(inputs)]
+            leaves, inputs = jax.tree.flatten(of_workers(0, peek=True))
+            _check_arrays(leaves)
+            leaves.append(_first_worker())
+            step = _Closure(fn, list(map(_kind, given)), tree, inputs, taken)
+            shapes = [_type(x) for x in leaves]
             try:
-                bound, arguments = self._halves.bound(step, (plain, inputs), {}, None, len(shapes))
+                bound, arguments = self._halves.bound(
+                    step, (*plain, *leaves), {}, None, len(shapes)
+                )
                 break
             except MoreElementsError:
                 if max(taken) > _MOST_ELEMENTS:
@@ -169,7 +175,7 @@ class ServersRunner(Runner):
         first = len(fixed) - len(shapes) - (arguments.counts is not None)
 
         def data(worker: int, share: int) -> list[Any]:
-            leaves = jax.tree.leaves((of_workers(worker), np.int32(worker)))
+            leaves = [*jax.tree.leaves(of_workers(worker)), np.int32(worker)]
             if [_type(x) for x in leaves] != shapes:
                 raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=leaves, wanted=shapes))
             given = [*fixed[:first], *leaves, *fixed[first + len(leaves) :]]
@@ -198,18 +204,20 @@ class _Closure:
     """A scheduled function as a step: its own arguments, and what the worker adds to them."""
 
     def __init__(
-        self, fn: Callable[..., Any], is_iterator: Sequence[bool], tree: Any, taken: list[int]
+        self, fn: Callable[..., Any], kinds: Sequence[str], tree: Any, inputs: Any, taken: list[int]
     ) -> None:
         """Traces a function that takes so many elements of its iterators; ``taken`` is corrected."""
         self.__wrapped__, self.__qualname__ = fn, step_name(fn)
-        self._is_iterator, self._tree, self._taken = is_iterator, tree, taken
+        self._kinds, self._tree, self._inputs, self._taken = kinds, tree, inputs, taken
 
-    def __call__(self, plain: list[Any], inputs: tuple[list[Any], jax.Array]) -> Any:
+    def __call__(self, *flat: Any) -> Any:
         """Runs the function where ``strategy.run`` is a part of it."""
-        of_workers, worker = inputs
+        number = self._kinds.count("plain")
+        *of_workers, worker = flat[number:]
+        mine, theirs = iter(flat[:number]), jax.tree.unflatten(self._inputs, of_workers)
         leaves = [
-            TracedIterator(theirs) if is_iterator else mine if theirs is None else theirs
-            for mine, theirs, is_iterator in zip(plain, of_workers, self._is_iterator, strict=True)
+            next(mine) if kind == "plain" else TracedIterator(x) if kind == "iterator" else x
+            for kind, x in zip(self._kinds, theirs, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
         try:
@@ -221,6 +229,17 @@ class _Closure:
         if self._taken != before:
             raise MoreElementsError  # it would take elements that it does not use
         return result
+
+
+@functools.cache
+def _first_worker() -> jax.Array:
+    return jnp.zeros((), jnp.int32)
+
+
+def _kind(value: Any) -> str:
+    if not is_of_workers(value):
+        return "plain"
+    return "iterator" if isinstance(value, PerWorkerIterator) else "value"
 
 
 def _is_leaf(value: Any) -> bool:
@@ -245,8 +264,8 @@ def _type(value: Any) -> tuple[Any, ...]:
     return np.shape(value), getattr(value, "dtype", type(value))
 
 
-def _check_arrays(inputs: Any) -> None:
-    for leaf in jax.tree.leaves(inputs):
+def _check_arrays(leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
         if np.asarray(leaf).dtype.kind in "OSUM":
             raise ArgumentTypeError(
                 f"A worker's value or element of its dataset has {leaf_text(leaf)} in it. Devices hold bools "

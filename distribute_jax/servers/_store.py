@@ -256,10 +256,9 @@ class State:
 
     def written(self, program: Program) -> dict[Key, Any]:
         """Returns what the variables of a step hold that the servers do not have."""
-        leaves = program.bound.leaves()
         return {
             key: leaf
-            for key, leaf in zip(program.keys, leaves, strict=True)
+            for key, leaf in zip(program.keys, program.bound.leaves, strict=True)
             if self._seen.get(key) is not leaf
         }
 

@@ -72,8 +72,8 @@ def run(
             parts.setdefault(i, []).append(value)
     pulled = [joined(parts[i]) for i in range(len(parts))]
     here, there = devices
-    handed = program.compute(jax.device_put(pulled, here), jax.device_put(data, here))
-    handed = jax.block_until_ready(jax.device_put(handed, there))
+    handed = program.compute(_on(here, pulled), _on(here, data))
+    handed = jax.block_until_ready(_on(there, handed))
     staged = [
         link.ask("stage", order.epoch, order.run, program.name, [handed[i] for i in takes])
         for link, takes in zip(links, program.takes, strict=False)
@@ -81,3 +81,11 @@ def run(
     for answer in staged:
         answer()
     return [handed[i] for i in program.results_at]
+
+
+def _on(device: jax.Device, values: Sequence[Any]) -> list[Any]:
+    """Returns arrays of a device; numbers of the host go where the arrays beside them are."""
+    return [
+        jax.device_put(x, device) if isinstance(x, jax.Array) and x.device != device else x
+        for x in values
+    ]

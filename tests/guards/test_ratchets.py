@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 45_921,
+    lines: 45_963,
     lines_of_tests: 43_280,
     files: 231,
     pieces: 0,
