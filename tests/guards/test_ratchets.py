@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 45_963,
-    lines_of_tests: 43_280,
+    lines_of_tests: 43_309,
     files: 231,
     pieces: 0,
     private_words: 2,
