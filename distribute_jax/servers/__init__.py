@@ -5,7 +5,7 @@ errors, ``_log`` admits and numbers, ``_engine`` drives the workers (``_threads`
 does, ``_store`` has the state. ``_input`` has what differs from worker to worker.
 """
 
-from distribute_jax.servers._coordinator import Coordinator, Stats
+from distribute_jax.servers._coordinator import Coordinator, Recording, Stats
 from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
     PerWorkerDataset,
@@ -27,6 +27,7 @@ __all__ = [
     "PerWorkerIterator",
     "PerWorkerValue",
     "Processes",
+    "Recording",
     "RemoteStore",
     "RemoteValue",
     "ServersRunner",

@@ -10,8 +10,8 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves
 from distribute_jax.servers._input import check_not_on_worker
-from distribute_jax.servers._log import Attempt, Log
+from distribute_jax.servers._log import Attempt, Log, Update
 from distribute_jax.servers._store import Program, State
 from distribute_jax.servers._wire import WireError
 from distribute_jax.servers._worker import Order
@@ -81,6 +81,23 @@ class Stats(NamedTuple):
     """The updates of each worker; of a synchronous one, the runs that it was made of."""
 
 
+@dataclass
+class Recording:
+    """Updates with all that they were computed from, for ``run_again``."""
+
+    first: int
+    """The version before them."""
+    updates: list[tuple[Update, Closure]] = field(default_factory=list)
+    written: dict[int, list[dict[int, Any]]] = field(default_factory=dict)
+    """By the version, what was set on the servers."""
+    last: dict[int, Any] = field(default_factory=dict)
+    """What updates change, after the last of them."""
+
+    def write(self, version: int, values: dict[int, Any]) -> None:
+        """Notes what is set on the servers."""
+        self.written.setdefault(version, []).append(values)
+
+
 class Coordinator:
     """The closures of one strategy, and the state of its models."""
 
@@ -126,6 +143,7 @@ class Coordinator:
         self._staleness: Counter[int] = Counter()
         self._applied = [0] * workers
         self._stopped = False
+        self._recording: Recording | None = None
         _context.keeps_state(self)
 
     # Called by the user's thread.
@@ -185,6 +203,26 @@ class Coordinator:
                 if self._has_written_back():
                     break
             self._raise_error()
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recording]:
+        """Records the updates of the closures that are scheduled in the block, which ends with a join."""
+        self.join()
+        with self._changed:
+            recording = self._recording = Recording(self._log.version)
+            recording.write(self._log.version, self._state.seen)
+            self._state.written_to = recording.write
+        try:
+            yield recording
+            self.join()
+            recording.last = self._state.changing()
+        finally:
+            self._recording = self._state.written_to = None
+
+    @property
+    def state(self) -> State:
+        """The state of the models."""
+        return self._state
 
     def write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
         """Lets variables hold what the servers have now, all after the same updates; closures go on.
@@ -292,6 +330,8 @@ class Coordinator:
                 for run in update.attempts:
                     self._applied[run.worker] += 1
                 self._kept[work.closure.number] = work.closure
+                if self._recording is not None:
+                    self._recording.updates.append((update, work.closure))
                 if self._every is not None and time.monotonic() - self._saved_at > self._every:
                     with suppress(WireError):
                         self._state.save(self._log.version)
@@ -319,6 +359,8 @@ class Coordinator:
         """Lets all servers, of which one is another process now, go back to what was kept of them."""
         with self._changed:
             version = self._state.saved.version if self._state.saved else 0
+            if self._recording is not None:
+                del self._recording.updates[version - self._recording.first :]
             for update in self._log.updates[version:]:
                 self._staleness[update.staleness] -= 1
                 for run in update.attempts:

@@ -27,7 +27,7 @@ from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator, Data
+from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator, Data, Recording
 from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
     MoreElementsError,
@@ -41,6 +41,7 @@ from distribute_jax.servers._input import (
     on_worker,
 )
 from distribute_jax.servers._remote import RemoteValue
+from distribute_jax.servers._replay import run_again
 
 _MOST_ELEMENTS = 64
 
@@ -95,6 +96,11 @@ class ServersRunner(Runner):
         """Runs several steps here, after all closures."""
         self.coordinator.join()
         return super().steps(fn, iterator, steps, options)
+
+    def run_again(self, recording: Recording) -> list[str]:
+        """Does recorded updates again on one device; returns what has other bits."""
+        self.coordinator.join()
+        return list(run_again(recording, self.coordinator.state, self.coordinator.device))
 
     def resize(self, workers: int) -> None:
         """Starts workers that have joined; waits for those that leave."""

@@ -7,6 +7,7 @@ is set aside between two updates, so that it has the values of one version on al
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import threading
@@ -203,6 +204,8 @@ class State:
         self._programs: dict[int, Program] = {}
         self.saved = Snapshot(0, {}) if may_go_back else None
         """What the servers had at the version that they go back to; None where they never do."""
+        self.written_to: Callable[[int, dict[Key, Any]], None] | None = None
+        """Told of the version, and of the arrays that are set on the servers then."""
 
     def program(self, bound: BoundHalves) -> Program:
         """Returns the halves of a step, loaded into the servers."""
@@ -223,14 +226,45 @@ class State:
         self._settle(bound, keys)
         self._keys.update(new)
         self._variables.update({id(variable): variable for variable, _ in places(bound.binding)})
-        name = f"{bound.step} {next(self._numbers)}"
-        for store, half in zip(self._stores, halves.servers, strict=True):
-            reads, writes = (tuple(keys[k] for k in leaves) for leaves in (half.reads, half.writes))
-            store.load(name, ServerProgram(reads, writes, half.apply, operator.add))
+        program = Program(f"{bound.step} {next(self._numbers)}", bound, keys)
+        self.load(program)
         for k, key in enumerate(keys):
             alone: Mapping[int, Rows | None] = {k % len(self._stores): None}
             self._homes.setdefault(key, halves.homes[k] if any(halves.homes[k].values()) else alone)
-        return Program(name, bound, keys)
+        return program
+
+    def load(self, program: Program) -> None:
+        """Loads the halves of the servers."""
+        for store, half in zip(self._stores, program.bound.halves.servers, strict=True):
+            reads, writes = (
+                tuple(program.keys[k] for k in leaves) for leaves in (half.reads, half.writes)
+            )
+            store.load(program.name, ServerProgram(reads, writes, half.apply, operator.add))
+
+    @property
+    def servers(self) -> int:
+        """How many there are."""
+        return len(self._stores)
+
+    def on(self, stores: Sequence[Store]) -> State:
+        """Returns the same arrays on other servers, which have none of them yet."""
+        state = copy.copy(self)
+        state._stores, state._seen, state.saved, state.written_to = stores, {}, None, None
+        return state
+
+    def changing(self) -> dict[Key, Any]:
+        """Returns the arrays that updates change."""
+        return self.pull(self._changing)
+
+    def name(self, key: Key) -> str:
+        """Returns what a step calls an array."""
+        programs = [of for of in self._programs.values() if key in of.keys]
+        return programs[0].bound.halves.names[programs[0].keys.index(key)] if programs else ""
+
+    @property
+    def seen(self) -> dict[Key, Any]:
+        """What the variables held when they and the servers were last equal."""
+        return dict(self._seen)
 
     def _settle(self, bound: BoundHalves, keys: Sequence[Key]) -> None:
         """Moves what only workers used, or refuses what earlier steps would change on too few servers."""
@@ -271,6 +305,8 @@ class State:
         knew = self.knows(values)
         if self.saved is not None:
             self.saved = Snapshot(self.saved.version, {**self.saved.state, **values})
+        if self.written_to is not None:
+            self.written_to(version, values)
         for key, value in values.items():
             self._seen[key] = value
             self._assign(key, jax.device_put(value, self._device), self._homes[key])
@@ -300,7 +336,7 @@ class State:
     def save(self, version: int) -> None:
         """Keeps what the servers have now, to go back to."""
         if self.saved is not None:
-            self.saved = Snapshot(version, {**self.saved.state, **self.pull(self._changing)})
+            self.saved = Snapshot(version, {**self.saved.state, **self.changing()})
 
     def restore(self, epoch: int) -> None:
         """Lets the servers go back to what was kept."""

@@ -10,7 +10,7 @@ import jax
 
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._engine import Engine
-from distribute_jax.servers._store import Store
+from distribute_jax.servers._store import Program, Store
 from distribute_jax.servers._worker import WorkerProgram, run
 
 
@@ -18,14 +18,14 @@ def threads(
     coordinator: Coordinator, stores: Sequence[Store], devices: Sequence[jax.Device]
 ) -> Engine:
     """Starts the workers; each computes on one of the devices."""
-    links = [_Here(store) for store in stores]
+    links = [StoreHere(store) for store in stores]
     return Engine(
         coordinator,
         lambda index: _Thread(links, (devices[index % len(devices)], coordinator.device)),
     )
 
 
-class _Here:
+class StoreHere:
     """A server of this process."""
 
     def __init__(self, store: Store) -> None:
@@ -38,18 +38,19 @@ class _Here:
 class _Thread:
     """A worker of this process: it computes in the thread that drives it."""
 
-    def __init__(self, links: Sequence[_Here], devices: tuple[jax.Device, jax.Device]) -> None:
+    def __init__(self, links: Sequence[StoreHere], devices: tuple[jax.Device, jax.Device]) -> None:
         self._links, self._devices = links, devices
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
-        program = work.closure.program
-        half = WorkerProgram(
-            program.name,
-            program.bound.halves.worker,
-            program.takes,
-            program.bound.halves.results_at,
+        return run(
+            worker_program(work.closure.program), work.order, data, self._links, self._devices
         )
-        return run(half, work.order, data, self._links, self._devices)
 
     def stop(self) -> None:
         pass
+
+
+def worker_program(program: Program) -> WorkerProgram:
+    """Returns the worker's half of a step."""
+    halves = program.bound.halves
+    return WorkerProgram(program.name, halves.worker, program.takes, halves.results_at)
