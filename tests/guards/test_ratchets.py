@@ -99,10 +99,10 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 45_963,
-    lines_of_tests: 43_309,
-    files: 231,
-    pieces: 0,
+    lines: 46_222,
+    lines_of_tests: 43_383,
+    files: 233,
+    pieces: 1,
     private_words: 2,
     private_imports: 31,
 }
