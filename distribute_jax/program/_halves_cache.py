@@ -38,7 +38,7 @@ class BoundHalves:
     """The name of the function."""
     halves: Halves
     binding: Binding
-    rows: Sequence[bool] = ()
+    rows: Sequence[bool] | None = None
     """Which results have one row for each example, once that was looked at for a partial batch."""
     leaves: list[Any] = field(init=False)
     """What the variables held when it was last looked up, in the order in which the halves number it."""

@@ -138,7 +138,7 @@ class ServersRunner(Runner):
         closure = self.coordinator.schedule(bound, data, most, self._shares)
 
         def remote(k: int) -> RemoteValue:
-            real = counts if counts is not None and bound.rows[k] else None
+            real = counts if counts is not None and (bound.rows or ())[k] else None
             if self._shares > 1 and not mirrored[k]:
                 mesh = self._strategy.mesh
                 return RemoteValue(
@@ -174,7 +174,7 @@ class ServersRunner(Runner):
                 if max(taken) > _MOST_ELEMENTS:
                     raise ArgumentError(_TOO_MANY.format(most=_MOST_ELEMENTS)) from None
         self._taken[key] = now
-        if arguments.counts is not None and not bound.rows:
+        if arguments.counts is not None and bound.rows is None:
             bound.rows = self._checked_rows(Request(step, arguments, UNVERIFIED), bound)
         fixed = bound.halves.data(bound.binding, arguments)
         shares = self._shares  # what workers hold must not hold the strategy

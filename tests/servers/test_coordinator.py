@@ -22,7 +22,7 @@ from distribute_jax.coordinator import (
     PerWorkerValue,
     experimental_get_current_worker_index,
 )
-from distribute_jax.servers import _coordinator as queue, _threads
+from distribute_jax.servers import _coordinator as queue, _runner, _threads
 
 SECONDS = 60
 
@@ -100,10 +100,21 @@ def test_run_goes_on_from_what_closures_have_left() -> None:
     assert float(model.w[...]) == 2.125
 
 
-def test_rows_of_a_partial_batch_are_cut_or_refused() -> None:
-    """They come without those of padding; what is made of all rows is refused by name."""
+def test_rows_of_a_partial_batch_are_cut_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come without those of padding; what is made of all rows is refused by name, once looked at."""
+    checks, check = [], _runner.run_checked_for_leaks
+    monkeypatch.setattr(_runner, "run_checked_for_leaks", lambda *x: checks.append(check(*x)))
     strategy, coordinator = of_servers(1)
     *_, last = strategy.distribute_dataset(dj.data.from_arrays(np.arange(7.0)).batch(4))
+    with strategy.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def add(x: jax.Array) -> None:
+        total.assign_add(dj.compute_average_loss(x))
+
+    for _ in range(2):
+        coordinator.schedule(add, args=(last,))
+    assert len(checks) == 1
     rows = coordinator.schedule(lambda x: dj.per_example(2 * x), args=(last,))
     assert rows.fetch().tolist() == [8, 10, 12]
     assert coordinator.schedule(dj.compute_average_loss, args=(last,)).fetch() == 5
