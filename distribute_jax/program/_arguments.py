@@ -42,7 +42,8 @@ def _is_one_leaf(cls: type) -> bool:
     return issubclass(cls, (PerReplica, nnx.Pytree, nnx.Variable))
 
 
-def _stops(value: Any) -> bool:
+def is_one_leaf(value: Any) -> bool:
+    """Returns whether a value counts as one leaf although it may be a pytree."""
     cls: Any = type(value)
     return _is_one_leaf(cls)
 
@@ -99,7 +100,7 @@ def take_apart(
     if not kwargs and all(map(_is_flat, map(type, args))):
         leaves, treedef = list(args), _flat_treedef(len(args))
     else:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_stops)
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one_leaf)
     signature: list[Any] = [treedef, trace_settings()]
     bound: list[Any] = []
     if _PLAIN.issuperset(map(type, leaves)):  # as of most steps, and quicker
@@ -241,7 +242,9 @@ def _common_counts(joined: list[PerReplica], leaves: list[Any], treedef: Any) ->
     known = counts - {None}
     if len(known) == 1 and not full:
         return known.pop()
-    named = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(treedef, leaves), is_leaf=_stops)
+    named = jax.tree_util.tree_leaves_with_path(
+        jax.tree.unflatten(treedef, leaves), is_leaf=is_one_leaf
+    )
     lines = [
         f"{argument_name(path)}: {leaf.counts or 'all real'} of {leaf.part_shape[:1]}"
         for path, leaf in named

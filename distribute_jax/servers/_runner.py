@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._messages import leaf_text
 from distribute_jax._values import PerReplica
 from distribute_jax.program import Replicas, Runner, RunOptions
-from distribute_jax.program._arguments import check_call
+from distribute_jax.program._arguments import check_call, is_one_leaf
 from distribute_jax.program._cache import Request
 from distribute_jax.program._compare import copied
 from distribute_jax.program._halves import of_replica
@@ -250,7 +249,7 @@ def _kind(value: Any) -> str:
 
 def _is_leaf(value: Any) -> bool:
     """Returns whether an argument is taken as it is, although it may be a pytree."""
-    return is_of_workers(value) or isinstance(value, (PerReplica, nnx.Pytree, nnx.Variable))
+    return is_of_workers(value) or is_one_leaf(value)
 
 
 def _of_worker(

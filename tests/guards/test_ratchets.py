@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 46_222,
+    lines: 46_224,
     lines_of_tests: 43_394,
     files: 233,
     pieces: 1,
