@@ -19,9 +19,10 @@ from distribute_jax.program._ahead_of_time import (
 )
 from distribute_jax.program._export import LoadedPart, export_part, load_part
 from distribute_jax.program._failures import is_runtime_failure
-from distribute_jax.program._halves import Halves, Part, ServerHalf, build_halves
+from distribute_jax.program._halves import Halves, ServerHalf, build_halves
 from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
 from distribute_jax.program._options import RunOptions, library_options
+from distribute_jax.program._part import Part
 from distribute_jax.program._placement import Path, PlacedLeaf, modules_of
 from distribute_jax.program._placement_rules import Rules
 from distribute_jax.program._random import same_on_all_replicas

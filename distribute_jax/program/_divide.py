@@ -16,9 +16,9 @@ import jax.extend.core as jex_core
 
 from distribute_jax._errors import LoweringError
 from distribute_jax._user_frames import log_once
-from distribute_jax.program._jaxprs import CALLS, called_body, line, opened
+from distribute_jax.program._jaxprs import CALLS, called_body, has_effects, line, opened
 from distribute_jax.program._pieces import narrowed_cond, variables
-from distribute_jax.program._rows import Needs, Rows
+from distribute_jax.program._rows import Ids, Needs, Rows
 
 SMALL = 16
 """State of so many elements, such as a count of steps, is stored on each server that reads it."""
@@ -57,7 +57,7 @@ class ServerPart(NamedTuple):
     """What of that gets a new value."""
     reads: tuple[int, ...]
     """What of that its update reads."""
-    takes: tuple[tuple[Any, Rows | None], ...]
+    takes: tuple[tuple[Any, Rows | Ids | None], ...]
     """The variables of the jaxpr that a worker hands to it, and which rows of them; None for all."""
     needs: Needs
     """Its update, and which rows it reads and computes."""
@@ -145,8 +145,8 @@ class Update:
         self._whole: dict[int, int] = {}
         self._rows: dict[int, dict[int, Rows]] = {}
         self._by_rows: set[int] = set()
-        self._effects = [eqn for eqn in jaxpr.eqns if _has_effects(eqn)]
-        self._read_by_effects = variables(v for eqn in self._effects for v in eqn.invars)
+        self._effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
+        self.read_by_effects = variables(v for eqn in self._effects for v in eqn.invars)
         for eqn in jaxpr.eqns:
             reads = variables(eqn.invars)
             if any(v in self._from_sums for v in reads):
@@ -205,7 +205,7 @@ class Update:
     def _narrowed(self, eqn: Any, needed: set[Any]) -> Any:
         """Returns a condition without the branches' results that are not needed."""
         outs = tuple(i for i, v in enumerate(eqn.outvars) if v in needed)
-        if eqn.primitive.name != "cond" or _has_effects(eqn) or len(outs) == len(eqn.outvars):
+        if eqn.primitive.name != "cond" or has_effects(eqn) or len(outs) == len(eqn.outvars):
             return eqn
         if (id(eqn), outs) not in self._narrow:
             self._narrow[id(eqn), outs] = narrow = narrowed_cond(eqn, outs)
@@ -244,7 +244,7 @@ class Update:
         finish = self.slice(results, self.after_sums)
         asks = self._needs(results, finish)
         handed = [*(v for part in of_servers for v, _ in part.takes), *asks]
-        eqns = self.slice([*handed, *self._read_by_effects])
+        eqns = self.slice([*handed, *self.read_by_effects])
         kept = {self._id(eqn): eqn for eqn in (*eqns, *self._effects)}
         eqns = [kept[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in kept]
         pulls = [self._number[v] for v in self._needs(handed, eqns) if v in self._number]
@@ -439,10 +439,6 @@ class Update:
         return tuple(
             v for v, n in here.items() if prod(v.aval.shape) <= SMALL and n < self._readers[v]
         )
-
-
-def _has_effects(eqn: Any) -> bool:
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _flows(

@@ -7,6 +7,7 @@ made it, since another may compile it to other numbers. Random keys travel as ``
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from jax import export
 
 from distribute_jax._errors import ArgumentError, LoweringError, ProcessesDifferError
-from distribute_jax.program._halves import Part
 from distribute_jax.program._jaxprs import equations, line, name
+from distribute_jax.program._part import Part
+from distribute_jax.program._rows import filled
 
 _FORMAT = "distribute_jax program 1"
 
@@ -45,12 +47,32 @@ and so do all servers; JAX_PLATFORMS={first} chooses it."""
 class LoadedPart:
     """A program that came as bytes; it is called as the ``Part`` that it was."""
 
-    compiled: Callable[..., Sequence[jax.Array]]
+    call: Callable[..., Sequence[jax.Array]]
+    takes: Sequence[Any]
+    """The types of what it takes."""
     wanted: int
     """How many of its results count."""
+    touched: tuple[int, ...]
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        return list(self.compiled(*state, *values)[: self.wanted])
+        return self._run(self.compiled, state, values)
+
+    def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
+        """As of ``Part``."""
+        return self._run(self._donating, state, values)
+
+    def _run(self, compiled: Any, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
+        taken = map(filled, [*state, *values], self.takes)
+        return list(compiled(*taken)[: self.wanted])
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The program, compiled."""
+        return jax.jit(self.call).lower(*self.takes).compile()
+
+    @functools.cached_property
+    def _donating(self) -> Any:
+        return jax.jit(self.call, donate_argnums=self.touched).lower(*self.takes).compile()
 
 
 def export_part(part: Part, platforms: Sequence[str]) -> bytes:
@@ -85,6 +107,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
         "returns": [(aval.shape, str(aval.dtype)) for aval in exported.out_avals],
         "kept": exported.module_kept_var_idx,
         "wanted": len(part.returns),
+        "touched": part.touched,
     }
     return json.dumps(head).encode() + b"\n" + exported.mlir_module_serialized
 
@@ -102,6 +125,7 @@ def load_part(data: bytes) -> LoadedPart:
         theirs, platforms = str(facts["jax"]), tuple(map(str, facts["platforms"]))
         takes, returns = ([_type(*of) for of in facts[key]] for key in ("takes", "returns"))
         kept, wanted = tuple(map(int, facts["kept"])), int(facts["wanted"])
+        touched = tuple(map(int, facts["touched"]))
         is_ours = facts["format"] == _FORMAT and bool(platforms) and bool(body)
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(_NOT_OURS.format(size=len(data))) from error
@@ -121,10 +145,11 @@ def load_part(data: bytes) -> LoadedPart:
         module_kept_var_idx=kept,
     )
     try:
-        compiled = jax.jit(exported.call).lower(*takes).compile()
+        loaded = LoadedPart(exported.call, takes, wanted, touched)
+        _ = loaded.compiled
     except Exception as error:  # whatever a parser meets in bytes that are damaged
         raise ArgumentError(_NOT_OURS.format(size=len(data))) from error
-    return LoadedPart(compiled, wanted)
+    return loaded
 
 
 def _type(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:

@@ -22,37 +22,38 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError, LoweringError
 from distribute_jax._jax_private import read_raw
-from distribute_jax._mesh import DATA, inside_replica, num_replicas
+from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import listed
+from distribute_jax._user_frames import log_once
 from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes, ServerPart, State, Update
 from distribute_jax.program._in_turn import of_replica_number
-from distribute_jax.program._jaxprs import line, opened
+from distribute_jax.program._jaxprs import equations, line, opened
 from distribute_jax.program._layout import FlatStep, by_equation, flat_step
-from distribute_jax.program._lowerings import without_axis
+from distribute_jax.program._lookups import ZERO, Lookup, Lookups, unchanged
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._pieces import Values, is_jit, start, value_of, variables
+from distribute_jax.program._part import Part, Some, all_of, build_part
+from distribute_jax.program._pieces import is_jit, variables
 from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
 from distribute_jax.program._replication import collectives
 from distribute_jax.program._results import Results, rebuild
-from distribute_jax.program._rows import Needs, Rows, parts
+from distribute_jax.program._rows import Ids, Needs, Rows, parts, takes_rows
 from distribute_jax.program._sharded_update import (
     SplitStep,
     is_for_each,
@@ -90,27 +91,6 @@ use the values of their replica."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A program for one device; it donates nothing."""
-
-    jitted: Callable[[Sequence[Any], Sequence[Any]], list[jax.Array]]
-    """Takes state and other values; it may return more than is asked for."""
-    state: tuple[jax.ShapeDtypeStruct, ...]
-    """The types of the state that it takes."""
-    values: tuple[jax.ShapeDtypeStruct, ...]
-    """The types of what it takes beside."""
-    returns: tuple[jax.ShapeDtypeStruct, ...]
-    """The types of what it returns."""
-    jaxpr: Any
-    """What it runs."""
-
-    def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        outs = self.jitted(state, values)[: len(self.returns)]
-        # The same memory, without the mesh under which the step was traced: nothing else runs under it.
-        return [out.addressable_data(0) for out in outs]
-
-
-@dataclass(frozen=True, eq=False)
 class ServerHalf:
     """What one server stores, and its update."""
 
@@ -124,6 +104,20 @@ class ServerHalf:
     """Which of the values that a worker hands over ``apply`` takes then."""
     apply: Part
     """Returns the new state, of the state that it reads and of what it takes."""
+
+
+class LookupHalf(NamedTuple):
+    """What a worker reads by rows and hands over by rows; rows are named by the number of their lookup."""
+
+    compute: Any
+    """Returns indices, of what a worker takes beside state."""
+    lookups: Sequence[Lookup]
+    pulls: Sequence[int | None]
+    """For each leaf that a worker reads, which rows, if not all."""
+    takes: Sequence[Sequence[tuple[int, Any] | None]]
+    """For each server, and each value that it takes, which rows, if not all, and which of these it stores."""
+    ids: Sequence[Sequence[tuple[int, Any]]]
+    """For each server, the rows of which it then takes the numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +141,8 @@ class Halves:
     servers: tuple[ServerHalf, ...]
     written: tuple[int, ...]
     """The variables of the binding that get a new value."""
+    lookups: LookupHalf | None
+    """What the worker reads and hands over by rows."""
     arrays: tuple[int, ...]
     """The captured arrays that a worker reads, by their number in the binding."""
     plan: Plan
@@ -183,6 +179,7 @@ def build_halves(
     known: Homes = MappingProxyType({}),
     partitioner: Callable[..., Any] | None = None,
     of_workers: int = 0,
+    sparse: str | None = None,
 ) -> Halves:
     """Traces and proves a step, and divides it among servers and the worker of a replica.
 
@@ -193,6 +190,8 @@ def build_halves(
         known: the servers that store leaves of state which the updates of other steps use.
         partitioner: decides which variables are stored in parts on several of them.
         of_workers: how many of the last arguments are others on each worker; all, of a step of one replica.
+        sparse: reads and updates tables by rows, in a step of one replica: ``"exact"``, or ``"lazy"`` to
+            leave rows as they are that nobody looked up.
 
     Raises:
         OutOfSyncError: the step would leave other weights for each worker, as without a reduction.
@@ -230,28 +229,40 @@ def build_halves(
         each = list(zip(results, decided.mirrored, strict=True))
         equal, own = ([v for v, same in each if same is is_same] for is_same in (True, False))
         asks = [v for v in division.asks if v not in own]
-        part = _part(call, body, Needs(division.finish, {}, equal), (_all(asks), []), _all(equal))
+        finishing = Needs(division.finish, {}, equal)
+        part = build_part(call, body, finishing, (all_of(asks), []), all_of(equal))
         returned, finish = [*asks, *own], _Finish(part, decided.mirrored)
-    taken = list(dict.fromkeys(pair for part in division.servers for pair in part.takes))
-    at, hands = {pair: i for i, pair in enumerate(taken)}, [*taken, *_all(returned)]
     inputs = [v for v, k in zip(jaxpr.invars, order, strict=True) if k >= leaves]
     pulled = [state.inputs[k] for k in division.pulls]
-    takes = _all(pulled), _all(inputs)
+    taken = [pair for part in division.servers for pair in part.takes]
+    look = Lookups(
+        division.eqns,
+        {state.inputs[k]: state.names[k] for k in division.pulls if sparse and replicas == 1},
+        set(state.inputs.values()),
+        [v for v, _ in taken],
+        variables([*returned, *update.read_by_effects]),
+    )
+    handed: dict[Some, None] = dict.fromkeys((v, look.hands.get(v, of)) for v, of in taken)
+    at, hands = {pair: i for i, pair in enumerate(handed)}, [*handed, *all_of(returned)]
+    takes = [(v, look.tables.get(v)) for v in pulled], all_of(inputs)
     atoms = variables(v for v, _ in hands) if replicas > 1 else []
     by_first = {v for v in atoms if not first.differs(v)} - update.summed
-    worker = _part(call, body, Needs(division.eqns, {}), takes, hands, by_first=by_first)
+    numbers = [*look.ids.values()]
+    worker = build_part(call, body, look.needs, takes, hands, ids=numbers, by_first=by_first)
+    built = [
+        _ServerPart(part, state, look, [of.get(s) for of in division.homes], sparse)
+        for s, part in enumerate(division.servers)
+    ]
     return Halves(
         names=tuple(state.names),
         homes=division.homes,
         pulls=division.pulls,
         worker=worker,
         results=traced.results,
-        results_at=tuple(range(len(taken), len(hands))),
+        results_at=tuple(range(len(handed), len(hands))),
         finish=finish,
-        servers=tuple(
-            _server_half(part, state, at, call, body, [of.get(s) for of in division.homes])
-            for s, part in enumerate(division.servers)
-        ),
+        servers=tuple(of.half(call, body, at) for of in built),
+        lookups=_lookup_half(call, body, look, pulled, inputs, built) if numbers else None,
         written=traced.written,
         arrays=read,
         plan=decided,
@@ -290,19 +301,106 @@ class _Finish(NamedTuple):
         return [next(together if is_same else own) for is_same in self.mirrored]
 
 
-def _server_half(
-    part: ServerPart,
-    state: State,
-    at: Mapping[_Some, int],
+def _lookup_half(
     call: Call,
     body: Any,
-    rows: Sequence[Rows | None],
-) -> ServerHalf:
-    reads = [(state.inputs[k], rows[k]) for k in part.reads]
-    outs = [(state.outputs[k], rows[k]) for k in part.writes]
-    apply = _part(call, body, part.needs, (reads, part.takes), outs, part.shared)
-    takes = tuple(at[pair] for pair in part.takes)
-    return ServerHalf(part.state, part.writes, part.reads, takes, apply)
+    look: Lookups,
+    pulled: Sequence[Any],
+    inputs: Sequence[Any],
+    servers: Sequence[_ServerPart],
+) -> LookupHalf:
+    number = {id(ids): i for i, ids in enumerate(look.ids.values())}
+    atoms, lookups = look.indices()
+    needs = Needs(look.before(atoms), {}, atoms)
+    return LookupHalf(
+        build_part(call, body, needs, ([], all_of(inputs)), all_of(atoms)),
+        lookups,
+        [number[id(look.tables[v])] if v in look.tables else None for v in pulled],
+        [
+            [
+                (number[id(look.hands[v])], rows) if v in look.hands else None
+                for v, rows in of.part.takes
+            ]
+            for of in servers
+        ],
+        [[(number[id(ids)], rows) for ids, rows in of.local] for of in servers],
+    )
+
+
+class _ServerPart:
+    """The update of one server, with what it gets by rows."""
+
+    def __init__(
+        self,
+        part: ServerPart,
+        state: State,
+        look: Lookups,
+        rows: Sequence[Rows | None],
+        sparse: str | None,
+    ) -> None:
+        self.part, self._state, self._look, self._rows = part, state, look, rows
+        self.local: dict[tuple[Ids, Any], Ids] = {}
+        """Of the rows of a lookup, those that are here."""
+        takes: list[Some] = []
+        of: Any
+        for v, of in part.takes:
+            if (ids := look.hands.get(v)) is not None:
+                whole: Any = of or ids.rows
+                size = whole.stop - whole.first
+                mine = Ids(min(ids.number, size), Rows(0, size), of)
+                takes.append((v, self.local.setdefault((ids, of), mine)))
+            else:
+                takes.append((v, of))
+        self._takes = takes
+        self._needs = part.needs
+        self._touched: dict[Any, Any] = {}
+        if self.local:
+            self._touch(sparse)
+
+    def _touch(self, sparse: str | None) -> None:
+        """Lets the update of tables compute the rows alone that were looked up, where the others stay."""
+        part, state = self.part, self._state
+        zeros = {v: ZERO for v, of in self._takes if isinstance(of, Ids)}
+        inputs = {state.inputs[k]: state.inputs[k] for k in part.reads}
+        left = unchanged(part.needs.eqns, zeros | inputs)
+        touched: dict[Any, Any] = {}
+        asked: dict[Any, Any] = {}
+        for k in part.writes:
+            out = state.outputs[k]
+            rows = Needs(part.needs.eqns, {out: self._rows[k] or Rows(0, 0)}).rows
+            some: set[Any] = {of for v, of in self._takes if v in zeros and v in rows}
+            if len(some) != 1:
+                continue
+            (ids,) = some
+            if sparse == "lazy" or left.get(out) is state.inputs.get(k):
+                touched[out], asked[out] = state.inputs[k], ids
+            elif k not in state.followers:
+                log_once(_EXACT, state.names[k], about=state.names[k])
+        others = {v: rows for v, rows in part.needs.rows.items() if v in state.outputs.values()}
+        whole = [
+            state.outputs[k] for k in part.writes if state.outputs[k] not in {**others, **asked}
+        ]
+        needs = Needs(part.needs.eqns, others | asked, whole)
+        if not any(v in needs.whole for v in (*touched.values(), *touched)):
+            self._needs, self._touched = needs, touched
+
+    def half(self, call: Call, body: Any, at: Mapping[Some, int]) -> ServerHalf:
+        """Returns the programs."""
+        part, state = self.part, self._state
+        reads = [(state.inputs[k], self._rows[k]) for k in part.reads]
+        outs = [(state.outputs[k], self._rows[k]) for k in part.writes]
+        apply = build_part(
+            call, body, self._needs, (reads, self._takes), outs, part.shared,
+            [*self.local.values()], self._touched,
+        )  # fmt: skip
+        takes = tuple(at[v, self._look.hands.get(v, of)] for v, of in part.takes)
+        return ServerHalf(part.state, part.writes, part.reads, takes, apply)
+
+
+_EXACT = """\
+The update of %s computes all of its rows at each step, since its optimizer changes rows that no example \
+looked up, as Adam and momentum do. ParameterServerStrategy(sparse="lazy") leaves those as they are, which \
+trains to other numbers."""
 
 
 def _check_state(binding: Binding) -> None:
@@ -371,67 +469,8 @@ class _First(SplitStep):
         return is_for_each(self.jaxpr, eqn)
 
 
-_Some = tuple[Any, Rows | None]
-"""A value of the program, and which rows of it; None for all."""
-
-
-def _all(some: Iterable[Any]) -> list[_Some]:
-    return [(v, None) for v in some]
-
-
-def _part(
-    call: Call,
-    body: Any,
-    needs: Needs,
-    takes: tuple[Sequence[_Some], Sequence[_Some]],
-    outs: Sequence[_Some],
-    shared: Sequence[Any] = (),
-    by_first: Collection[Any] = (),
-) -> Part:
-    """Compiles some equations for one device; it returns also what is ``shared``, which nobody reads.
-
-    What goes ``by_first`` is zero on all replicas but the first: where all are added up, it stays as it is.
-    """
-    jaxpr = opened(body)
-    inputs = [*takes[0], *takes[1]]
-
-    def run(*values: Any) -> list[Any]:
-        known, some = start(body, [None] * len(jaxpr.invars)), Values()
-        for (v, rows), value in zip(inputs, values, strict=True):
-            (known if rows is None else some)[v] = value
-        needs.run(jaxpr, known, some, [*(v for v, _ in outs), *shared])
-        more = jax.lax.optimization_barrier([known[v] for v in shared])
-        for v in by_first:  # to -0.0 every number can be added
-            nothing = jnp.full_like(known[v], -0.0)
-            known[v] = jnp.where(known[jaxpr.invars[0]] == 0, known[v], nothing)
-        parts = [
-            some[v] if rows and v in some else rows.of(known[v]) if rows else value_of(v, known)
-            for v, rows in outs
-        ]
-        return [*map(jnp.asarray, parts), *more]
-
-    with jax.sharding.use_abstract_mesh(inside_replica(call.mesh)):
-        closed = jax.make_jaxpr(run, axis_env=[(DATA, num_replicas(call.mesh))])(
-            *map(_like, inputs)
-        )
-    whole = without_axis(closed)
-    function = jex_core.jaxpr_as_fun(whole)
-
-    def part(state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        outs: list[jax.Array] = function(*state, *values)
-        return outs
-
-    state, values = (tuple(map(_like, some)) for some in takes)
-    return Part(jax.jit(part), state, values, tuple(map(_like, outs)), whole)
-
-
-def _like(pair: _Some) -> jax.ShapeDtypeStruct:
-    v, rows = pair
-    aval, weak = v.aval, getattr(v.aval, "weak_type", False)
-    shape = aval.shape if rows is None else rows.shape(aval.shape)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
-
-
 def _has_parts(eqn: Any) -> bool:
-    """Returns whether an equation runs a jitted function of which a server may need a part."""
-    return is_jit(eqn) and len(eqn.outvars) > 1
+    """Returns whether an equation runs a jitted function of which a server may need a part, or some rows."""
+    return is_jit(eqn) and (
+        len(eqn.outvars) > 1 or any(map(takes_rows, equations(opened(eqn.params["jaxpr"]))))
+    )

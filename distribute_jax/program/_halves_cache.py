@@ -84,10 +84,11 @@ class HalvesCache:
         servers: int,
         stored: Stored,
         partitioner: Callable[..., Any] | None,
+        sparse: str | None,
     ) -> None:
         """Starts with none."""
         self._strategy, self._mesh, self._partitioner = strategy, mesh, partitioner
-        self._servers, self._stored = servers, stored
+        self._servers, self._stored, self._sparse = servers, stored, sparse
         self._bound: dict[Any, list[BoundHalves]] = {}
 
     def bound(
@@ -126,7 +127,13 @@ class HalvesCache:
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             known = self._stored.known(binding)
             halves = build_halves(
-                call, options, self._servers, known, self._partitioner, of_workers
+                call,
+                options,
+                self._servers,
+                known,
+                self._partitioner,
+                of_workers,
+                self._sparse,
             )
         bound = BoundHalves(name, halves, Binding(fn, arguments))
         self._stored.load(bound)

@@ -124,6 +124,11 @@ def consts_and_carries(scan: Any) -> tuple[int, int]:
     return len(scan.invars) - scanned - carries, carries
 
 
+def has_effects(eqn: Any) -> bool:
+    """Returns whether an equation does more than compute its results."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def is_ref(var: Any) -> bool:
     """Returns whether a variable of a jaxpr is a reference to memory that can be written."""
     return type(var.aval).__name__ == "AbstractRef" or bool(getattr(var.aval, "has_qdd", False))

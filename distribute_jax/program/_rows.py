@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.program._jaxprs import CALLS, called_body, opened
+from distribute_jax.program._jaxprs import CALLS, called_body, has_effects, opened
 from distribute_jax.program._padding_rules import ELEMENTWISE
 from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
 
@@ -35,9 +37,64 @@ class Rows(NamedTuple):
         return (self.stop - self.first, *whole[1:])
 
 
+class Ids:
+    """The rows of an array that a batch looks up; how many it looks up is known, and which of them later."""
+
+    def __init__(self, number: int, rows: Rows, whole: Rows | None = None) -> None:
+        """Takes how many rows are looked up, at most, and of which ``rows`` of an array.
+
+        ``whole`` is what a server has of the array, if not all.
+        """
+        self.number, self.rows, self.whole = number, rows, whole
+        self._ids: Any = None
+
+    def set(self, plus_one: Any) -> None:
+        """Takes the numbers of the rows, sorted, each plus 1, and zeros in the place of more."""
+        plus_one = jnp.asarray(plus_one)
+        self._ids = jnp.where(plus_one == 0, np.iinfo(np.int32).max, plus_one - 1)
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of these rows of an array of a shape."""
+        return (self.number, *whole[1:])
+
+    def of(self, array: Any) -> Any:
+        """Returns these rows."""
+        return array.at[self._ids].get(mode="fill", fill_value=0)
+
+    def put(self, array: Any, some: Any) -> Any:
+        """Returns an array with other values in these rows."""
+        return array.at[self._ids].set(some, mode="drop")
+
+    def local(self, eqn: Any, indices: Any) -> Any:
+        """Returns the numbers of rows that an equation takes as they are among these rows."""
+        flat = looked_up(eqn, indices)
+        at = jnp.minimum(jnp.searchsorted(self._ids, flat), self.number - 1)
+        known = (self._ids[at] == flat) & (flat >= 0) & (flat < self.rows.stop)
+        return jnp.where(known, at, self.number)[..., None].astype(indices.dtype)
+
+
+def looked_up(eqn: Any, indices: Any) -> Any:
+    """Returns the numbers of the rows that an equation takes; those that are not there change nothing."""
+    flat = indices[..., 0].astype(jnp.int32)
+    if "CLIP" in str(eqn.params["mode"]):
+        flat = jnp.clip(flat, 0, eqn.invars[0].aval.shape[0] - 1)
+    return flat
+
+
+def filled(array: Any, like: Any) -> Any:
+    """Returns an array that was sent without the zeros at its end as it was."""
+    if np.shape(array) == like.shape:
+        return array
+    whole = np.zeros(like.shape, like.dtype)
+    whole[: len(array)] = array
+    return whole
+
+
 def joined(arrays: Sequence[Any]) -> Any:
     """Returns an array of its parts."""
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+    if len(arrays) == 1:
+        return arrays[0]
+    return (np if isinstance(arrays[0], np.ndarray) else jnp).concatenate(arrays)
 
 
 def parts(partitioner: Callable[..., Any] | None, most: int, name: str, like: Any) -> list[Rows]:
@@ -69,18 +126,26 @@ class Needs:
     """What some equations need to compute some values, whole or some rows of them."""
 
     def __init__(
-        self, eqns: Sequence[Any], rows: Mapping[Any, Rows], whole: Iterable[Any] = ()
+        self,
+        eqns: Sequence[Any],
+        rows: Mapping[Any, Rows | Ids],
+        whole: Iterable[Any] = (),
+        lookups: Mapping[int, Ids] = MappingProxyType({}),
     ) -> None:
-        """Takes of which variables ``rows`` are asked for, and of which the ``whole``."""
+        """Takes of which variables ``rows`` are asked for, and of which the ``whole``.
+
+        ``lookups`` are the equations, by id, that take from a table no other rows than these.
+        """
         self.eqns, self.rows = eqns, {v: rows[v] for v in variables(rows)}
+        self._lookups = lookups
         self.whole: dict[Any, Any] = dict.fromkeys(variables(whole))
         """What is needed whole, with an equation that needs it so."""
         for eqn in reversed(eqns):
             asked = [self.rows[v] for v in eqn.outvars if v in self.rows]
-            is_whole = any(v in self.whole for v in eqn.outvars)
+            is_whole = has_effects(eqn) or any(v in self.whole for v in eqn.outvars)
             operands = _operands(eqn, asked[0]) if asked and not is_whole else None
             if operands is None and (asked or is_whole):
-                operands = [None] * len(eqn.invars)
+                operands = [lookups.get(id(eqn)), *[None] * (len(eqn.invars) - 1)]
                 self._ask_whole(eqn.outvars, eqn)
             for v, of in zip(eqn.invars, operands or (), strict=False):
                 if isinstance(v, jex_core.Literal) or of == ():
@@ -98,13 +163,24 @@ class Needs:
             v in self.whole for v in eqn.outvars
         )
 
-    def run(self, jaxpr: Any, known: Values, some: Values, wanted: Iterable[Any] = ()) -> None:
+    def _way(self, eqn: Any) -> str:
+        """Returns how an equation is run: by rows, looking them up, whole, or not at all."""
+        if self.by_rows(eqn):
+            return "rows"
+        if not has_effects(eqn) and not any(v in self.whole for v in eqn.outvars):
+            return ""
+        is_lookup = id(eqn) in self._lookups and eqn.invars[0] not in self.whole
+        return "lookup" if is_lookup else "whole"
+
+    def run(self, jaxpr: Any, known: Values, some: Values) -> None:
         """Runs the equations: adds what is needed whole to what is ``known``, and to ``some`` the rows."""
-        eqns = [eqn for eqn in self.eqns if not self.by_rows(eqn)]
-        run_piece(jaxpr, eqns, known, [*self.whole, *wanted])
-        for eqn in filter(self.by_rows, self.eqns):
-            outs = _run(eqn, self, known, some)
-            some.update(zip(eqn.outvars, outs, strict=True))
+        for way, eqns in itertools.groupby(self.eqns, self._way):
+            if way == "whole":
+                run_piece(jaxpr, list(eqns), known, self.whole)
+                continue
+            for eqn in eqns if way else ():
+                outs = _run(eqn, self, known, some)
+                (some if way == "rows" else known).update(zip(eqn.outvars, outs, strict=True))
 
     def value(self, v: Any, known: Values, some: Values) -> Any:
         """Returns the rows that are needed of a value."""
@@ -117,7 +193,7 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 
 
-def _operands(eqn: Any, rows: Rows) -> list[Any] | None:
+def _operands(eqn: Any, rows: Rows | Ids) -> list[Any] | None:
     """Returns what some rows of the result need of each operand; None for all operands whole.
 
     That is those rows, None for the whole operand, or () for nothing of it.
@@ -129,6 +205,10 @@ def _operands(eqn: Any, rows: Rows) -> list[Any] | None:
         return [None if v in needs.whole else needs.rows.get(v, ()) for v in opened(body).invars]
     if len(eqn.outvars) > 1 or not shapes[-1]:
         return None
+    if kind in SUMS:
+        return [rows]
+    if kind == "scatter-add" and isinstance(rows, Ids) and takes_rows(eqn):
+        return [rows, None, None]
     if kind in ELEMENTWISE or kind == "select_n":
         fits = all(shape in ((), shapes[-1]) for shape in shapes)
         return [rows if shape else None for shape in shapes[:-1]] if fits else None
@@ -142,12 +222,35 @@ def _operands(eqn: Any, rows: Rows) -> list[Any] | None:
     return [rows] if keeps and kind in {*_REDUCTIONS, "squeeze", "reshape"} else None
 
 
-def _in_body(jaxpr: Any, rows: Rows) -> Needs:
+SUMS = frozenset({"psum", "psum_invariant"})
+
+
+def takes_rows(eqn: Any) -> bool:
+    """Returns whether an equation looks up rows of its first operand, or adds to them."""
+    kind, table = eqn.primitive.name, getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
+    if kind not in {"gather", "scatter-add"} or not table or eqn.invars[1].aval.shape[-1:] != (1,):
+        return False
+    d = eqn.params["dimension_numbers"]
+    if kind == "gather":
+        dims = d.collapsed_slice_dims, d.start_index_map, d.operand_batching_dims
+        window = tuple(eqn.params["slice_sizes"][1:])
+    else:
+        dims = d.inserted_window_dims, d.scatter_dims_to_operand_dims, d.operand_batching_dims
+        window = tuple(eqn.invars[2].aval.shape[i] for i in d.update_window_dims)
+    return tuple(map(tuple, dims)) == ((0,), (0,), ()) and window == table[1:]
+
+
+def _in_body(jaxpr: Any, rows: Rows | Ids) -> Needs:
     return Needs(jaxpr.eqns, dict.fromkeys(variables(jaxpr.outvars), rows))
 
 
 def _run(eqn: Any, needs: Needs, known: Values, some: Values) -> list[Any]:
-    """Runs an equation on some rows."""
+    """Runs an equation on some rows, or one that looks them up."""
+    if takes_rows(eqn):
+        table, indices, *updates = eqn.invars
+        ids: Any = needs.rows[table]
+        others = [ids.local(eqn, value_of(indices, known)), *(value_of(v, known) for v in updates)]
+        return [eqn.primitive.bind(needs.value(table, known, some), *others, **eqn.params)]
     rows = next(needs.rows[v] for v in eqn.outvars if v in needs.rows)
     ways = _operands(eqn, rows) or []
     operands = [
@@ -167,4 +270,5 @@ def _run(eqn: Any, needs: Needs, known: Values, some: Values) -> list[Any]:
         params[key] = rows.shape(params[key])
     if "sharding" in params:
         params["sharding"] = None
-    return [eqn.primitive.bind(*operands, **params)]
+    outs = eqn.primitive.bind(*operands, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]

@@ -31,7 +31,7 @@ from distribute_jax._mesh import (
     replicas_per_device,
 )
 from distribute_jax.program._gather import Cut, Gathering, Share, without_forwarding
-from distribute_jax.program._jaxprs import equations
+from distribute_jax.program._jaxprs import equations, has_effects
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._lowerings import Compiled, compile_for_mesh
 from distribute_jax.program._pieces import (
@@ -457,7 +457,7 @@ def _shape(v: Any) -> Any:
 
 def is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
     """Returns whether an equation belongs on each replica although all of them do the same in it."""
-    if any(collectives(eqn, DATA)) or _has_effects(eqn):
+    if any(collectives(eqn, DATA)) or has_effects(eqn):
         return True
     return any(
         inner.primitive.name in _PLACED or _draws_by_shape(inner)
@@ -471,10 +471,6 @@ def _draws_by_shape(eqn: Any) -> bool:
     return of_rbg or eqn.primitive.name in {"rng_bit_generator", "rng_uniform"}
 
 
-def _has_effects(eqn: Any) -> bool:
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-
-
 def _is_sum(eqn: Any) -> bool:
     """Returns whether an equation adds arrays up over all replicas, and nothing else."""
     usual = eqn.params.get("axes") == (DATA,) and eqn.params.get("axis_index_groups") is None
@@ -484,4 +480,4 @@ def _is_sum(eqn: Any) -> bool:
 
 
 def _is_cond(eqn: Any) -> bool:
-    return eqn.primitive.name == "cond" and not _has_effects(eqn)
+    return eqn.primitive.name == "cond" and not has_effects(eqn)

@@ -19,6 +19,8 @@ import jax
 
 from distribute_jax._messages import error_text
 from distribute_jax.program._export import load_part
+from distribute_jax.program._halves import LookupHalf
+from distribute_jax.program._lookups import Lookup
 from distribute_jax.servers._store import ServerProgram, Snapshot, Store
 from distribute_jax.servers._wire import Connection, Message, WireError
 from distribute_jax.servers._worker import Order, RunIsVoid, WorkerProgram, run
@@ -134,7 +136,8 @@ class _Server:
             while True:
                 message = worker.receive()
                 if message.name == "fetch":
-                    values = self._store.fetch(*message.plain)
+                    epoch, number, at = message.plain
+                    values = self._store.fetch(epoch, number, at, list(message.arrays))
                     void = Message("void")
                     worker.send(void if values is None else Message("values", arrays=values))
                 else:
@@ -177,9 +180,13 @@ class _Worker:
         self._device = jax.local_devices()[0]
 
     def load(self, message: Message) -> None:
-        name, takes, results_at = message.plain
-        part = load_part(message.arrays[0].tobytes())
-        self._programs[name] = WorkerProgram(name, part, takes, results_at)
+        name, takes, results_at, *by_rows = message.plain
+        part, *indices = [load_part(data.tobytes()) for data in message.arrays]
+        lookups = None
+        if by_rows:
+            of, *others = by_rows[0]
+            lookups = LookupHalf(indices[0], [Lookup(*facts) for facts in of], *others)
+        self._programs[name] = WorkerProgram(name, part, takes, results_at, lookups)
 
     def link(self, message: Message) -> None:
         (server,), (end,) = message.plain, message.ends

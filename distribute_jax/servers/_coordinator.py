@@ -310,8 +310,8 @@ class Coordinator:
                 can_begin = not self._lost_servers
                 if can_begin and (attempt := self._log.admit(worker)) is not None:
                     closure = self._closures[attempt.closure]
-                    places = self._state.prepare(closure.program, attempt.number)
-                    return Work(attempt, closure, Order(attempt.epoch, attempt.number, places))
+                    read = self._state.prepare(closure.program, attempt.number)
+                    return Work(attempt, closure, Order(attempt.epoch, attempt.number, *read))
                 self._changed.wait()
             return None
 

@@ -197,13 +197,15 @@ class _Worker:
         try:
             self._link()
             if program.name not in self._loaded:
-                data_of = np.frombuffer(_exported(program.bound.halves), np.uint8)
-                facts = [program.name, program.takes, program.bound.halves.results_at]
-                control.send(Message("load", facts, [data_of]))
+                halves = program.bound.halves
+                facts = [program.name, program.takes, halves.results_at]
+                facts += [] if halves.lookups is None else [halves.lookups[1:]]
+                parts = [np.frombuffer(data, np.uint8) for data in _exported(halves)]
+                control.send(Message("load", facts, parts))
                 self._loaded.add(program.name)
             control.limit(self._seconds)
             plain: list[Any] = [program.name, *work.order]
-            answer = control.ask(Message("run", plain, _as_sent(data, half.values)))
+            answer = control.ask(Message("run", plain, _as_sent(data, half.values[: len(data)])))
         except WireError as error:
             self.stop()
             raise WorkerLostError(str(error)) from error
@@ -238,13 +240,15 @@ def _as_sent(data: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     ]
 
 
-_workers: weakref.WeakKeyDictionary[Halves, bytes] = weakref.WeakKeyDictionary()
+_workers: weakref.WeakKeyDictionary[Halves, list[bytes]] = weakref.WeakKeyDictionary()
 
 
-def _exported(halves: Halves) -> bytes:
-    """Returns the worker's half as bytes."""
+def _exported(halves: Halves) -> list[bytes]:
+    """Returns the worker's half as bytes, and what computes the indices of its lookups."""
     if (data := _workers.get(halves)) is None:
-        data = _workers[halves] = export_part(halves.worker, [jax.default_backend()])
+        parts = [halves.worker, *([halves.lookups.compute] if halves.lookups else [])]
+        data = [export_part(part, [jax.default_backend()]) for part in parts]
+        _workers[halves] = data
     return data
 
 

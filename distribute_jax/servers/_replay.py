@@ -53,8 +53,8 @@ class _Again:
         for values in self._recording.written.get(self._recording.first + version, []):
             self.state.send(values, version)
         for attempt, program in self._readers.get(version, []):
-            places = self.state.prepare(program, attempt.number)
-            self._orders[attempt.number] = Order(0, attempt.number, places)
+            read = self.state.prepare(program, attempt.number)
+            self._orders[attempt.number] = Order(0, attempt.number, *read)
 
     def results(self, n: int) -> list[Any]:
         """Does an update, and returns the results of its closure."""

@@ -56,13 +56,16 @@ class ServersRunner(Runner):
         servers: int,
         start: Callable[[], Engine],
         partitioner: Callable[..., Any] | None = None,
+        sparse: str | None = None,
     ) -> None:
         """Starts workers with the first closure."""
         super().__init__(strategy, replicas, steps_in_flight=None)
         self._strategy, self.coordinator = strategy, coordinator
         self._shares, self._start = strategy.num_replicas_in_sync, start
         self._engine: Engine | None = None
-        self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator, partitioner)
+        self._halves = HalvesCache(
+            strategy, strategy.mesh, servers, coordinator, partitioner, sparse
+        )
         self._taken: dict[Any, list[int]] = {}
         """How many elements of each of its iterators a function took when it was last traced."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import UnsupportedError
@@ -66,7 +67,9 @@ class Store:
         self._waiting: dict[int, tuple[Sequence[int], int]] = {}
         """By its number, the runs of an update, and the oldest run that was under way then."""
         self._oldest = 0
-        self._prepared: dict[int, list[Any]] = {}
+        self._prepared: dict[int, tuple[list[Key], list[Any]]] = {}
+        self._own: set[Key] = set()
+        """The arrays that nobody else has, so that some of their rows can be changed in place."""
         self._changed = threading.Condition()
 
     @property
@@ -87,14 +90,26 @@ class Store:
     def prepare(self, run: int, keys: Iterable[Key]) -> None:
         """Sets aside the arrays that a run reads, as they are between the updates before and after."""
         with self._changed:
-            self._prepared[run] = [self.state[key] for key in keys]
+            keys = list(keys)
+            self._prepared[run] = keys, [self.state[key] for key in keys]
             self._changed.notify_all()
 
-    def fetch(self, epoch: int, run: int) -> list[Any] | None:
-        """Returns what was set aside for a run, when it is; None if the servers have gone back meanwhile."""
+    def fetch(
+        self, epoch: int, run: int, at: Sequence[int] = (), rows: Sequence[Any] = ()
+    ) -> list[Any] | None:
+        """Returns what was set aside for a run, when it is; None if the servers have gone back meanwhile.
+
+        Of the arrays ``at`` some places it returns ``rows``, by their numbers.
+        """
         with self._changed:
             self._changed.wait_for(lambda: epoch != self.epoch or run in self._prepared)
-            return self._prepared.pop(run) if epoch == self.epoch else None
+            if epoch != self.epoch:
+                return None
+            keys, values = self._prepared.pop(run)
+            for i, ids in zip(at, rows, strict=True):
+                values[i] = _rows_of(values[i], ids)
+            self._own -= {key for i, key in enumerate(keys) if i not in at}
+            return values
 
     def commit(self, epoch: int, number: int, runs: Sequence[int], oldest: int) -> int:
         """Applies an update when all earlier ones are applied, and returns the version.
@@ -120,7 +135,13 @@ class Store:
         program, sent = self._programs[first.program], first.sent
         for other in others:
             sent = list(map(program.add, sent, other.sent))
-        new = program.apply([self.state[key] for key in program.reads], sent)
+        apply: Any = program.apply
+        touched = {program.reads[i] for i in getattr(apply, "touched", ())}
+        held = {id(x) for _, values in self._prepared.values() for x in values}
+        if touched and touched <= self._own and held.isdisjoint(id(self.state[k]) for k in touched):
+            apply = apply.in_place
+        new = apply([self.state[key] for key in program.reads], sent)
+        self._own = self._own.difference(program.writes) | touched
         self.state.update(zip(program.writes, new, strict=True))
         self._oldest = max(self._oldest, oldest)
         self._staged = {run: of for run, of in self._staged.items() if run >= self._oldest}
@@ -128,13 +149,16 @@ class Store:
     def assign(self, values: Mapping[Key, Any]) -> None:
         """Sets arrays; for those that are there already, while no update is under way."""
         self.state.update(values)
+        self._own.difference_update(values)
 
-    def pull(self, keys: Iterable[Key]) -> list[Any]:
+    def pull(self, keys: Collection[Key]) -> list[Any]:
         """Returns arrays as they are now."""
+        self._own.difference_update(keys)
         return [self.state[key] for key in keys]
 
     def snapshot(self) -> Snapshot:
-        """Returns all of the state; arrays are never changed in place."""
+        """Returns all of the state; these arrays are never changed in place."""
+        self._own.clear()
         return Snapshot(self.version, dict(self.state))
 
     def restore(self, epoch: int, snapshot: Snapshot) -> None:
@@ -142,7 +166,7 @@ class Store:
         with self._changed:
             self.version, self.state = snapshot.version, dict(snapshot.state)
             self.epoch, self._oldest = epoch, 0
-            self._staged, self._waiting, self._prepared = {}, {}, {}
+            self._staged, self._waiting, self._prepared, self._own = {}, {}, {}, set()
             self._changed.notify_all()
 
     def drop(self, run: int) -> None:
@@ -155,6 +179,16 @@ class Store:
         """Drops arrays that no step reads any more."""
         for key in keys:
             self.state.pop(key, None)
+
+
+def _rows_of(array: Any, ids: Any) -> Any:
+    """Returns rows of an array; programs for few numbers of them are compiled."""
+    some = np.zeros(1 << max(6, (len(ids) - 1).bit_length()), np.int32)
+    some[: len(ids)] = ids
+    return np.asarray(_take(array, some))[: len(ids)]
+
+
+_take = jax.jit(lambda array, ids: array[ids])
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,16 +356,20 @@ class State:
         homes = self._homes[key]
         return [home for home, rows in homes.items() if rows] or [next(iter(homes))]
 
-    def prepare(self, program: Program, run: int) -> tuple[list[int], ...]:
-        """Lets the servers set aside what a run reads; returns which of its arrays each of them has."""
-        places: tuple[list[int], ...] = tuple([] for _ in self._stores)
+    def prepare(
+        self, program: Program, run: int
+    ) -> tuple[list[list[int]], list[list[Rows | None]]]:
+        """Lets the servers set aside what a run reads; returns which arrays each has, and rows of them."""
+        places: list[list[int]] = [[] for _ in self._stores]
+        rows: list[list[Rows | None]] = [[] for _ in self._stores]
         for i, k in enumerate(program.bound.halves.pulls):
             for home in self._sources(program.keys[k]):
                 places[home].append(i)
+                rows[home].append(self._homes[program.keys[k]][home])
         for store, at in zip(self._stores, places, strict=True):
             if at:
                 store.prepare(run, [program.keys[program.bound.halves.pulls[i]] for i in at])
-        return places
+        return places, rows
 
     def save(self, version: int) -> None:
         """Keeps what the servers have now, to go back to."""

@@ -53,4 +53,5 @@ class _Thread:
 def worker_program(program: Program) -> WorkerProgram:
     """Returns the worker's half of a step."""
     halves = program.bound.halves
-    return WorkerProgram(program.name, halves.worker, program.takes, halves.results_at)
+    facts = program.takes, halves.results_at, halves.lookups
+    return WorkerProgram(program.name, halves.worker, *facts)

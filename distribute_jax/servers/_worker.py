@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 
-from distribute_jax.program._rows import joined
+from distribute_jax.program._halves import LookupHalf
+from distribute_jax.program._rows import filled, joined
 
 
 class Link(Protocol):
@@ -27,6 +29,8 @@ class WorkerProgram(NamedTuple):
     """For each server, what of that it is sent; empty where the step writes no state."""
     results_at: Sequence[int]
     """What of that the step returns."""
+    lookups: LookupHalf | None = None
+    """What of all this is by rows."""
 
 
 class Order(NamedTuple):
@@ -36,6 +40,8 @@ class Order(NamedTuple):
     run: int
     places: Sequence[Sequence[int]]
     """For each server, where what it has set aside is among what the program reads, or a part of it."""
+    rows: Sequence[Sequence[Sequence[int] | None]]
+    """Of what it has a part, which rows these are."""
 
 
 class RunIsVoid(Exception):  # noqa: N818  nobody did anything wrong
@@ -61,22 +67,34 @@ def run(
     Raises:
         RunIsVoid: it need not be done any more.
     """
-    read = [(at, link) for at, link in zip(order.places, links, strict=True) if at]
-    answers = [link.ask("fetch", order.epoch, order.run) for _, link in read]
+    here, there = devices
+    ids = [] if program.lookups is None else _looked_up(program.lookups, data)
+    read, answers = [], []
+    for at, rows, link in zip(order.places, order.rows, links, strict=True):
+        if at:
+            asked, numbers = _asked(program.lookups, at, rows, ids)
+            read.append(at)
+            answers.append(link.ask("fetch", order.epoch, order.run, asked, numbers))
     arrays = [answer() for answer in answers]
     if any(of is None for of in arrays):
         raise RunIsVoid
     parts: dict[int, list[Any]] = {}
-    for (at, _), of in zip(read, arrays, strict=True):
+    for at, of in zip(read, arrays, strict=True):
         for i, value in zip(at, of, strict=True):
             parts.setdefault(i, []).append(value)
     pulled = [joined(parts[i]) for i in range(len(parts))]
-    here, there = devices
+    if program.lookups is not None:
+        most = [of.number for of in program.lookups.lookups]
+        pulled = [
+            x if j is None else _filled(x, most[j])
+            for x, j in zip(pulled, program.lookups.pulls, strict=True)
+        ]
+        data = [*data, *(_filled(x + 1, n) for x, n in zip(ids, most, strict=True))]
     handed = program.compute(_on(here, pulled), _on(here, data))
     handed = jax.block_until_ready(_on(there, handed))
     staged = [
-        link.ask("stage", order.epoch, order.run, program.name, [handed[i] for i in takes])
-        for link, takes in zip(links, program.takes, strict=False)
+        link.ask("stage", order.epoch, order.run, program.name, _sent(program, server, handed, ids))
+        for server, link in enumerate(links[: len(program.takes)])
     ]
     for answer in staged:
         answer()
@@ -89,3 +107,48 @@ def _on(device: jax.Device, values: Sequence[Any]) -> list[Any]:
         jax.device_put(x, device) if isinstance(x, jax.Array) and x.device != device else x
         for x in values
     ]
+
+
+def _looked_up(half: LookupHalf, data: list[Any]) -> list[Any]:
+    """Returns, for each lookup, the numbers of its rows, sorted."""
+    indices = [np.asarray(x)[..., 0].astype(np.int32).ravel() for x in half.compute([], data)]
+    some = [
+        [np.clip(indices[i], 0, of.rows - 1) if clip else indices[i] for i, clip in of.indices]
+        for of in half.lookups
+    ]
+    pairs = zip(half.lookups, some, strict=True)
+    return [_within(np.unique(np.concatenate(of_one)), (0, of.rows)) for of, of_one in pairs]
+
+
+def _within(ids: Any, rows: Any) -> Any:
+    """Returns the numbers of rows that are among those from one to another, which have them as 0, 1, ...."""
+    return ids if rows is None else ids[slice(*np.searchsorted(ids, rows))] - np.int32(rows[0])
+
+
+def _asked(
+    half: LookupHalf | None, at: Sequence[int], rows: Sequence[Any], ids: Sequence[Any]
+) -> tuple[list[int], list[Any]]:
+    """Returns of which of its arrays a server is asked for some rows, and for which."""
+    by = [None if half is None else half.pulls[i] for i in at]
+    asked = [n for n, j in enumerate(by) if j is not None]
+    return asked, [_within(ids[j], rows[n]) for n, j in enumerate(by) if j is not None]
+
+
+def _sent(
+    program: WorkerProgram, server: int, handed: Sequence[Any], ids: Sequence[Any]
+) -> list[Any]:
+    """Returns what is sent to a server, of what a worker hands over."""
+    values, half = [handed[i] for i in program.takes[server]], program.lookups
+    if half is None:
+        return values
+    for k, of in enumerate(half.takes[server]):
+        if of is not None:
+            j, rows = of
+            some = slice(len(ids[j])) if rows is None else slice(*np.searchsorted(ids[j], rows))
+            values[k] = np.asarray(values[k])[some]
+    return [*values, *(_within(ids[j], rows) + 1 for j, rows in half.ids[server])]
+
+
+def _filled(array: Any, number: int) -> Any:
+    """Returns an array with zeros in the place of rows that are not there."""
+    return filled(array, jax.ShapeDtypeStruct((number, *array.shape[1:]), array.dtype))

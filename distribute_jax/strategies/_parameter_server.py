@@ -14,7 +14,7 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from distribute_jax._mesh import replica_mesh
-from distribute_jax._messages import check_int
+from distribute_jax._messages import check_choice, check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.servers import (
     Coordinator,
@@ -89,6 +89,9 @@ class ParameterServerStrategy(Strategy):
         workers_per_update: how many workers together compute each update, in sync: they are the replicas of
             the step, and the servers add up what they return. A batch of ``distribute_dataset`` is divided
             among them, and the numbers are those of ``MirroredStrategy`` with as many replicas.
+        sparse: how a table is updated of which a batch looks up some rows: ``"exact"`` as on one device; with
+            ``"lazy"`` the other rows and their optimizer state stay as they are, which is faster, and differs
+            for optimizers such as Adam.
         options: of ``engine="processes"``.
 
     Raises:
@@ -116,6 +119,7 @@ class ParameterServerStrategy(Strategy):
         servers: int | None = None,
         max_staleness: float | None = None,
         workers_per_update: int | None = None,
+        sparse: str = "exact",
         options: ServerOptions | None = None,
     ) -> None:
         name = type(self).__name__
@@ -126,6 +130,7 @@ class ParameterServerStrategy(Strategy):
                 f"{name}: variable_partitioner must be a function of shape and dtype, as those of "
                 f"dj.experimental.partitioners; got {variable_partitioner!r:.60}."
             )
+        check_choice(f"{name}: sparse", sparse, ("exact", "lazy"))
         if engine not in (None, "threads", "processes"):
             raise ArgumentError(
                 f"{name}: engine must be 'threads' or 'processes'; got {engine!r:.60}."
@@ -173,6 +178,7 @@ class ParameterServerStrategy(Strategy):
             of_servers,
             self._start,
             variable_partitioner,
+            sparse,
         )
 
     def _start(self) -> Engine:
