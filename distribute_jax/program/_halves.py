@@ -41,7 +41,7 @@ from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import Homes, ServerPart, State, Update
+from distribute_jax.program._divide import Division, Homes, ServerPart, State, Update
 from distribute_jax.program._in_turn import of_replica_number
 from distribute_jax.program._jaxprs import equations, line, opened
 from distribute_jax.program._layout import FlatStep, by_equation, flat_step
@@ -221,17 +221,7 @@ def build_halves(
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
     of_servers = functools.partial(parts, partitioner, servers)
     division = update.divide(servers, results, known, of_servers)
-    returned = list(results)
-    finish: Any = operator.itemgetter(0)
-    if replicas > 1:
-        of_one = [eqn for eqn in division.finish if any(map(first.differs, eqn.outvars))]
-        _check_alone([*division.eqns, *of_one], update)
-        each = list(zip(results, decided.mirrored, strict=True))
-        equal, own = ([v for v, same in each if same is is_same] for is_same in (True, False))
-        asks = [v for v in division.asks if v not in own]
-        finishing = Needs(division.finish, {}, equal)
-        part = build_part(call, body, finishing, (all_of(asks), []), all_of(equal))
-        returned, finish = [*asks, *own], _Finish(part, decided.mirrored)
+    returned, finish = _finishing(call, body, division, first, update, results, decided)
     inputs = [v for v, k in zip(jaxpr.invars, order, strict=True) if k >= leaves]
     pulled = [state.inputs[k] for k in division.pulls]
     taken = [pair for part in division.servers for pair in part.takes]
@@ -280,6 +270,28 @@ def _check_alone(eqns: Sequence[Any], update: Update) -> None:
         meets = any(collectives(eqn, DATA)) and eqn.outvars[0] not in update.summed
         if meets or update.after_sums(eqn):
             raise LoweringError(_IN_STEP.format(where=line(eqn)))
+
+
+def _finishing(
+    call: Call,
+    body: Any,
+    division: Division,
+    first: _First,
+    update: Update,
+    results: Sequence[Any],
+    decided: Plan,
+) -> tuple[list[Any], Any]:
+    """Returns what a worker returns, and what makes the results of that of the workers of all replicas."""
+    if num_replicas(call.mesh) == 1:
+        return list(results), operator.itemgetter(0)
+    of_one = [eqn for eqn in division.finish if any(map(first.differs, eqn.outvars))]
+    _check_alone([*division.eqns, *of_one], update)
+    each = list(zip(results, decided.mirrored, strict=True))
+    equal, own = ([v for v, same in each if same is is_same] for is_same in (True, False))
+    asks = [v for v in division.asks if v not in own]
+    needs = Needs(division.finish, {}, equal)
+    part = build_part(call, body, needs, (all_of(asks), []), all_of(equal))
+    return [*asks, *own], _Finish(part, decided.mirrored)
 
 
 class _Finish(NamedTuple):
