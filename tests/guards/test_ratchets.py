@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 46_224,
-    lines_of_tests: 43_394,
-    files: 233,
+    lines: 46_877,
+    lines_of_tests: 43_586,
+    files: 235,
     pieces: 1,
     private_words: 2,
     private_imports: 31,
