@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 46_877,
-    lines_of_tests: 43_586,
+    lines_of_tests: 43_599,
     files: 235,
     pieces: 1,
     private_words: 2,

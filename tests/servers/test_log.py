@@ -247,3 +247,16 @@ def test_an_earlier_epoch_is_void() -> None:
     assert server.commit(0, 7, [1], 2) == 7
     assert server.staged == 0
     assert server.pull([0]) == [("kept",)]
+
+
+def test_the_shares_of_a_closure_that_writes_nothing_read_one_version() -> None:
+    """It waits for the update under way, which would come between two of them."""
+    log = Log(0)
+    log.add(0)
+    log.add(1, shares=2, writes=False)
+    update = log.admit(0)
+    assert update is not None
+    assert log.admit(1) is None
+    log.finish(update)
+    shares = [log.admit(worker) for worker in (0, 1)]
+    assert [share and share.pulled for share in shares] == [1, 1]
