@@ -59,8 +59,7 @@ Contents = NamedTuple("Contents", [("suffix", str), ("packages", List[str]), ("p
 
 # pip builds the project with the tools that were installed before: pinned, and without network.
 SUITE = Contents("", ["--no-build-isolation", "-e", ".[test]"], "")
-# Most of the optional libraries is never imported, and compiling it all takes half a minute.
-OPTIONAL = ["--no-compile", "-r", "constraints/sources-python-3.11.txt"]
+OPTIONAL = ["-r", "constraints/sources-python-3.11.txt"]
 SOURCES = Contents("-sources", OPTIONAL + SUITE.packages, "3.11")
 
 
@@ -177,7 +176,9 @@ def create(folder: str, contents: Contents) -> None:
     os.makedirs(folder, exist_ok=True)
     open(os.path.join(folder, STAMP), "w").close()  # Empty until all is installed.
     inside = os.path.join(folder, "bin", "python")
-    pip = [inside, "-m", "pip", "install", "-qq", "-c", constraints_file(python.release)]
+    # Most of what is installed is never imported, and compiling it all takes a minute.
+    pip = [inside, "-m", "pip", "install", "-qq", "--no-compile"]
+    pip += ["-c", constraints_file(python.release)]
     venv = [python.executable, "-m", "venv", folder]
     for command in (venv, pip + BUILD_TOOLS, pip + contents.packages):
         if run(command, job_environment(inside)):
