@@ -2,7 +2,8 @@
 
 In the order of a closure: ``_runner`` traces a scheduled function, ``_coordinator`` has the queue and the
 errors, ``_log`` admits and numbers, ``_engine`` drives the workers (``_threads``), ``_worker`` is what one
-does, ``_store`` has the state. ``_input`` has what differs from worker to worker.
+does, ``_store`` is one server, ``_state`` says what is where. ``_input`` has what differs from worker to
+worker.
 """
 
 from distribute_jax.servers._coordinator import Coordinator, Recording, Stats

@@ -11,7 +11,8 @@ import numpy as np
 from distribute_jax.program._export import as_numbers
 from distribute_jax.servers._coordinator import Recording
 from distribute_jax.servers._log import Attempt
-from distribute_jax.servers._store import Program, State, Store
+from distribute_jax.servers._state import Program, State
+from distribute_jax.servers._store import Store
 from distribute_jax.servers._threads import StoreHere, worker_program
 from distribute_jax.servers._worker import Order, run
 

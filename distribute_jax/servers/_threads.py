@@ -10,7 +10,8 @@ import jax
 
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._engine import Engine
-from distribute_jax.servers._store import Program, Store
+from distribute_jax.servers._state import Program
+from distribute_jax.servers._store import Store
 from distribute_jax.servers._worker import WorkerProgram, run
 
 
