@@ -48,6 +48,14 @@ class _Child:
         with suppress(OSError):
             poll.poll()
 
+    def connect(self, number: int, server: _Child) -> None:
+        """Lets it, a worker, reach the server of a number."""
+        mine, theirs = pair()
+        with mine, theirs:
+            with suppress(WireError):
+                server.control.send(Message("link", ends=[theirs.fileno()]))
+            self.control.send(Message("link", [number], ends=[mine.fileno()]))
+
     def end(self) -> None:
         """Ends it, and does not wait."""
         self._nursery.end(self._pid)
@@ -138,10 +146,6 @@ class RemoteStore:
             if self._child is not None:
                 self._child.control.send(message)
 
-    def link(self, end: socket.socket) -> None:
-        """Lets a worker reach the server through the other end."""
-        self._tell(Message("link", ends=[end.fileno()]))
-
     def load(self, name: str, program: ServerProgram) -> None:
         """As of ``Store``, as all that follow."""
         data = export_part(program.apply, [_PLATFORM_OF_SERVERS])
@@ -221,11 +225,8 @@ class _Worker:
     def _link(self) -> None:
         """Connects the worker with each server that is another process than before."""
         for number, store in enumerate(self._stores):
-            if (child := store.child) is not self._linked[number]:
-                mine, theirs = pair()
-                with mine, theirs:
-                    store.link(theirs)
-                    self._child.control.send(Message("link", [number], ends=[mine.fileno()]))
+            if (child := store.child) is not None and child is not self._linked[number]:
+                self._child.connect(number, child)
                 self._linked[number] = child
 
     def stop(self) -> None:

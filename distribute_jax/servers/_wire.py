@@ -6,11 +6,14 @@ nothing is unpickled. A message is its magic, the length of its head, the head, 
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import os
 import socket
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -37,16 +40,60 @@ class Message:
     plain: Sequence[Any] = ()
     """Values that JSON has."""
     arrays: Sequence[Any] = ()
-    ends: Sequence[int] = ()
-    """Descriptors of sockets, which the receiver closes."""
+    ends: Sequence[Any] = ()
+    """Descriptors of sockets, which the receiver closes; actors of Ray."""
+
+    def packed(self) -> list[Any]:
+        """Returns its bytes but for the ends: first the head, then those of each array."""
+        arrays = [np.ascontiguousarray(array) for array in map(np.asarray, self.arrays)]
+        types = [(str(x.dtype), np.shape(y)) for x, y in zip(arrays, self.arrays, strict=True)]
+        head = json.dumps([self.name, self.plain, types]).encode()
+        parts = [array.reshape(-1).view(np.uint8).data for array in arrays]
+        return [_START.pack(_MAGIC, len(head)) + head, *parts]
+
+
+def unpacked(data: bytes, ends: Sequence[Any] = ()) -> Message:
+    """Returns the message of bytes that came in one piece.
+
+    Raises:
+        WireError: they are not those of a message.
+    """
+    source = io.BytesIO(data)
+
+    def fill(view: Any) -> None:
+        if source.readinto(view) != len(view):
+            raise WireError("these bytes are not a message")
+
+    return _read(fill, ends)
+
+
+def _read(fill: Callable[[Any], None], ends: Sequence[Any]) -> Message:
+    """Reads a message with what fills a buffer."""
+    start = bytearray(_START.size)
+    fill(memoryview(start))
+    magic, size = _START.unpack(start)
+    if magic != _MAGIC or size > _LONGEST_HEAD:
+        raise WireError("these bytes are not a message")
+    head = bytearray(size)
+    fill(memoryview(head))
+    try:
+        name, plain, types = json.loads(head)
+        arrays = [_empty(*of) for of in types]
+        if not (isinstance(name, str) and isinstance(plain, list)):
+            raise TypeError
+    except (ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise WireError("these bytes are not a message") from error
+    for array in arrays:
+        fill(array.reshape(-1).view(np.uint8).data)
+    return Message(name, plain, arrays, ends)
 
 
 class Connection:
-    """One end of a pair of sockets; one thread at a time sends, and one receives."""
+    """One end of a pair of sockets; one thread at a time receives."""
 
     def __init__(self, end: socket.socket) -> None:
         """Takes an end of a pair."""
-        self._socket = end
+        self._socket, self._sends = end, threading.Lock()
 
     def send(self, message: Message) -> None:
         """Sends a message.
@@ -54,17 +101,14 @@ class Connection:
         Raises:
             WireError: the other end is gone.
         """
-        arrays = [np.ascontiguousarray(array) for array in map(np.asarray, message.arrays)]
-        types = [(str(x.dtype), np.shape(y)) for x, y in zip(arrays, message.arrays, strict=True)]
-        head = json.dumps([message.name, message.plain, types]).encode()
+        first, *parts = message.packed()
+        if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
+            first, parts = b"".join([first, *parts]), []
         try:
-            first = _START.pack(_MAGIC, len(head)) + head
-            parts = [array.reshape(-1).view(np.uint8).data for array in arrays]
-            if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
-                first, parts = b"".join([first, *parts]), []
-            sent = socket.send_fds(self._socket, [first], list(message.ends))
-            for part in (memoryview(first)[sent:], *parts):
-                self._socket.sendall(part)
+            with self._sends:
+                sent = socket.send_fds(self._socket, [first], list(message.ends))
+                for part in (memoryview(first)[sent:], *parts):
+                    self._socket.sendall(part)
         except OSError as error:
             raise WireError(f"the other process cannot be reached: {error}") from error
 
@@ -76,15 +120,7 @@ class Connection:
         """
         ends: list[int] = []
         try:
-            start = bytearray()
-            while len(start) < _START.size:
-                data, more, _, _ = socket.recv_fds(self._socket, _START.size - len(start), 1)
-                ends += more
-                if not data:
-                    raise WireError("the other process has closed the connection")
-                start += data
-            magic, size = _START.unpack(start)
-            return self._rest(magic, size, ends)
+            return _read(functools.partial(self._fill, ends), ends)
         except BaseException as error:
             for end in ends:
                 os.close(end)
@@ -92,32 +128,24 @@ class Connection:
                 raise WireError(f"the other process cannot be reached: {error}") from error
             raise
 
-    def _rest(self, magic: bytes, size: int, ends: list[int]) -> Message:
-        if magic != _MAGIC or size > _LONGEST_HEAD:
-            raise WireError("these bytes are not a message")
-        head = bytearray(size)
-        self._fill(memoryview(head))
-        try:
-            name, plain, types = json.loads(head)
-            arrays = [_empty(*of) for of in types]
-            if not (isinstance(name, str) and isinstance(plain, list)):
-                raise TypeError
-        except (ValueError, TypeError, MemoryError, RecursionError) as error:
-            raise WireError("these bytes are not a message") from error
-        for array in arrays:
-            self._fill(array.reshape(-1).view(np.uint8).data)
-        return Message(name, plain, arrays, ends)
-
-    def _fill(self, view: memoryview) -> None:
+    def _fill(self, ends: list[int], view: memoryview) -> None:
         while view:
-            if not (size := self._socket.recv_into(view)):
+            size, descriptors, _, _ = self._socket.recvmsg_into([view], socket.CMSG_LEN(4))
+            ends += [
+                end for _, _, data in descriptors for end in np.frombuffer(data, np.intc).tolist()
+            ]
+            if not size:
                 raise WireError("the other process has closed the connection")
             view = view[size:]
 
+    def request(self, message: Message) -> Callable[[], Message]:
+        """Sends a message, and returns what waits for the answer."""
+        self.send(message)
+        return self.receive
+
     def ask(self, message: Message) -> Message:
         """Sends a message and waits for the answer."""
-        self.send(message)
-        return self.receive()
+        return self.request(message)()
 
     def limit(self, seconds: float | None) -> None:
         """Sets how long to wait for the other end at most."""
