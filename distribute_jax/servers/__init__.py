@@ -2,8 +2,8 @@
 
 In the order of a closure: ``_runner`` traces a scheduled function, ``_coordinator`` has the queue and the
 errors, ``_log`` admits and numbers, ``_engine`` drives the workers (``_threads``), ``_worker`` is what one
-does, ``_store`` is one server, ``_state`` says what is where. ``_input`` has what differs from worker to
-worker.
+does, ``_store`` is one server, ``_state`` says what is where. ``_processes`` and ``_ray`` have others
+processes (``_roles``). ``_input`` has what differs from worker to worker.
 """
 
 from distribute_jax.servers._coordinator import Coordinator, Recording, Stats
@@ -16,12 +16,14 @@ from distribute_jax.servers._input import (
     in_closure,
 )
 from distribute_jax.servers._processes import Processes, RemoteStore
+from distribute_jax.servers._ray import Cluster
 from distribute_jax.servers._remote import RemoteValue
 from distribute_jax.servers._runner import ServersRunner
 from distribute_jax.servers._store import Store
 from distribute_jax.servers._threads import threads
 
 __all__ = [
+    "Cluster",
     "Coordinator",
     "Engine",
     "PerWorkerDataset",

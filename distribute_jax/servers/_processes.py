@@ -126,16 +126,16 @@ class RemoteStore:
     def __init__(self, device: jax.Device) -> None:
         """Starts with no process; arrays that are pulled are put on a device."""
         self._device = device
-        self._child: _Child | None = None
+        self._child: Any = None
         self._loads: dict[str, Message] = {}
         self._types: dict[Key, Any] = {}
 
     @property
-    def child(self) -> _Child | None:
-        """The process."""
+    def child(self) -> Any:
+        """The process; None before it is started."""
         return self._child
 
-    def attach(self, child: _Child) -> None:
+    def attach(self, child: Any) -> None:
         """Lets a process be this server."""
         self._child = child
         for message in self._loads.values():
@@ -189,11 +189,11 @@ class RemoteStore:
 class _Worker:
     """A worker in another process."""
 
-    def __init__(self, child: _Child, stores: Sequence[RemoteStore], seconds: float | None) -> None:
+    def __init__(self, child: Any, stores: Sequence[RemoteStore], seconds: float | None) -> None:
         """Takes the process; a run that takes more than so many seconds counts as lost."""
         self._child, self._stores, self._seconds = child, stores, seconds
         self._loaded: set[str] = set()
-        self._linked: list[_Child | None] = [None] * len(stores)
+        self._linked = [None] * len(stores)
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
         program, control = work.closure.program, self._child.control
@@ -225,7 +225,7 @@ class _Worker:
     def _link(self) -> None:
         """Connects the worker with each server that is another process than before."""
         for number, store in enumerate(self._stores):
-            if (child := store.child) is not None and child is not self._linked[number]:
+            if (child := store.child) is not self._linked[number]:
                 self._child.connect(number, child)
                 self._linked[number] = child
 
@@ -257,11 +257,18 @@ class Processes(Engine):
     """The processes of one strategy."""
 
     def __init__(
-        self, coordinator: Coordinator, stores: Sequence[RemoteStore], seconds: float | None = None
+        self,
+        coordinator: Coordinator,
+        stores: Sequence[RemoteStore],
+        seconds: float | None = None,
+        nursery: Any = None,
     ) -> None:
-        """Starts them all; a run of more than so many seconds counts as lost."""
+        """Starts them all; a run of more than so many seconds counts as lost.
+
+        The nursery is where they come from, if that is not this machine.
+        """
         self._stores, self._ended = stores, False
-        self._nursery = _Nursery(coordinator.device.platform)
+        self._nursery = nursery or _Nursery(coordinator.device.platform)
         for number in range(len(stores)):
             self._serve(number)
         super().__init__(
@@ -273,7 +280,7 @@ class Processes(Engine):
         self._stores[number].attach(child)
         threading.Thread(target=self._watch, args=(number, child), daemon=True).start()
 
-    def _watch(self, number: int, child: _Child) -> None:
+    def _watch(self, number: int, child: Any) -> None:
         """Waits for the end of a server, and replaces it."""
         child.wait()
         if self._ended:
@@ -293,4 +300,4 @@ class Processes(Engine):
         self._nursery.close()
         for store in self._stores:
             if store.child is not None:
-                store.child.control.close()
+                store.child.end()

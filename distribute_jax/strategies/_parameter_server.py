@@ -17,6 +17,7 @@ from distribute_jax._mesh import replica_mesh
 from distribute_jax._messages import check_choice, check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.servers import (
+    Cluster,
     Coordinator,
     Engine,
     Processes,
@@ -32,7 +33,7 @@ from distribute_jax.strategies._base import Strategy
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How workers and servers of ``engine="processes"`` are watched.
+    """How workers and servers of ``engine="processes"`` and ``"ray"`` are watched.
 
     Args:
         snapshot_every: seconds after which the coordinator copies the state of the servers at the latest; it
@@ -80,7 +81,8 @@ class ParameterServerStrategy(Strategy):
             of parts along each dim. None divides none.
         engine: ``"threads"``, the default: the workers are threads of this process. ``"processes"``: workers
             and servers are processes of this machine, which compute beside each other and are replaced when
-            they end. They run exported programs; none of them listens on a port.
+            they end. They run exported programs; none of them listens on a port. ``"ray"``: the same as
+            actors of a Ray cluster, on other machines too; ``pip install 'distribute-jax[ray]'``.
         workers: how many; by default one for each core, at most 4.
         servers: among how many the variables are divided, one after the other; the state of an optimizer is
             with its parameter.
@@ -92,11 +94,12 @@ class ParameterServerStrategy(Strategy):
         sparse: how a table is updated of which a batch looks up some rows: ``"exact"`` as on one device; with
             ``"lazy"`` the other rows and their optimizer state stay as they are, which is faster, and differs
             for optimizers such as Adam.
-        options: of ``engine="processes"``.
+        options: of ``engine="processes"`` and ``"ray"``.
 
     Raises:
         ValueError: an argument is not what it should be.
         NotImplementedError: an option that is not supported yet.
+        MissingPackageError: ``engine="ray"``, and Ray is not installed.
 
     Example:
         >>> import distribute_jax as dj
@@ -131,10 +134,7 @@ class ParameterServerStrategy(Strategy):
                 f"dj.experimental.partitioners; got {variable_partitioner!r:.60}."
             )
         check_choice(f"{name}: sparse", sparse, ("exact", "lazy"))
-        if engine not in (None, "threads", "processes"):
-            raise ArgumentError(
-                f"{name}: engine must be 'threads' or 'processes'; got {engine!r:.60}."
-            )
+        check_choice(f"{name}: engine", engine, (None, "threads", "processes", "ray"))
         number = (
             min(4, os.cpu_count() or 1)
             if workers is None
@@ -158,13 +158,14 @@ class ParameterServerStrategy(Strategy):
         if not isinstance(options, ServerOptions | None):
             raise ArgumentError(f"{name}: options must be dj.ServerOptions; got {options!r:.60}.")
         options = options or ServerOptions()
-        if engine == "processes":
+        if engine in ("processes", "ray"):
+            cluster = Cluster() if engine == "ray" else None
             remote = [RemoteStore(devices[0]) for _ in range(of_servers)]
             coordinator = Coordinator(
                 number, remote, staleness, devices[0], snapshot_every=options.snapshot_every
             )
             self._engine: Callable[[], Engine] = partial(
-                Processes, coordinator, remote, options.step_seconds
+                Processes, coordinator, remote, options.step_seconds, cluster
             )
         else:
             stores = [Store() for _ in range(of_servers)]

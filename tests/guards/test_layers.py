@@ -41,6 +41,7 @@ OPTIONAL = frozenset(
         "matplotlib",
         "orbax",
         "pandas",
+        "ray",
         "requests",
         "rich",
         "sklearn",

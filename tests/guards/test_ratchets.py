@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 46_890,
-    lines_of_tests: 43_599,
-    files: 236,
+    lines: 47_160,
+    lines_of_tests: 43_633,
+    files: 238,
     pieces: 1,
     private_words: 2,
     private_imports: 31,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +51,15 @@ def build(strategy: dj.Strategy) -> tuple[Any, Callable[[Any], Any]]:
 class Killer:
     """Kills processes of a strategy, and waits after each until it goes on."""
 
-    def __init__(self, coordinator: ClusterCoordinator, seed: int) -> None:
-        self.coordinator, self.random = coordinator, random.Random(seed)
+    def __init__(self, coordinator: ClusterCoordinator, seed: int, engine: str) -> None:
+        self.coordinator, self.random, self.engine = coordinator, random.Random(seed), engine
         self.seconds: list[float] = []
 
     def kill(self, role: str) -> None:
         """Kills one of its workers or servers."""
-        pid = self.random.choice(children(role))
+        while not (pids := children(role, self.engine)):  # the last of them is being replaced
+            time.sleep(0.005)
+        pid = self.random.choice(pids)
         before = self.coordinator.stats.version
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
@@ -65,8 +70,9 @@ class Killer:
         self.seconds.append(time.monotonic() - start)
 
 
-def children(role: str) -> list[int]:
-    """The processes of a role that were forked from one that this process has started."""
+def children(role: str, engine: str = "processes") -> list[int]:
+    """The processes of a role that were started by one that this process has started."""
+    name = f"ray::_{role.capitalize()}" if engine == "ray" else f"dj {role}"
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -74,7 +80,7 @@ def children(role: str) -> list[int]:
             comm = (folder / "comm").read_text().strip()
         except (OSError, ValueError):
             continue  # it has ended
-        if comm == f"dj {role}" and parent_of(parent) == str(os.getpid()):
+        if comm.startswith(name) and parent_of(parent) == str(os.getpid()):
             found.append(int(folder.name))
     return found
 
@@ -114,18 +120,18 @@ EACH = 40
 
 
 def run_with_kills(
-    kills: list[str], seed: int, *, servers: int, staleness: float = 0
+    kills: list[str], seed: int, *, engine: str, servers: int, staleness: float = 0
 ) -> tuple[Any, Any, Killer]:
     """Trains while processes are killed; the strategy's state and losses, and the killer."""
     strategy = dj.ParameterServerStrategy(
-        workers=2, servers=servers, max_staleness=staleness, engine="processes"
+        workers=2, servers=servers, max_staleness=staleness, engine=engine
     )
     coordinator = ClusterCoordinator(strategy)
     state, step = build(strategy)
     inputs = iter(batches(EACH * (1 + len(kills))))
     losses = [coordinator.schedule(step, args=(next(inputs),)) for _ in range(EACH)]
     coordinator.join(SECONDS)
-    killer = Killer(coordinator, seed)
+    killer = Killer(coordinator, seed, engine)
     for role in kills:
         losses += [coordinator.schedule(step, args=(next(inputs),)) for _ in range(EACH)]
         killer.kill(role)
@@ -134,11 +140,23 @@ def run_with_kills(
     return leaves(state), [float(x) for x in coordinator.fetch(losses)], killer
 
 
+RAY = pytest.param(
+    "ray", marks=pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
+)
+ENGINES = pytest.mark.parametrize("engine", ["processes", RAY])
+EXHAUSTIVE_WITH_RAY = pytest.mark.parametrize(
+    "engine", ["processes", pytest.param("ray", marks=[*RAY.marks, pytest.mark.exhaustive])]
+)
+LOOPBACK = r": (0100007F|0000000000000000FFFF00000100007F):|/ray/session"
+"""Of a line of /proc: an address, or a file."""
+
+
+@ENGINES
 def test_processes_have_the_bits_of_one_device_although_some_are_killed(
-    one_device: dj.Strategy,
+    one_device: dj.Strategy, engine: str
 ) -> None:
     """A worker and a server are killed: weights, state of the optimizer, dropout and losses are equal."""
-    state, losses, _ = run_with_kills(["worker", "server"], seed=1, servers=1)
+    state, losses, _ = run_with_kills(["worker", "server"], seed=1, engine=engine, servers=1)
     expected, of_one = trained(one_device, batches(len(losses)))
     assert losses == of_one
     for got, want in zip(state, expected, strict=True):
@@ -146,14 +164,17 @@ def test_processes_have_the_bits_of_one_device_although_some_are_killed(
 
 
 @pytest.mark.exhaustive
+@ENGINES
 @pytest.mark.parametrize("staleness", [0, 4])
-def test_many_kills(one_device: dj.Strategy, staleness: int) -> None:
+def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> None:
     """10 workers and 3 servers are killed over 560 closures: each is applied exactly once."""
     kills = ["worker"] * 10 + ["server"] * 3
     seed = random.randrange(1000)
     random.Random(seed).shuffle(kills)
     print("seed", seed)
-    state, losses, killer = run_with_kills(kills, seed, servers=2, staleness=staleness)
+    state, losses, killer = run_with_kills(
+        kills, seed, engine=engine, servers=2, staleness=staleness
+    )
     print("back after", sorted(round(s, 2) for s in killer.seconds))
     assert state[-1] == len(losses) >= 500
     if staleness == 0:
@@ -183,21 +204,26 @@ def sockets_that_listen(pids: list[int]) -> Iterator[str]:
                 yield line
 
 
-def test_nobody_listens_and_workers_join_and_leave() -> None:
-    """No process has a listening socket; with one worker more and one fewer each closure is applied once."""
-    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+@EXHAUSTIVE_WITH_RAY
+def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
+    """No other machine reaches a socket; with one worker more and one fewer each closure is applied once."""
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine=engine)
     coordinator = ClusterCoordinator(strategy)
     _, step = build(strategy)
     coordinator.schedule(step, args=(batches(1)[0],))
     coordinator.join(SECONDS)
-    assert list(sockets_that_listen(children("worker") + children("server"))) == []
+    lines = sockets_that_listen(children("worker", engine) + children("server", engine))
+    if engine == "ray":
+        lines = (line for line in lines if not re.search(LOOPBACK, line))
+    assert list(lines) == []
     strategy.add_workers(1)
     for x in batches(50):
         coordinator.schedule(step, args=(x,))
     strategy.remove_workers(1)
     coordinator.join(SECONDS)
     assert (coordinator.stats.version, strategy.workers) == (51, 1)
-    pids = children("worker") + children("server")
+    pids = children("worker", engine) + children("server", engine)
+    assert pids
     del strategy, coordinator, step
     gc.collect()
     limit = time.monotonic() + SECONDS
@@ -234,3 +260,10 @@ def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
 
     with pytest.raises(dj.LoweringError, match="calls Python"):
         ClusterCoordinator(strategy).schedule(step, args=(1.0,))
+
+
+def test_ray_is_named_where_it_is_needed_and_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(dj.MissingPackageError, match=r"pip install 'distribute-jax\[ray\]'"):
+        dj.ParameterServerStrategy(engine="ray")
