@@ -265,6 +265,11 @@ class Coordinator:
             return closure.results
 
     @property
+    def servers(self) -> int:
+        """How many there are."""
+        return len(self._stores)
+
+    @property
     def stats(self) -> Stats:
         """What has been applied so far."""
         with self._changed:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from distribute_jax._errors import UnsupportedError
 from distribute_jax.program._halves import Halves
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._worker import RunIsVoid
@@ -54,6 +55,12 @@ class Engine:
         thread = threading.Thread(target=self._drive, args=(index,), name=name, daemon=True)
         thread.start()
         return thread
+
+    def kill(self, kind: str, number: int) -> None:
+        """Ends the process of a worker or a server."""
+        raise UnsupportedError(
+            f'dj.testing.kill: {kind} {number} is a thread of this process. Use engine="processes".'
+        )
 
     def check(self, halves: Halves) -> None:
         """Refuses a step that these workers cannot run."""

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distribute_jax._errors import StepFailedError
+from distribute_jax._errors import ContextError, StepFailedError
 from distribute_jax.program._export import as_key, as_numbers, export_part
 from distribute_jax.program._halves import Halves
 from distribute_jax.servers._coordinator import Coordinator, Work
@@ -32,6 +33,7 @@ from distribute_jax.servers._wire import Connection, Message, WireError, pair
 from distribute_jax.servers._worker import RunIsVoid
 
 _PLATFORM_OF_SERVERS = "cpu"
+_SECONDS_TO_BEGIN, _MOMENT = 10.0, 0.01
 
 
 class _Child:
@@ -56,9 +58,13 @@ class _Child:
                 server.control.send(Message("link", ends=[theirs.fileno()]))
             self.control.send(Message("link", [number], ends=[mine.fileno()]))
 
+    def kill(self) -> None:
+        """Ends it, as if something else had done so."""
+        self._nursery.end(self._pid)
+
     def end(self) -> None:
         """Ends it, and does not wait."""
-        self._nursery.end(self._pid)
+        self.kill()
         self.control.close()
 
 
@@ -267,13 +273,16 @@ class Processes(Engine):
 
         The nursery is where they come from, if that is not this machine.
         """
-        self._stores, self._ended = stores, False
+        self._stores, self._seconds, self._ended = stores, seconds, False
+        self._workers: dict[int, Any] = {}
         self._nursery = nursery or _Nursery(coordinator.device.platform)
         for number in range(len(stores)):
             self._serve(number)
-        super().__init__(
-            coordinator, lambda _: _Worker(self._nursery.child("worker"), stores, seconds)
-        )
+        super().__init__(coordinator, self._worker_of)
+
+    def _worker_of(self, number: int) -> _Worker:
+        child = self._workers[number] = self._nursery.child("worker")
+        return _Worker(child, self._stores, self._seconds)
 
     def _serve(self, number: int) -> None:
         child = self._nursery.child("server")
@@ -289,6 +298,18 @@ class Processes(Engine):
         child.control.close()
         self._serve(number)
         self._coordinator.go_back()
+
+    def kill(self, kind: str, number: int) -> None:
+        """Ends the process of a worker or a server; of a worker, once it has begun to work."""
+        if kind == "server":
+            self._stores[number].child.kill()
+            return
+        end = time.monotonic() + _SECONDS_TO_BEGIN
+        while number not in self._workers:
+            if time.monotonic() > end:
+                raise ContextError(f"dj.testing.kill: worker {number} has had nothing to do yet.")
+            time.sleep(_MOMENT)
+        self._workers[number].kill()
 
     def check(self, halves: Halves) -> None:
         """Raises: LoweringError: the step cannot be sent to another process."""

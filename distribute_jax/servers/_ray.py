@@ -140,6 +140,10 @@ class _Child:
         """Lets it, a worker, reach the server of a number."""
         self.control.send(Message("link", [number], ends=[server._actor]))
 
+    def kill(self) -> None:
+        """Ends it, as if something else had done so."""
+        self.end()
+
     def end(self) -> None:
         """Ends it, and does not wait."""
         if self._ray.is_initialized():

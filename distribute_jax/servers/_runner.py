@@ -99,6 +99,12 @@ class ServersRunner(Runner):
         self.coordinator.join()
         return super().steps(fn, iterator, steps, options)
 
+    def kill(self, kind: str, number: int) -> None:
+        """Ends the process of a worker or a server."""
+        if self._engine is None:
+            raise ContextError("dj.testing.kill: workers and servers start with the first closure.")
+        self._engine.kill(kind, number)
+
     def run_again(self, recording: Recording) -> list[str]:
         """Does recorded updates again on one device; returns what has other bits."""
         self.coordinator.join()

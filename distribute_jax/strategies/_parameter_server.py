@@ -195,6 +195,12 @@ class ParameterServerStrategy(Strategy):
         return self._coordinator.workers
 
     @property
+    @final
+    def servers(self) -> int:
+        """The number of servers."""
+        return self._coordinator.servers
+
+    @property
     def _ahead(self) -> int:  # type: ignore[override]
         return 2 * self.workers
 

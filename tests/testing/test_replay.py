@@ -63,6 +63,22 @@ def test_a_stale_training_is_repeated_bit_by_bit(servers: int, staleness: int, e
         dj.testing.replay(log)
 
 
+def test_threads_are_not_killed() -> None:
+    """Nor what is not there: each is refused in a line."""
+    strategy = dj.ParameterServerStrategy(workers=1)
+    with pytest.raises(RuntimeError, match="start with the first closure"):
+        dj.testing.kill(strategy, worker=0)
+    coordinator = ClusterCoordinator(strategy)
+    coordinator.schedule(lambda: 1.0)
+    coordinator.join()
+    with pytest.raises(NotImplementedError, match=r"worker 0 is a thread .* engine=.processes"):
+        dj.testing.kill(strategy, worker=0)
+    with pytest.raises(ValueError, match="worker= or server="):
+        dj.testing.kill(strategy)
+    with pytest.raises(ValueError, match="server"):
+        dj.testing.kill(strategy, server=1)
+
+
 def test_what_cannot_be_replayed() -> None:
     """Other strategies, and what is not a log, are refused in one line."""
     with (

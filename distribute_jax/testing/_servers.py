@@ -1,4 +1,4 @@
-"""``record`` and ``replay``: an asynchronous training, repeated on one device bit by bit."""
+"""For parameter servers: ``kill`` of processes, ``record`` and ``replay`` of asynchronous training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distribute_jax._errors import ArgumentError, NotEqualError
-from distribute_jax._messages import listed
+from distribute_jax._messages import check_int, listed
 from distribute_jax.servers import Recording
 from distribute_jax.strategies._parameter_server import ParameterServerStrategy
 
@@ -61,12 +61,46 @@ def record(strategy: Any) -> Iterator[Log]:
         >>> log.updates
         2
     """
-    if not isinstance(strategy, ParameterServerStrategy):
-        raise ArgumentError(
-            f"dj.testing.record: strategy must be a ParameterServerStrategy; got {strategy!r:.80}."
-        )
+    _check_strategy("dj.testing.record", strategy)
     with strategy._coordinator.recorded() as recording:
         yield Log(strategy, recording)
+
+
+def kill(strategy: Any, *, worker: int | None = None, server: int | None = None) -> None:
+    """Ends the process of a worker or a server with SIGKILL, to see that training survives it.
+
+    Args:
+        strategy: a ``ParameterServerStrategy`` with processes, of which closures have been scheduled.
+        worker: the number of a worker.
+        server: or that of a server.
+
+    Raises:
+        ValueError: not one of both, or a number that there is not.
+        NotImplementedError: the workers are threads.
+        RuntimeError: nothing was scheduled yet.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> strategy = dj.ParameterServerStrategy(workers=1, engine="processes")
+        >>> coordinator = dj.coordinator.ClusterCoordinator(strategy)
+        >>> with strategy.scope():
+        ...     total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+        >>> for x in (1.0, 2.0, 3.0):
+        ...     coordinator.schedule(total.assign_add, args=(x,))
+        >>> dj.testing.kill(strategy, server=0)
+        >>> coordinator.join()
+        >>> float(total[...])
+        6.0
+    """
+    _check_strategy("dj.testing.kill", strategy)
+    if (worker is None) == (server is None):
+        raise ArgumentError("dj.testing.kill: pass worker= or server=.")
+    if worker is None:
+        number = check_int("dj.testing.kill: server", server, 0, strategy.servers)
+        strategy._runner.kill("server", number)
+    else:
+        number = check_int("dj.testing.kill: worker", worker, 0, strategy.workers)
+        strategy._runner.kill("worker", number)
 
 
 def replay(log: Log) -> None:
@@ -93,4 +127,11 @@ def replay(log: Log) -> None:
     if lines := log._strategy._runner.run_again(log._recording):
         raise NotEqualError(
             f"dj.testing.replay: {log!r} has other bits on one device:\n{listed(lines)}"
+        )
+
+
+def _check_strategy(name: str, strategy: Any) -> None:
+    if not isinstance(strategy, ParameterServerStrategy):
+        raise ArgumentError(
+            f"{name}: strategy must be a ParameterServerStrategy; got {strategy!r:.80}."
         )
