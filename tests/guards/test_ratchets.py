@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 47_160,
-    lines_of_tests: 43_633,
+    lines: 47_251,
+    lines_of_tests: 43_718,
     files: 238,
     pieces: 1,
-    private_words: 2,
+    private_words: 3,
     private_imports: 31,
 }
 
