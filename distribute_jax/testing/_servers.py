@@ -54,9 +54,11 @@ def record(strategy: Any) -> Iterator[Log]:
         >>> coordinator = dj.coordinator.ClusterCoordinator(strategy)
         >>> with strategy.scope():
         ...     total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+        >>> def step(x):
+        ...     total.assign_add(x)
         >>> with dj.testing.record(strategy) as log:
         ...     for x in (1.0, 2.0):
-        ...         coordinator.schedule(total.assign_add, args=(x,))
+        ...         coordinator.schedule(step, args=(x,))
         >>> dj.testing.replay(log)
         >>> log.updates
         2
@@ -85,8 +87,10 @@ def kill(strategy: Any, *, worker: int | None = None, server: int | None = None)
         >>> coordinator = dj.coordinator.ClusterCoordinator(strategy)
         >>> with strategy.scope():
         ...     total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+        >>> def step(x):
+        ...     total.assign_add(x)
         >>> for x in (1.0, 2.0, 3.0):
-        ...     coordinator.schedule(total.assign_add, args=(x,))
+        ...     coordinator.schedule(step, args=(x,))
         >>> dj.testing.kill(strategy, server=0)
         >>> coordinator.join()
         >>> float(total[...])

@@ -56,6 +56,7 @@ class SidecarEvaluator:
         >>> losses = []
         >>> notes = dj.callbacks.LambdaCallback(on_test_end=lambda logs: losses.append(logs["loss"]))
         >>> dj.SidecarEvaluator(model, (x, x), folder, max_evaluations=2, callbacks=[notes]).start()
+        evaluate - 1 batch - ...
         >>> losses[0] < history.history["loss"][1]
         True
 

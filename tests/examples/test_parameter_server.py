@@ -1,4 +1,4 @@
-"""The example of parameter servers: it learns, and each step is applied once, also when processes are killed."""
+"""The example of parameter servers: it learns, and applies each step once, also when processes are killed."""
 
 from __future__ import annotations
 
