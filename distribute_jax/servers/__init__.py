@@ -2,7 +2,7 @@
 
 In the order of a closure: ``_runner`` traces a scheduled function, ``_coordinator`` has the queue and the
 errors, ``_log`` admits and numbers, ``_engine`` drives the workers (``_threads``), ``_worker`` is what one
-does, ``_store`` is one server, ``_state`` says what is where. ``_processes`` and ``_ray`` have others
+does, ``_store`` is one server, ``_state`` says what is where. ``_processes`` and ``_ray`` have other
 processes (``_roles``). ``_input`` has what differs from worker to worker.
 """
 
