@@ -75,10 +75,12 @@ class Engine:
     def _drive(self, index: int) -> None:
         worker = None
         try:
-            while (work := self._coordinator.take(index)) is not None:
+            while True:
+                worker = worker or self._worker(index)  # others may have the work while it starts
+                if (work := self._coordinator.take(index)) is None:
+                    break
                 try:
                     data = work.closure.data_of(index, work.attempt.share)
-                    worker = worker or self._worker(index)
                     results = worker.run(work, data)
                 except RunIsVoid:
                     self._coordinator.give_up(index)

@@ -25,6 +25,8 @@ from distribute_jax.servers._wire import Message, WireError, unpacked
 
 _CALLS = 1000
 """How many calls an actor has at once at most: one of each worker, and some of the coordinator."""
+_TRIES = 3
+"""How often a worker is started; why it ends then is the error of the run that it takes."""
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # for Ray: listen on the loopback address only
     "RAY_AUTH_MODE": "token",
@@ -60,6 +62,9 @@ class _Actor:
     def answer(self, data: bytes) -> bytes | None:
         """Does what a worker asks a server for."""
         return _bytes(self._role.answer(unpacked(data)))
+
+    def ready(self) -> None:
+        """Returns when it has started."""
 
     def wait(self) -> None:
         """Returns never."""
@@ -131,6 +136,13 @@ class _Child:
         self._ray, self._actor = ray, actor
         self.control = _Control(actor)
 
+    def has_started(self) -> bool:
+        """Waits until it has started, and returns False if it has ended instead."""
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._actor.ready.remote())
+            return True
+        return False
+
     def wait(self) -> None:
         """Waits until it has ended."""
         with suppress(self._ray.exceptions.RayError):
@@ -194,7 +206,11 @@ class Cluster:
             scheduling_strategy="SPREAD",
         )
         x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
-        return _Child(self._ray, actor.remote(kind, platform, x64=x64))
+        for _ in range(_TRIES):
+            child = _Child(self._ray, actor.remote(kind, platform, x64=x64))
+            if kind != "worker" or child.has_started():
+                break
+        return child
 
     def close(self) -> None:
         """Leaves the cluster as it is: others may use it."""

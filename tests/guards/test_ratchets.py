@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 47_256,
+    lines: 47_274,
     lines_of_tests: 43_718,
     files: 238,
     pieces: 1,
