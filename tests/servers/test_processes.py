@@ -59,9 +59,8 @@ class Killer:
         """Kills one of its workers or servers."""
         while not (pids := children(role, self.engine)):  # the last of them is being replaced
             time.sleep(0.005)
-        pid = self.random.choice(pids)
         before = self.coordinator.stats.version
-        os.kill(pid, signal.SIGKILL)
+        os.kill(self.random.choice(pids), signal.SIGKILL)
         start = time.monotonic()
         # It goes back at most to the last join, so that it has gone on when there are more than before.
         while self.coordinator.stats.version <= before and not self.coordinator.done():
@@ -76,18 +75,19 @@ def children(role: str, engine: str = "processes") -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = parent_of(folder.name)
+            state, parent = state_and_parent(folder.name)
             comm = (folder / "comm").read_text().strip()
+            is_ours = comm.startswith(name) and state_and_parent(parent)[1] == str(os.getpid())
         except (OSError, ValueError):
             continue  # it has ended
-        if comm.startswith(name) and parent_of(parent) == str(os.getpid()):
+        if is_ours and state not in "ZX":  # which have been killed already
             found.append(int(folder.name))
     return found
 
 
-def parent_of(pid: str) -> str:
-    """The process that has started another one."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+def state_and_parent(pid: str) -> list[str]:
+    """The letter of a process's state, and the process that has started it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
 
 
 @pytest.fixture
