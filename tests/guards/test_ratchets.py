@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 47_274,
-    lines_of_tests: 43_718,
+    lines_of_tests: 43_720,
     files: 238,
     pieces: 1,
     private_words: 3,
