@@ -54,6 +54,8 @@ def _be(kind: str, descriptor: int) -> NoReturn:
         while True:
             if (answer := role.do(messages.get())) is not None:
                 control.send(answer)
+    except WireError:  # the parent is gone
+        os._exit(0)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -19,7 +19,12 @@ import jax
 from flax import nnx
 
 from distribute_jax import _context
-from distribute_jax._errors import CancelledError, DeadlineExceededError, StepFailedError
+from distribute_jax._errors import (
+    CancelledError,
+    ContextError,
+    DeadlineExceededError,
+    StepFailedError,
+)
 from distribute_jax._messages import error_text
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes
@@ -51,6 +56,7 @@ class Closure:
     results: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     is_over: bool = False
+    is_fetched: bool = False
     losses: int = 0
     """How many workers were lost while they ran it."""
     _data: dict[int, list[Any]] = field(default_factory=dict)
@@ -87,7 +93,7 @@ class Recording:
 
     first: int
     """The version before them."""
-    updates: list[tuple[Update, Closure]] = field(default_factory=list)
+    updates: list[tuple[Update, Closure, list[Any]]] = field(default_factory=list)
     written: dict[int, list[dict[int, Any]]] = field(default_factory=dict)
     """By the version, what was set on the servers."""
     last: dict[int, Any] = field(default_factory=dict)
@@ -129,8 +135,8 @@ class Coordinator:
         """Closures that are over, and run again if the servers go back."""
         self._lost_servers = 0
         """How many servers are being replaced."""
-        self._losses: Counter[int] = Counter()
-        """How many servers were lost at each version."""
+        self._losses: Counter[tuple[int, int]] = Counter()
+        """How often each server was lost at each version."""
         lock = threading.RLock()
         self._changed, self._awaited_changed = threading.Condition(lock), threading.Condition(lock)
         """What workers wait for, and what users do."""
@@ -208,6 +214,8 @@ class Coordinator:
     def recorded(self) -> Iterator[Recording]:
         """Records the updates of the closures that are scheduled in the block, which ends with a join."""
         self.join()
+        if self._recording is not None:
+            raise ContextError("dj.testing.record: this strategy is being recorded already.")
         with self._changed:
             recording = self._recording = Recording(self._log.version)
             recording.write(self._log.version, self._state.seen)
@@ -262,6 +270,7 @@ class Coordinator:
             self._wait_until(lambda: closure.is_over)
             if closure.error is not None:
                 raise closure.error
+            closure.is_fetched = True
             return closure.results
 
     @property
@@ -335,15 +344,16 @@ class Coordinator:
                 for run in update.attempts:
                     self._applied[run.worker] += 1
                 self._kept[work.closure.number] = work.closure
-                if self._recording is not None:
-                    self._recording.updates.append((update, work.closure))
                 if self._every is not None and time.monotonic() - self._saved_at > self._every:
                     with suppress(WireError):
                         self._state.save(self._log.version)
                         self._saved_at = time.monotonic()
                 self._forget()
             shares = [returned[run.number] for run in update.attempts]
-            self._over(work.closure, results=work.closure.program.bound.halves.finish(shares))
+            final = work.closure.program.bound.halves.finish(shares)
+            if self._recording is not None and update.number is not None:
+                self._recording.updates.append((update, work.closure, final))
+            self._over(work.closure, results=final)
 
     def _forget(self) -> None:
         """Drops what is needed only to go back further than the servers may."""
@@ -355,8 +365,8 @@ class Coordinator:
         """Lets no run begin until the servers have gone back."""
         with self._changed:
             self._lost_servers += 1
-            self._losses[self._log.version] += 1
-            if self._losses[self._log.version] >= _MOST_LOSSES:
+            self._losses[number, self._log.version] += 1
+            if self._losses[number, self._log.version] >= _MOST_LOSSES:
                 text = f"The process of server {number} has ended {_MOST_LOSSES} times."
                 self.fail_for_good(StepFailedError(text))
 
@@ -412,7 +422,7 @@ class Coordinator:
             self._tell()
 
     def _over(self, closure: Closure, **outcome: Any) -> None:
-        if not closure.is_over:  # what was fetched of a closure that runs again stays
+        if not closure.is_fetched:  # what was fetched of a closure that runs again stays
             vars(closure).update(outcome, is_over=True)
         del self._closures[closure.number]
         self._tell()

@@ -81,7 +81,7 @@ class _Nursery:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "JAX_ENABLE_X64": str(int(jax.dtypes.canonicalize_dtype("float64") == "float64")),
+            "JAX_ENABLE_X64": str(int(_float_bits() == 64)),
             "OPENBLAS_NUM_THREADS": "1",  # a process with several threads cannot be forked
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
@@ -259,6 +259,10 @@ def _exported(halves: Halves) -> list[bytes]:
     return data
 
 
+def _float_bits() -> int:
+    return 8 * int(jax.dtypes.canonicalize_dtype("float64").itemsize)
+
+
 class Processes(Engine):
     """The processes of one strategy."""
 
@@ -275,6 +279,7 @@ class Processes(Engine):
         """
         self._stores, self._seconds, self._ended = stores, seconds, False
         self._workers: dict[int, Any] = {}
+        self._bits = _float_bits()
         self._nursery = nursery or _Nursery(coordinator.device.platform)
         for number in range(len(stores)):
             self._serve(number)
@@ -313,6 +318,11 @@ class Processes(Engine):
 
     def check(self, halves: Halves) -> None:
         """Raises: LoweringError: the step cannot be sent to another process."""
+        if _float_bits() != self._bits:
+            raise ContextError(
+                "jax_enable_x64 has changed since the workers started. Set it before the first function is "
+                "scheduled, or make a new strategy."
+            )
         _exported(halves)
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from distribute_jax._values import PerReplica
@@ -31,4 +32,10 @@ class RemoteValue:
         """
         value = self._wait()
         several = isinstance(value, PerReplica)
-        return tuple(map(np.asarray, value.values)) if several else np.asarray(value)
+        return tuple(map(_fetched, value.values)) if several else _fetched(value)
+
+
+def _fetched(value: Any) -> Any:
+    """Returns an array of NumPy, which has no random keys: those stay as they are."""
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return value if is_key else np.asarray(value)

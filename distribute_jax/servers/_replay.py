@@ -20,9 +20,9 @@ from distribute_jax.servers._worker import Order, run
 def run_again(recording: Recording, state: State, device: jax.Device) -> Iterator[str]:
     """Does the updates of a recording one after the other, on one device; yields what has other bits."""
     again = _Again(recording, state, device)
-    for n, (_, closure) in enumerate(recording.updates):
+    for n, (_, closure, results) in enumerate(recording.updates):
         again.set_aside(n)
-        if any(map(_differ, again.results(n), closure.results)):
+        if any(map(_differ, again.results(n), results)):
             yield f"the results of update {recording.first + n}, a run of {closure.program.bound.step}"
     again.set_aside(len(recording.updates))
     for key, array in again.state.changing().items():
@@ -43,7 +43,7 @@ class _Again:
         self._links, self.state = list(map(StoreHere, self._stores)), state.on(self._stores)
         self._readers: dict[int, list[tuple[Attempt, Program]]] = {}
         self._orders: dict[int, Order] = {}
-        for update, closure in recording.updates:
+        for update, closure, _ in recording.updates:
             self.state.load(closure.program)
             for attempt in update.attempts:
                 readers = self._readers.setdefault(attempt.pulled - recording.first, [])
@@ -59,7 +59,7 @@ class _Again:
 
     def results(self, n: int) -> list[Any]:
         """Does an update, and returns the results of its closure."""
-        update, closure = self._recording.updates[n]
+        update, closure, _ = self._recording.updates[n]
         half, shares = worker_program(closure.program), []
         for run_ in update.attempts:
             order, data = self._orders.pop(run_.number), closure.data_of(run_.worker, run_.share)

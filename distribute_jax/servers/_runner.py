@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -63,6 +64,7 @@ class ServersRunner(Runner):
         self._strategy, self.coordinator = strategy, coordinator
         self._shares, self._start = strategy.num_replicas_in_sync, start
         self._engine: Engine | None = None
+        self._starting = threading.Lock()
         self._halves = HalvesCache(
             strategy, strategy.mesh, servers, coordinator, partitioner, sparse
         )
@@ -140,8 +142,9 @@ class ServersRunner(Runner):
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         bound, data, counts = self._traced(fn, given, tree)
         results, mirrored = bound.halves.results, bound.halves.plan.mirrored
-        if self._engine is None:
-            self._engine = self._start()
+        with self._starting:  # two threads may schedule
+            if self._engine is None:
+                self._engine = self._start()
         self._engine.check(bound.halves)
         closure = self.coordinator.schedule(bound, data, most, self._shares)
 
@@ -191,7 +194,9 @@ class ServersRunner(Runner):
         def data(worker: int, share: int) -> list[Any]:
             leaves = [*jax.tree.leaves(of_workers(worker)), np.int32(worker)]
             if [_type(x) for x in leaves] != shapes:
-                raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=leaves, wanted=shapes))
+                raise ArgumentError(
+                    _OTHER_SHAPE.format(worker=worker, got=_shown(leaves), wanted=_shown(inputs))
+                )
             given = [*fixed[:first], *leaves, *fixed[first + len(leaves) :]]
             return of_replica(given, share, shares)
 
@@ -276,6 +281,11 @@ def _of_worker(
 
 def _type(value: Any) -> tuple[Any, ...]:
     return np.shape(value), getattr(value, "dtype", type(value))
+
+
+def _shown(values: Any) -> str:
+    """Returns the shapes and dtypes of a worker's elements, without the worker's number."""
+    return ", ".join(leaf_text(x) for x in jax.tree.leaves(values)[:-1])
 
 
 def _check_arrays(leaves: Sequence[Any]) -> None:

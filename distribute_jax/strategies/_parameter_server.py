@@ -77,6 +77,7 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         cluster_resolver: not supported yet; None.
+        variable_partitioner: into how many parts each variable is divided, such as one of
             ``dj.experimental.partitioners``, or a function of their shape and dtype that returns the number
             of parts along each dim. None divides none.
         engine: ``"threads"``, the default: the workers are threads of this process. ``"processes"``: workers

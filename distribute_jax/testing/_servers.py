@@ -27,7 +27,7 @@ class Log:
     @property
     def staleness(self) -> dict[int, int]:
         """How many updates came so many updates after the state that they were computed from."""
-        return dict(Counter(update.staleness for update, _ in self._recording.updates))
+        return dict(Counter(update.staleness for update, _, _ in self._recording.updates))
 
     def __repr__(self) -> str:
         return f"Log(updates={self.updates}, staleness={self.staleness})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -584,6 +585,40 @@ def test_staleness_is_a_number_of_updates(staleness: Any) -> None:
     with pytest.raises(ValueError, match="max_staleness"):
         dj.ParameterServerStrategy(max_staleness=staleness)
     dj.ParameterServerStrategy(max_staleness=math.inf)
+
+
+def test_threads_that_schedule_first_start_the_workers_once() -> None:
+    """Four of them have the two workers of the strategy, and every increment."""
+    strategy, coordinator = of_servers(2)
+    with strategy.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step() -> None:
+        total.assign_add(1.0)
+
+    begin, engines = threading.Barrier(4), []
+    start = strategy._runner._start
+    strategy._runner._start = lambda: engines.append(time.sleep(0.05) or start()) or engines[-1]
+
+    def schedule() -> None:
+        begin.wait(SECONDS)
+        for _ in range(5):
+            coordinator.schedule(step)
+
+    threads = [threading.Thread(target=schedule) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    coordinator.join(SECONDS)
+    assert (float(total[...]), len(engines)) == (20.0, 1)
+
+
+def test_random_keys_are_fetched_as_they_are() -> None:
+    """NumPy has no arrays of them."""
+    _, coordinator = of_servers(1)
+    key = coordinator.fetch(coordinator.schedule(jax.random.key, args=(3,)))
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
 
 
 def test_workers_end_with_their_strategy() -> None:
