@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 47_274,
-    lines_of_tests: 43_720,
+    lines: 47_314,
+    lines_of_tests: 43_765,
     files: 238,
     pieces: 1,
     private_words: 3,
