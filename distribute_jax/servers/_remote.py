@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._values import PerReplica
@@ -37,5 +37,5 @@ class RemoteValue:
 
 def _fetched(value: Any) -> Any:
     """Returns an array of NumPy, which has no random keys: those stay as they are."""
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return value if is_key else np.asarray(value)
