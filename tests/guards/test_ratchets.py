@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 47_314,
+    lines: 47_315,
     lines_of_tests: 43_765,
     files: 238,
     pieces: 1,
