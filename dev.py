@@ -176,9 +176,8 @@ def create(folder: str, contents: Contents) -> None:
     os.makedirs(folder, exist_ok=True)
     open(os.path.join(folder, STAMP), "w").close()  # Empty until all is installed.
     inside = os.path.join(folder, "bin", "python")
-    # Most of what is installed is never imported, and compiling it all takes a minute.
-    pip = [inside, "-m", "pip", "install", "-qq", "--no-compile"]
-    pip += ["-c", constraints_file(python.release)]
+    pip = [inside, "-m", "pip", "install", "-qq", "-c", constraints_file(python.release)]
+    pip.append("--no-compile")  # most of it is never imported
     venv = [python.executable, "-m", "venv", folder]
     for command in (venv, pip + BUILD_TOOLS, pip + contents.packages):
         if run(command, job_environment(inside)):
