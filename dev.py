@@ -14,7 +14,7 @@ What dev.py does not know, and all after `--`, goes on to the job. Environment v
 
 --sources and --peers install PyTorch. On PyPI it brings several GB of CUDA on Linux; where pip knows
 no other one, type first `export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`.
-The file must parse on Python 3.6, so that an old `python3` gets a message and not a SyntaxError.
+It must parse on Python 3.6, so that an old `python3` gets a message and not a SyntaxError.
 """
 
 import argparse
@@ -176,8 +176,8 @@ def create(folder: str, contents: Contents) -> None:
     os.makedirs(folder, exist_ok=True)
     open(os.path.join(folder, STAMP), "w").close()  # Empty until all is installed.
     inside = os.path.join(folder, "bin", "python")
-    pip = [inside, "-m", "pip", "install", "-qq", "-c", constraints_file(python.release)]
-    pip.append("--no-compile")  # most of it is never imported
+    quick = ["-qq", "--no-compile"]  # most of it is never imported
+    pip = [inside, "-m", "pip", "install", *quick, "-c", constraints_file(python.release)]
     venv = [python.executable, "-m", "venv", folder]
     for command in (venv, pip + BUILD_TOOLS, pip + contents.packages):
         if run(command, job_environment(inside)):

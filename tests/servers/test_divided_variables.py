@@ -104,7 +104,7 @@ def test_divided_variables_have_the_bits_of_one_device(
     if name == "lamb":
         assert sorted(tables) == [0, 0, 3]
         assert "do not divide model.embed.embedding: its update needs" in caplog.text
-        assert "whole at test_divided.py" in caplog.text
+        assert "whole at test_divided_variables.py" in caplog.text
     else:
         moments = {"adam": 2, "clip+adagrad": 1}[name]
         assert tables == [1 + moments] * 3
