@@ -238,20 +238,24 @@ class Coordinator:
         What the user has written since the last closure stays.
         """
         with self._changed:
+            self._check_servers()
             while not self._has_written_back(variables):
                 self._wait_until(lambda: not self._lost_servers)
 
     def _has_written_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> bool:
         """Lets variables hold what the servers have; returns whether they could all be reached."""
-        if not self._lost_servers:
-            try:
-                version, at_rest = self._log.version, self._log.is_idle
-                self._state.write_back(version, variables, at_rest=at_rest)
-                self._forget()
+        if self._lost_servers and not self._stopped:
+            return False
+        try:
+            version, at_rest = self._log.version, self._log.is_idle
+            self._state.write_back(version, variables, at_rest=at_rest)
+            self._forget()
+            return True
+        except WireError:
+            if self._stopped:  # the strategy is gone, and its servers with it
                 return True
-            except WireError:  # a server is gone, which its engine will notice
-                self._changed.wait(_MOMENT)
-        return False
+            self._changed.wait(_MOMENT)  # a server is gone, which its engine will notice
+            return False
 
     def _is_settled(self) -> bool:
         return self._log.is_idle and not self._lost_servers
