@@ -4,6 +4,7 @@
     python -m benchmarks.against_peers --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.against_peers --quick     a look: few rounds, only 4 replicas
     python -m benchmarks.against_peers --divided   a model that 8 devices divide
+    python -m benchmarks.against_peers --servers   parameter servers with 1 and 2 workers
 
 Every peer is a separate process (``benchmarks/peers/``), and may be of another environment:
 ``--python tensorflow=/path/to/python``. The processes on one and on N replicas of a workload live at once
@@ -68,7 +69,12 @@ DIVIDED: Mapping[str, tuple[str, str]] = {
     "keras_model_parallel": ("Keras 3 on JAX, ModelParallel, `fit`, pairs of devices", "keras"),
 }
 """Those that divide the model: among all devices, or among those of each pair."""
-LABELS = {name: label for name, (label, _) in {**PEERS, **DIVIDED}.items()}
+SERVERS: Mapping[str, tuple[str, str]] = {
+    "servers": ("distribute_jax, `ParameterServerStrategy`", "jax"),
+    "tensorflow_servers": ("TensorFlow ParameterServerStrategy", "tensorflow"),
+}
+"""Those with parameter servers: a replica is a worker, and takes whole batches."""
+ALL = {**PEERS, **DIVIDED, **SERVERS}
 MARK = "  # many\n"
 """Ends the lines of a peer that a user adds or changes to get from one device to several."""
 
@@ -109,6 +115,7 @@ QUICK = Options(replicas=(4,), rounds=10)
 MODELS = Options(
     works=(WIDE,), replicas=(8,), divided=True, peers=tuple(DIVIDED), answer_within=600.0
 )
+WORKERS = Options(works=(MLP,), replicas=(2,), peers=tuple(SERVERS))
 
 
 def measure(options: Options) -> Log:
@@ -145,7 +152,7 @@ class _Session:
 
     def _start(self) -> None:
         for key in [(name, n) for n in self.replicas for name in self.options.peers]:
-            package = {**PEERS, **DIVIDED}[key[0]][1]
+            package = ALL[key[0]][1]
             python = python_for(package, self.options)
             if python is None:
                 self._absent(key, why_absent(package, self.options))
@@ -297,7 +304,8 @@ def report(log: Log) -> str:
         "replicas over its own on one: the cost of distributing, whatever the kernels. Medians over paired "
         "rounds with their 95% intervals. The batches are on the devices, but for Keras, whose `fit` takes "
         "them from the host. PyTorch has a process for each replica, with an equal share of the cores, at "
-        "least one thread; the others have all cores for all replicas.",
+        "least one thread; the others have all cores for all replicas. With parameter servers a replica "
+        "is a worker that takes whole batches: *N over one* is then what N workers gain on these cores.",
     ]
     cases: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     divided = any(log.of("bytes"))
@@ -315,15 +323,17 @@ def report(log: Log) -> str:
             case.setdefault(record["peer"], {}).update(record)
     for (workload, replicas), peers in cases.items():
         parts.append(f"## {workload}, {replicas} replica{'s' if replicas > 1 else ''}")
-        rows = [_row(name, peers[name], len(head)) for name in LABELS if name in peers]
+        rows = [_row(name, peers[name], len(head)) for name in ALL if name in peers]
         parts.append(table(["", "losses", "examples/s", "time to ours", *head], rows))
     parts += ["## Versions", "\n".join(_versions(log))]
-    parts += ["## Command", "    python3 dev.py bench --peers" + " --divided" * divided]
+    of_servers = any(record["peer"] in SERVERS for record in log.of("speed"))
+    kind = " --divided" * divided + " --servers" * of_servers
+    parts += ["## Command", f"    python3 dev.py bench --peers{kind}"]
     return "\n\n".join(parts) + "\n"
 
 
 def _row(name: str, record: Mapping[str, Any], last: int) -> list[str]:
-    label = LABELS[name]
+    label = ALL[name][0]
     if "examples_per_s" not in record:
         return [label, record["why"].replace("|", "¦"), *[""] * (2 + last)]
     ratios = [interval_text(record[k]) if k in record else "" for k in ("time", "kept")]
@@ -336,7 +346,7 @@ def _row(name: str, record: Mapping[str, Any], last: int) -> list[str]:
 def _versions(log: Log) -> Iterator[str]:
     told = {r["peer"]: r["versions"] for r in log.of("ready")}
     for name, versions in told.items():
-        yield f"- {LABELS[name]}: " + ", ".join(f"{k} {v}" for k, v in versions.items())
+        yield f"- {ALL[name][0]}: " + ", ".join(f"{k} {v}" for k, v in versions.items())
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -348,7 +358,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     parser.add_argument("--report", action="store_true", help="write benchmarks/reports/…md")
-    parser.add_argument("--divided", action="store_true", help="a model that 8 devices divide")
+    chosen_set = parser.add_mutually_exclusive_group()
+    chosen_set.add_argument("--divided", action="store_true", help="a model that 8 devices divide")
+    chosen_set.add_argument("--servers", action="store_true", help="parameter servers")
     works = {work.model: work for work in Options.works}
     parser.add_argument("--only", nargs="+", choices=works, default=list(works), metavar="MODEL")
     parser.add_argument("--replicas", type=int, nargs="+", help="beside one replica")
@@ -357,10 +369,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", action="append", default=[], metavar=f"PACKAGE={what}")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    base = MODELS if chosen.divided else QUICK if chosen.quick else Options()
+    special = MODELS if chosen.divided else WORKERS if chosen.servers else None
+    base = special or (QUICK if chosen.quick else Options())
     options = dataclasses.replace(
         base,
-        works=base.works if chosen.divided else tuple(works[name] for name in chosen.only),
+        works=base.works if special else tuple(works[name] for name in chosen.only),
         rounds=chosen.rounds or (QUICK if chosen.quick else base).rounds,
         replicas=tuple(chosen.replicas or base.replicas),
         pythons=_pairs(chosen.python),
@@ -373,8 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in headline(log):
         log.add("headline", **dataclasses.asdict(row))
     if chosen.report:
-        question = "divided_against_peers" if chosen.divided else "against_peers"
-        write_report(question, log, report(log))
+        kind = "divided_" if chosen.divided else "servers_" if chosen.servers else ""
+        write_report(f"{kind}against_peers", log, report(log))
     return 0
 
 

@@ -410,7 +410,7 @@ class Coordinator:
     def fail(self, work: Work, error: BaseException) -> None:
         """Notes that a closure cannot be run; those that wait are cancelled."""
         with self._changed:
-            if work.closure.is_over:  # another share of it failed
+            if work.closure.number not in self._closures:  # another share of it failed
                 return
             self._log.cancel(work.closure.number)
             self._error = self._error or error
@@ -419,7 +419,7 @@ class Coordinator:
                 self._over(self._closures[number], error=CancelledError(_CANCELLED))
 
     def fail_for_good(self, error: BaseException) -> None:
-        """Notes that an update could not be applied to all of the state."""
+        """Notes why the servers have no state to go on with."""
         with self._changed:
             self._lost = self._lost or error
             self._stopped = True
@@ -446,8 +446,7 @@ class Coordinator:
 
 
 _LOST = """\
-The servers could not apply an update that a worker had computed, so their state is between two versions:
-{reason}
+The servers have no state to go on with: {reason}
 Make a new strategy and restore the state from a checkpoint."""
 _KILLS = """\
 {step} ended {n} workers one after the other, and was given up: {reason}

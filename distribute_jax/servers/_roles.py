@@ -122,9 +122,7 @@ class _Link:
         self.close = connection.close
 
     def ask(self, request: str, *args: Any) -> Callable[[], Any]:
-        *plain, last = args
-        arrays = last if isinstance(last, list) else ()
-        plain = plain if isinstance(last, list) else list(args)
+        *plain, arrays = args
         wait = self._connection.request(Message(request, plain, arrays))
 
         def answer() -> Sequence[Any] | None:

@@ -54,7 +54,6 @@ class ServersRunner(Runner):
         strategy: Any,
         replicas: Replicas,
         coordinator: Coordinator,
-        servers: int,
         start: Callable[[], Engine],
         partitioner: Callable[..., Any] | None = None,
         sparse: str | None = None,
@@ -66,7 +65,7 @@ class ServersRunner(Runner):
         self._engine: Engine | None = None
         self._starting = threading.Lock()
         self._halves = HalvesCache(
-            strategy, strategy.mesh, servers, coordinator, partitioner, sparse
+            strategy, strategy.mesh, coordinator.servers, coordinator, partitioner, sparse
         )
         self._taken: dict[Any, list[int]] = {}
         """How many elements of each of its iterators a function took when it was last traced."""

@@ -176,8 +176,7 @@ class ParameterServerStrategy(Strategy):
         self._runner: ServersRunner = ServersRunner(
             self,
             self._replicas,
-            self._coordinator,
-            of_servers,
+            coordinator,
             self._start,
             variable_partitioner,
             sparse,

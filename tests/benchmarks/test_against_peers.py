@@ -14,7 +14,7 @@ import pytest
 from benchmarks import against_peers
 from benchmarks._peer_process import PeerError, PeerProcess
 from benchmarks.against_peers import (
-    LABELS,
+    ALL,
     OURS,
     Options,
     loss_difference,
@@ -251,11 +251,12 @@ ALLOWED = {
     "pytorch_ddp": {"torch"},
     **{
         name: {"jax", "flax", "optax", "distribute_jax"}
-        for name in ("fully_sharded", "model_parallel")
+        for name in ("fully_sharded", "model_parallel", "servers")
     },
     "flax_guide": {"jax", "flax", "optax"},
     "keras_model_parallel": {"jax", "keras"},
     "pytorch_fully_shard": {"torch"},
+    "tensorflow_servers": {"tensorflow"},
 }
 FRAMEWORKS = set().union(*ALLOWED.values())
 
@@ -274,7 +275,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", LABELS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_peer_imports_no_framework_but_its_own(name: str):
     """Another one would start threads, and would have to be installed beside it."""
     path = ROOT / "benchmarks" / "peers" / f"{name}.py"

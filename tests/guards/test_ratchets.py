@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 47_319,
-    lines_of_tests: 43_767,
+    lines: 47_314,
+    lines_of_tests: 43_793,
     files: 238,
     pieces: 1,
     private_words: 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import threading
@@ -24,6 +25,7 @@ from distribute_jax.coordinator import (
     experimental_get_current_worker_index,
 )
 from distribute_jax.servers import _coordinator as queue, _runner, _threads
+from distribute_jax.strategies import _parameter_server
 
 SECONDS = 60
 
@@ -302,6 +304,24 @@ def test_an_error_of_a_worker_comes_at_join_and_cancels_what_waits() -> None:
             value.fetch()
     assert coordinator.done()
     assert coordinator.schedule(lambda x: x + 1, args=(1,)).fetch() == 2
+
+
+def test_a_closure_that_fails_when_it_runs_again_ends_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was over before its servers were lost; its error comes at join all the same."""
+    going_back = functools.partial(queue.Coordinator, snapshot_every=60.0)
+    monkeypatch.setattr(_parameter_server, "Coordinator", going_back)
+    strategy, coordinator = of_servers()
+    _, step = scalar_step(strategy)
+    assert coordinator.schedule(step, args=(1.0,)).fetch() == 0.5
+
+    def failing(*_: Any) -> None:
+        raise FloatingPointError("the second time")
+
+    monkeypatch.setattr(_threads, "run", failing)
+    strategy._coordinator.lose_server(0)
+    strategy._coordinator.go_back()
+    with pytest.raises(FloatingPointError, match="the second time"):
+        coordinator.join(SECONDS)
 
 
 def test_the_end_of_a_workers_data_is_a_stop_iteration() -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -233,7 +234,11 @@ def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
     while any(Path(f"/proc/{pid}").is_dir() for pid in pids):
         assert time.monotonic() < limit, "processes end with their strategy"
         time.sleep(0.01)
-    left.write_back()  # as every save does of all that there is, while it is not collected yet
+    # As every save does of all that there is, while it is not collected yet.
+    saving = threading.Thread(target=left.write_back, daemon=True)
+    saving.start()
+    saving.join(SECONDS)
+    assert not saving.is_alive()
 
 
 @pytest.mark.exhaustive
