@@ -7,111 +7,113 @@ from those below it.
 
 from typing import TYPE_CHECKING
 
-from distribute_jax import data, experimental, tpu
-from distribute_jax._errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BackendStartedError,
-    CancelledError,
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointFileError,
-    ClusterError,
-    ContextError,
-    DeadlineExceededError,
-    DeadlockError,
-    DistributeError,
-    DonatedError,
-    EndOfDataError,
-    IterationError,
-    LoweringError,
-    MissingPackageError,
-    MixedStrategiesError,
-    NoClusterError,
-    NotEqualError,
-    OutOfSyncError,
-    PaddingLeakError,
-    PerReplicaAttributeError,
-    PerReplicaError,
-    PerReplicaTypeError,
-    ProcessesDifferError,
-    ProcessFailedError,
-    ServiceError,
-    StaleCaptureError,
-    StepFailedError,
-    TaskConflictError,
-    TFConfigError,
-    TracedValueError,
-    UnsupportedError,
-)
-from distribute_jax._lazy import lazy_exports, publish
-from distribute_jax._values import DistributedValues, Mirrored, PerReplica
-from distribute_jax.collectives import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReduceOp,
-    ReductionToOneDevice,
-    RingAllReduce,
-    assume_mirrored,
-    check_in_sync,
-)
-from distribute_jax.data import (
-    AutoShardPolicy,
-    DatasetCreator,
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    PartialPolicy,
-)
-from distribute_jax.processes import ClusterOptions, is_chief, report_step
-from distribute_jax.program import (
-    PlanTable,
-    ReplicaContext,
-    RunOptions,
-    StepPlan,
-    per_example,
-    plan,
-    register_aggregation,
-    same_on_all_replicas,
-    snapshot,
-)
-from distribute_jax.strategies import (
-    CentralStorageStrategy,
-    FullyShardedStrategy,
-    MirroredStrategy,
-    ModelParallelStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    Strategy,
-    TPUStrategy,
-    ValueContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from distribute_jax.tpu._system import experimental_connect_to_cluster, initialize_tpu_system
-from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
+from distribute_jax._lazy import lazy_exports
 
-# What builds on `run` and the strategies: a program that uses none of it does not wait for it either.
+# Everything loads when a name of it is first read: the core at once, for which JAX is imported, so that the
+# supervisor of a job does without; and each part that builds on `run` and the strategies by itself.
 if TYPE_CHECKING:
     from distribute_jax import (
         callbacks,
         cluster_resolver,
         coordinator,
+        data,
+        experimental,
         losses,
         metrics,
         summary,
         testing,
+        tpu,
     )
+    from distribute_jax._errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        BackendStartedError,
+        CancelledError,
+        CheckpointDamagedError,
+        CheckpointError,
+        CheckpointFileError,
+        ClusterError,
+        ContextError,
+        DeadlineExceededError,
+        DeadlockError,
+        DistributeError,
+        DonatedError,
+        EndOfDataError,
+        IterationError,
+        LoweringError,
+        MissingPackageError,
+        MixedStrategiesError,
+        NoClusterError,
+        NotEqualError,
+        OutOfSyncError,
+        PaddingLeakError,
+        PerReplicaAttributeError,
+        PerReplicaError,
+        PerReplicaTypeError,
+        ProcessesDifferError,
+        ProcessFailedError,
+        ServiceError,
+        StaleCaptureError,
+        StepFailedError,
+        TaskConflictError,
+        TFConfigError,
+        TracedValueError,
+        UnsupportedError,
+    )
+    from distribute_jax._values import DistributedValues, Mirrored, PerReplica
     from distribute_jax.checkpoint import CheckpointManager
+    from distribute_jax.collectives import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReduceOp,
+        ReductionToOneDevice,
+        RingAllReduce,
+        assume_mirrored,
+        check_in_sync,
+    )
+    from distribute_jax.data import (
+        AutoShardPolicy,
+        DatasetCreator,
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+        PartialPolicy,
+    )
     from distribute_jax.losses import compute_average_loss, scale_regularization_loss
+    from distribute_jax.processes import ClusterOptions, is_chief, report_step
+    from distribute_jax.program import (
+        PlanTable,
+        ReplicaContext,
+        RunOptions,
+        StepPlan,
+        per_example,
+        plan,
+        register_aggregation,
+        same_on_all_replicas,
+        snapshot,
+    )
+    from distribute_jax.strategies import (
+        CentralStorageStrategy,
+        FullyShardedStrategy,
+        MirroredStrategy,
+        ModelParallelStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+        Strategy,
+        TPUStrategy,
+        ValueContext,
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
     from distribute_jax.strategies._parameter_server import ParameterServerStrategy, ServerOptions
     from distribute_jax.testing import simulate
+    from distribute_jax.tpu._system import experimental_connect_to_cluster, initialize_tpu_system
     from distribute_jax.training import (
         AddedLoss,
         DTypePolicy,
@@ -120,6 +122,7 @@ if TYPE_CHECKING:
         SidecarEvaluator,
         unpack_x_y_sample_weight,
     )
+    from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 else:
     __getattr__ = lazy_exports(
         globals(),
@@ -142,6 +145,10 @@ else:
                 "unpack_x_y_sample_weight",
             ),
         },
+        core=(
+            *("_errors", "_values", "collectives", "data", "experimental", "processes", "program"),
+            *("strategies", "tpu", "tpu._system", "variables"),
+        ),
     )
 
 __version__ = "0.1.0"
@@ -254,8 +261,6 @@ __all__ = [
     "tpu",
     "unpack_x_y_sample_weight",
 ]
-
-publish(globals(), __all__, "distribute_jax")
 
 
 def __dir__() -> list[str]:

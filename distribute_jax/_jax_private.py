@@ -6,7 +6,7 @@ Each entry says why no public way exists. ``tests/test_jax_private.py`` names th
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  what it registers has to run after before_exit's
+import concurrent.futures.thread  # what it registers has to run after before_exit's
 import functools
 import importlib
 import itertools
@@ -67,7 +67,8 @@ def at_top_level() -> bool:
     return bool(jex_core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL)
 
 
-_TOP_LEVEL = jex_core.get_opaque_trace_state(convention="nnx")
+with concurrent.futures.ThreadPoolExecutor(1) as _other:  # this thread may be tracing a step
+    _TOP_LEVEL = _other.submit(jex_core.get_opaque_trace_state, convention="nnx").result()
 
 
 @contextmanager

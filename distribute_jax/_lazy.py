@@ -8,7 +8,10 @@ from typing import Any
 
 
 def lazy_exports(
-    namespace: dict[str, Any], parts: Mapping[str, Sequence[str]], public: str | None = None
+    namespace: dict[str, Any],
+    parts: Mapping[str, Sequence[str]],
+    public: str | None = None,
+    core: Sequence[str] = (),
 ) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a package that loads some of its modules when they are first read.
 
@@ -17,6 +20,7 @@ def lazy_exports(
         parts: the modules directly below the package, with the names that it takes from each. The
             modules themselves can be read too.
         public: where users import the names from, if not from the package.
+        core: modules below the package that hold all other names of its ``__all__``, and load together.
     """
     package: str = namespace["__name__"]
     home = {name: part for part, names in parts.items() for name in names}
@@ -24,6 +28,14 @@ def lazy_exports(
     def load(name: str) -> Any:
         if name in parts:
             return importlib.import_module(f"{package}.{name}")
+        if core and name in namespace["__all__"] and name not in home:
+            for part in core:
+                found = vars(importlib.import_module(f"{package}.{part}"))
+                for each in namespace["__all__"]:
+                    if each in found and each not in {*home, *parts}:
+                        namespace.setdefault(each, found[each])
+            publish(namespace, namespace["__all__"], public or package)
+            return namespace[name]
         if name not in home:
             raise missing(package, f"module {package!r}", name)
         namespace[name] = getattr(load(home[name]), name)

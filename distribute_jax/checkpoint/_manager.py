@@ -17,6 +17,7 @@ from distribute_jax._errors import (
     CheckpointFileError,
 )
 from distribute_jax._messages import check_choice, check_int
+from distribute_jax._supervision import GRACE_SECONDS
 from distribute_jax.checkpoint import _steps
 from distribute_jax.checkpoint._agreement import (
     Background,
@@ -210,7 +211,7 @@ class CheckpointManager:
         tree: dict[str, Any],
         iterator: DistributedIterator,
         *,
-        grace_seconds: float = 30.0,
+        grace_seconds: float = GRACE_SECONDS,
         termination_watcher_fn: Callable[[], bool] | None = None,
     ) -> Preemptible:
         """Returns a ``with`` block that makes the loop in it safe against preemption.

@@ -10,13 +10,14 @@ from typing import Any, Self, SupportsIndex
 
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
 from distribute_jax._messages import check_int
+from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint._manifest import Manifest, is_step
 from distribute_jax.checkpoint._read import manifest_of
 from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.data import DistributedIterator
 from distribute_jax.data._dataset import watch
 from distribute_jax.processes import Preemption
-from distribute_jax.processes._status import SAVED, report_step
+from distribute_jax.processes._status import report_step
 
 
 def checked_step(step: SupportsIndex) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
 
 from distribute_jax._errors import DistributeError
-from distribute_jax.cli import _demo, _doctor, _launch, _plan
 from distribute_jax.launch import say
 
 __all__ = ["main"]
@@ -18,10 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the name of the command; that of this process if None.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
-    commands = parser.add_subparsers(required=True, metavar="{launch,plan,doctor,demo}")
-    for command in (_launch, _plan, _doctor, _demo):
-        command.add_to(commands)
+    commands = parser.add_subparsers(required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
+    # A supervisor does not load JAX, which the other commands need.
+    for name in {*arguments[:1]} & {*_COMMANDS} or _COMMANDS:
+        importlib.import_module(f"distribute_jax.cli._{name}").add_to(commands)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of all commands
         options.command.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -35,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+_COMMANDS = ("launch", "plan", "doctor", "demo")
 _DESCRIPTION = (
     "Starts training programs in many processes, plans them, and finds out why they do not start."
 )

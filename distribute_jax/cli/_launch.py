@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distribute_jax._errors import ArgumentError
+from distribute_jax._supervision import GRACE_SECONDS
 from distribute_jax.launch import CACHE, cache_folder, supervise
 
 
@@ -50,9 +51,9 @@ def add_to(commands: Any) -> None:
     add(
         "--grace",
         type=_seconds,
-        default=10.0,
+        default=GRACE_SECONDS,
         metavar="SECONDS",
-        help="time for the processes to save and exit after SIGTERM or SIGINT (10)",
+        help=f"time for the processes to save and exit after SIGTERM or Ctrl-C ({GRACE_SECONDS:g})",
     )
     add("-m", dest="module", action="store_true", help="run the program as a module")
     add("program", help="a Python script, or a module with -m")
@@ -118,8 +119,8 @@ stopped, one line names the process that failed, and all are restarted as long a
 beyond all earlier ones, as reported by dj.report_step(step), counted over the complete training.
 
 In each process dj.MultiWorkerMirroredStrategy() finds the job through dj.cluster_resolver.detect(). Output is
-prefixed with the number of the process. SIGTERM and SIGINT are forwarded; after the grace period, processes
-are killed.
+prefixed with the number of the process. SIGTERM and Ctrl-C let the processes save and exit; after the grace
+period, or at a second signal, they are killed.
 
 On several machines use mpirun, torchrun, Slurm, Kubernetes or a TPU pod, whose processes the strategy finds
 as well.

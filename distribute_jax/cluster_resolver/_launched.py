@@ -10,21 +10,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from distribute_jax._errors import ClusterError
+from distribute_jax._supervision import (
+    ATTEMPT,
+    HOST,
+    LOCAL_PROCESS_ID,
+    MEETING,
+    NUM_PROCESSES,
+    PROCESS_ID,
+)
 from distribute_jax.cluster_resolver._base import RankClusterResolver, with_port
-
-NUM_PROCESSES = "DISTRIBUTE_JAX_NUM_PROCESSES"
-PROCESS_ID = "DISTRIBUTE_JAX_PROCESS_ID"
-LOCAL_PROCESS_ID = "DISTRIBUTE_JAX_LOCAL_PROCESS_ID"
-JOB = "DISTRIBUTE_JAX_JOB"
-"""A number in hex that no other job has."""
-ATTEMPT = "DISTRIBUTE_JAX_ATTEMPT"
-"""How often the job was started before: 0, 1, …"""
-HOST = "DISTRIBUTE_JAX_HOST"
-"""The address that process 0 listens on."""
-MEETING = "DISTRIBUTE_JAX_MEETING"
-"""A folder of this job on this machine, which nobody else can read."""
-STATUS = "DISTRIBUTE_JAX_STATUS"
-"""The status file of this process, in the folder."""
 
 _POLL = 0.02
 

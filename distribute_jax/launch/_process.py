@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,9 @@ _LINE = 1 << 16
 _LAST_OUTPUT = 1.0
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):"
+_FATAL = re.compile(r"F\d{4} [^\]]*\] (.+)|(Fatal Python error: .+|Timeout \(.+\)!)")
+"""What Python's fault handler and Abseil's log write before they end a process."""
+_NO_REASON = re.compile(r"\s|$|(DEBUG|INFO|WARNING)\b|[IWE]\d{4} |.*Warning: ")
 _TIED = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -36,6 +41,71 @@ os.execv(sys.argv[2], sys.argv[2:])
 When the supervisor is gone, however it ended, the kernel ends the process, even one that is stopped or hangs
 in C code. Only Linux offers this; elsewhere a supervisor that is killed leaves its processes behind.
 """
+
+_GUARD = """
+import os, shutil, signal, sys, time
+
+variable, folder = b"\\0" + sys.argv[1].encode() + b"\\0", sys.argv[2]
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+
+def is_of_the_job(pid):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return variable in b"\\0" + file.read()
+    except OSError:  # it has ended, or is another user's
+        return False
+
+def end_all():
+    limit = time.monotonic() + 5
+    while os.path.isdir("/proc") and time.monotonic() < limit:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        if not (left := [pid for pid in pids if is_of_the_job(pid)]):
+            return
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+        time.sleep(0.01)
+
+for line in sys.stdin.buffer:
+    end_all()
+    os.write(0, line)
+end_all()  # the supervisor has ended, or was killed
+shutil.rmtree(folder, ignore_errors=True)
+"""
+
+
+class Guard:
+    """A small process that ends what the processes of a job have started, sessions of their own included.
+
+    It outlives a supervisor that is killed, and then ends all processes of the job and removes its folder.
+    They are known by a variable in their environment, as ``/proc`` shows it: on Linux, and not where one has
+    removed the variable or overwritten its environment.
+    """
+
+    def __init__(self, variable: str, folder: str) -> None:
+        self._end, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD, variable, folder],
+                stdin=other.fileno(),
+                start_new_session=True,
+            )
+
+    def end_all(self) -> None:
+        """Ends all processes of the job."""
+        with suppress(OSError):  # somebody has killed it
+            self._end.sendall(b"\n")
+            self._end.recv(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.close()
+        self._process.wait()
 
 
 @dataclass(frozen=True)
@@ -222,14 +292,18 @@ class Printer:
         return [line.decode(errors="replace").rstrip() for line in self._lines]
 
 
-def last_error(lines: Sequence[str]) -> str:
-    """Returns the exception of a process, from the last lines of its standard error.
+def last_error(lines: Sequence[str], *, has_begun: bool = False) -> str:
+    """Returns why a process failed, from the last lines of its standard error.
 
-    The first line of the last traceback's exception, such as ``"ValueError: bad batch"``; the last line
-    where there is no traceback, as for a script that does not exist; empty where nothing was written.
+    The first line of the last traceback's exception, such as ``"ValueError: bad batch"``, or what C code
+    said as it ended the process. Where there is neither, the last line of a process that has not begun its
+    steps, as for a script that does not exist, unless that is a warning; else nothing: what a training
+    wrote before it failed is not the reason.
     """
     for start in reversed(range(len(lines))):
         if lines[start].startswith(_TRACEBACK):
             after = lines[start + 1 :]
             return next((line for line in after if line and line[0] not in " \t"), "")
-    return next((line for line in reversed(lines) if line.strip()), "")
+        if fatal := _FATAL.match(lines[start]):
+            return fatal[1] or fatal[2]
+    return next((x for x in reversed(lines) if not has_begun and not _NO_REASON.match(x)), "")

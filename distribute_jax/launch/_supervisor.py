@@ -7,6 +7,7 @@ import queue
 import secrets
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -17,10 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from distribute_jax import _supervision
 from distribute_jax._errors import ClusterError
-from distribute_jax.cluster_resolver import _launched
+from distribute_jax._supervision import OTHER_FAILED, SAVED, read_status, xla_flags
 from distribute_jax.launch._process import (
     ChildProcess,
+    Guard,
     Printer,
     ProcessGroup,
     ProcessSpec,
@@ -28,8 +31,6 @@ from distribute_jax.launch._process import (
     last_error,
 )
 from distribute_jax.launch._verdict import AttemptOutcome, ProcessFailure, Progress, decide
-from distribute_jax.processes._job import xla_flags
-from distribute_jax.processes._status import OTHER_FAILED, SAVED, read_status
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 PREFIX = "distribute-jax-"
@@ -39,11 +40,10 @@ _AFTER_A_FAILURE = 1.0
 """Seconds that the others have to end by themselves: without the one that failed they cannot save."""
 _LOOPBACK = "127.0.0.1"
 _LONG = 86400.0
-_STOP_SIGNALS = {
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGHUP: signal.SIGTERM,  # the terminal is gone
-}
+_TO_SAY_SO = 1.0
+"""Seconds after the grace in which a process that could not save may say so."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Ask the processes to save; SIGHUP comes when the terminal is gone."""
 
 
 def supervise(
@@ -72,11 +72,17 @@ def supervise(
         this supervisor, or 128 plus the number of that signal.
     """
     progress, inbox = Progress(), Inbox()
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, signals_into(inbox):
-        job = LocalJob(processes, devices, command, environment, Path(folder))
+    name = secrets.token_hex(8)
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
+        signals_into(inbox),
+        Guard(f"{_supervision.JOB}={name}", folder) as guard,
+    ):
+        job = LocalJob(processes, devices, command, environment, Path(folder), name)
         while True:
             if inbox.stop_signal is None:
                 outcome = Attempt(job, progress.attempt, inbox, grace).run()
+                guard.end_all()
             else:  # it came during the pause
                 outcome = AttemptOutcome(stop_signal=inbox.stop_signal)
             verdict = decide(outcome, progress, max_restarts, longest_pause)
@@ -126,7 +132,7 @@ def signals_into(inbox: Inbox) -> Iterator[None]:
     """Puts the signals that ask the supervisor to stop into the inbox."""
 
     def put(number: int, frame: FrameType | None) -> None:
-        inbox.put(_STOP_SIGNALS[signal.Signals(number)])
+        inbox.put(signal.Signals(number))
 
     before = {number: signal.signal(number, put) for number in _STOP_SIGNALS}
     try:
@@ -175,9 +181,11 @@ class Attempt:
     def _handle(self, group: ProcessGroup, event: ChildProcess | signal.Signals | None) -> None:
         if isinstance(event, signal.Signals):
             if self._stop_signal is None:
-                group.send(event)
-            self._end_within(self._grace if self._stop_signal is None else 0)
-            self._stop_signal = event
+                group.send(signal.SIGTERM)  # SIGINT would be an exception, and nothing saved
+                self._end_within(self._grace + _TO_SAY_SO)
+                self._stop_signal = event
+            else:
+                self._end_within(0)
         elif event is None or event not in group.children:
             return
         elif event.code == SAVED:
@@ -198,7 +206,8 @@ class Attempt:
             pid=child.pid,
             host=socket.gethostname(),
             code=code,
-            error=status.error.partition("\n")[0] or last_error(self._errors[index].last_lines),
+            error=status.error
+            or last_error(self._errors[index].last_lines, has_begun=status.step is not None),
             step=status.step,
             phase=status.phase,
         )
@@ -232,14 +241,14 @@ class LocalJob:
             environment |= _simulated(self.devices, base)
             environment.pop("JAX_NUM_CPU_DEVICES", None)  # it would win over the flag
         environment |= {
-            _launched.NUM_PROCESSES: str(self.processes),
-            _launched.PROCESS_ID: str(index),
-            _launched.LOCAL_PROCESS_ID: str(index),
-            _launched.JOB: self.name,
-            _launched.ATTEMPT: str(attempt),
-            _launched.HOST: _LOOPBACK,
-            _launched.MEETING: str(self.folder),
-            _launched.STATUS: str(status),
+            _supervision.NUM_PROCESSES: str(self.processes),
+            _supervision.PROCESS_ID: str(index),
+            _supervision.LOCAL_PROCESS_ID: str(index),
+            _supervision.JOB: self.name,
+            _supervision.ATTEMPT: str(attempt),
+            _supervision.HOST: _LOOPBACK,
+            _supervision.MEETING: str(self.folder),
+            _supervision.STATUS: str(status),
         }
         environment |= {k: v for k, v in (changes or {}).items() if k != "XLA_FLAGS"}
         return ProcessSpec(index, self.command, environment, status)
@@ -259,11 +268,18 @@ def cache_folder(environment: Mapping[str, str]) -> str:
     """Returns the folder for compiled programs that the environment names, or makes this user's.
 
     Raises:
-        ClusterError: the folder belongs to another user, who could have JAX run what is in it, or cannot
-            be made.
+        ClusterError: others can write to the folder, who could have JAX run what is in it, or it cannot be
+            made.
     """
     if CACHE in environment:
-        return environment[CACHE]
+        set_folder = environment[CACHE]
+        with suppress(OSError):  # not made yet, or the URL of a bucket
+            if set_folder and Path(set_folder).stat().st_mode & stat.S_IWOTH:
+                raise ClusterError(
+                    f"{CACHE} is {set_folder}, which every user of this machine can write to, and JAX runs "
+                    f"what is in it. Take their right away (chmod o-w {set_folder}), or name another one."
+                )
+        return set_folder
     above = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(above) / "distribute_jax" / "compiled"
     try:

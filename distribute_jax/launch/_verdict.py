@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from distribute_jax.processes._status import MEANING, OTHER_FAILED, SAVED
+from distribute_jax._supervision import AWAITED, MEANING, OTHER_FAILED, SAVED
 
 _LONGEST = 400
+_MOST_DETAILS = 4
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,21 @@ class ProcessFailure:
     def __str__(self) -> str:
         where = "before it reported a step" if self.step is None else f"at step {self.step}"
         phase = f", {self.phase}" if self.phase else ""
-        return (
-            f"process {self.process} (pid {self.pid} on {self.host}) {self._how()} {where}{phase}"
-        )
+        process = f"process {self.process} (pid {self.pid} on {self.host})"
+        first, *rest = self.error.splitlines() or [""]
+        details = [line.strip() for line in rest if line.startswith("  ")]
+        if awaited := [line for line in details if AWAITED in line]:
+            # Who failed only waited for these.
+            return f"{_listed(awaited)}; {process} {self._how('')} {where}{phase}"
+        text = f"{_shortened(first)} {_listed(details)}" if details else _shortened(first)
+        return f"{process} {self._how(text)} {where}{phase}"
 
-    def _how(self) -> str:
-        error = _shortened(self.error)
+    def _how(self, error: str) -> str:
         if self.code < 0:
             aborted = f" ({error})" if error and self.code == -signal.SIGABRT else ""
             return f"was ended by {signal_name(-self.code)}{aborted}"
         if self.code in MEANING:
-            why = f": {error}" if error and self.code == OTHER_FAILED else ""
-            return f"{MEANING[self.code]}{why} (exit code {self.code})"
+            return f"{MEANING[self.code]}{f': {error}' if error else ''} (exit code {self.code})"
         return f"failed{f' with {error}' if error else ''} (exit code {self.code})"
 
 
@@ -137,7 +141,10 @@ def _stopped(outcome: AttemptOutcome, progress: Progress, number: int) -> Verdic
     )
     if outcome.killed:
         some = ", ".join(f"{process}" for process in outcome.killed[:16])
-        state = f"killed, since they had not ended after the grace period: process {some}"
+        state = (
+            f"killed, since they had not ended after the grace period: process {some}. What they had not "
+            "saved is lost; --grace gives them more time"
+        )
     code = SAVED if outcome.all_saved else 128 + number
     return Verdict(progress, code, f"stopped by {signal_name(number)}: {state}")
 
@@ -156,6 +163,12 @@ def _restarting(progress: Progress, max_restarts: int, pause: float) -> str:
         f"stopping the other processes; restarting all{when} (restart {progress.attempt}; "
         f"{progress.fruitless} of {max_restarts} allowed without progress)"
     )
+
+
+def _listed(details: list[str]) -> str:
+    left_out = len(details) - _MOST_DETAILS
+    more = [f"and {left_out} more"] if left_out > 0 else []
+    return "; ".join([*map(_shortened, details[:_MOST_DETAILS]), *more])
 
 
 def _shortened(text: str) -> str:

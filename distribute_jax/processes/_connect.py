@@ -12,8 +12,8 @@ import jax
 
 from distribute_jax._errors import BackendStartedError, ClusterError, DeadlineExceededError
 from distribute_jax._jax_private import backend_is_started, coordination_client
+from distribute_jax._supervision import JOB, xla_flags
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.cluster_resolver._launched import JOB
 from distribute_jax.processes._divergence import KeyValueStore
 from distribute_jax.processes._job import (
     ClusterOptions,
@@ -21,7 +21,6 @@ from distribute_jax.processes._job import (
     ProcessInfo,
     current_job,
     set_job,
-    xla_flags,
 )
 from distribute_jax.processes._liveness import last_seen
 from distribute_jax.processes._preemption import exit_unsaved

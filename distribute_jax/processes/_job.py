@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -24,7 +23,6 @@ from distribute_jax.processes._status import doing
 
 _SLACK = 1.0
 """Seconds that the others wait longer than process 0, so that they hear from it who is missing."""
-DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _LOG = logging.getLogger("distribute_jax")
 
 
@@ -231,11 +229,6 @@ def check_barrier(name: object, timeout: object) -> None:
         raise ArgumentError(
             f"strategy.barrier: `timeout` must be a positive number of seconds or None; got {timeout!r:.80}."
         )
-
-
-def xla_flags(environment: Mapping[str, str]) -> list[str]:
-    """Returns the flags of XLA, without the number of simulated CPU devices."""
-    return DEVICE_COUNT.sub("", environment.get("XLA_FLAGS", "")).split()
 
 
 def resolve_cluster(resolver: Any, caller: str) -> ClusterResolver:

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 
 import jax
 
+from distribute_jax._supervision import AWAITED
 from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._status import status_writer
 
@@ -21,7 +22,6 @@ TICK = 0.5
 """Seconds between two heartbeats of a process; its watchdog writes them."""
 
 _HEARTBEATS, _LEFT, _FAILED = "heartbeats/", "left/", "failed/"
-_AWAITED = "   <- the others wait for it"
 _MOST_LINES = 64
 _BEFORE = 2.5
 """Seconds before JAX, whose clock is another one, ends the process."""
@@ -130,7 +130,7 @@ def _lines(
         else:
             text = str(before[i])
             is_awaited = before[i].phase is None and before[i].step == min(steps)
-        mark = _AWAITED if is_awaited and somebody_waits else ""
+        mark = f"   {AWAITED}" if is_awaited and somebody_waits else ""
         lines.append(f"  {job.name_of(i)}: {text}{mark}")
     return lines[:_MOST_LINES]
 

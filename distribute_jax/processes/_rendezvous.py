@@ -29,7 +29,12 @@ _LONGEST = 1 << 16
 """Bytes of one message."""
 _LINGER_SECONDS = 1.0
 """How long process 0 stays to send an error to those that come late."""
+_PROCESS_BYTES = 512
+"""Bytes of an answer for each process."""
 _RETRY_SECONDS = 0.1
+_MOMENT = 0.01
+_MOST_SILENT = 256
+"""Connections, besides one for each process, that may say nothing at a time."""
 
 _KINDS: Mapping[Any, type[Exception]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, ProcessesDifferError)
@@ -64,7 +69,9 @@ class Handshake:
         try:
             process, facts, job, host, pid = json.loads(line)
             texts = {str(key): str(value) for key, value in facts.items()}
-            return cls(int(process), texts, str(job), ProcessInfo(str(host), int(pid)))
+            if not (type(process) is type(pid) is int):
+                raise TypeError("not the number of a process")
+            return cls(process, texts, str(job), ProcessInfo(str(host), pid))
         except (TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(str(error)) from None
 
@@ -160,14 +167,22 @@ class _Server:
 
     def _serve_until(self, deadline: float) -> None:
         """Handles what comes next."""
-        for key, _ in self._selector.select(max(deadline - time.monotonic(), 0)):
-            if key.fileobj is self._listener:
-                self._accept()
-            else:
+        ready = [key for key, _ in self._selector.select(max(deadline - time.monotonic(), 0))]
+        for key in ready:
+            if key.fileobj is not self._listener:
                 self._receive(key)
+        if any(key.fileobj is self._listener for key in ready):
+            self._accept()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        waiting = [key for key in self._selector.get_map().values() if key.data is not None]
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone, or there are no descriptors left
+            self._drop(waiting[:1])
+            time.sleep(_MOMENT)
+            return
+        self._drop(waiting[: len(waiting) - self._count - _MOST_SILENT])
         connection.settimeout(_GREETING_SECONDS)
         try:
             connection.sendall(GREETING)
@@ -175,6 +190,12 @@ class _Server:
             connection.close()
             return
         self._selector.register(connection, selectors.EVENT_READ, bytearray())
+
+    def _drop(self, silent: list[selectors.SelectorKey]) -> None:
+        """Hangs up on those that came first and have said nothing: a process of the job says who it is."""
+        for key in silent:
+            self._selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
 
     def _receive(self, key: selectors.SelectorKey) -> None:
         connection: Any = key.fileobj
@@ -290,16 +311,22 @@ def join_rendezvous(
         connection.sendall(local.line())
         # Process 0 began its wait at another moment.
         connection.settimeout(max(deadline - time.monotonic(), 0) + seconds + _GREETING_SECONDS)
-        line = _read_line(lines)
+        line = _read_line(lines, count)
     if not line:
         raise ClusterError(
             f"Process 0 at {address} ended while process {local.process} of {count} waited for the others. "
             "Its output has the reason."
         )
-    answer = json.loads(line)
-    if "error" in answer:
-        raise _KINDS.get(answer.get("kind"), ClusterError)(answer["error"])
-    return [ProcessInfo(str(host), int(pid)) for host, pid in answer["processes"]]
+    try:
+        answer = json.loads(line)
+        if "error" not in answer:
+            return [ProcessInfo(str(host), int(pid)) for host, pid in answer["processes"]]
+        kind, text = _KINDS.get(answer.get("kind"), ClusterError), str(answer["error"])
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+        raise ClusterError(
+            f"What listens at {address} is not process 0 of a job: {error}"
+        ) from None
+    raise kind(text)
 
 
 def _connect(
@@ -320,9 +347,9 @@ def _connect(
     )
 
 
-def _read_line(lines: Any) -> bytes:
+def _read_line(lines: Any, processes: int = 1) -> bytes:
     with contextlib.suppress(OSError):
-        return bytes(lines.readline(_LONGEST))
+        return bytes(lines.readline(_LONGEST + processes * _PROCESS_BYTES))
     return b""
 
 

@@ -1,67 +1,27 @@
-"""What this process reports: exit codes, a status file for its supervisor, its activity for the watchdog.
-
-The status file is mapped into memory, so that writing is a store and not a system call, and what was
-written last outlives the process, however it ended; it is read then. The layout: the number of steps, and
-two texts that end with a zero byte.
-"""
+"""What this process reports: a status file for its supervisor, its activity for the watchdog."""
 
 from __future__ import annotations
 
 import functools
 import mmap
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from distribute_jax._jax_private import is_ready
-from distribute_jax.cluster_resolver._launched import STATUS
-
-SAVED = 42
-"""All processes saved at one common step after a preemption."""
-HUNG = 43
-"""The watchdog ended this process, which made no progress."""
-OTHER_FAILED = 44
-"""This process ended because another one failed."""
-DIVERGED = 45
-"""The processes no longer execute the same steps."""
-
-MEANING = {
-    SAVED: "saved after a preemption",
-    HUNG: "made no progress and was ended by its watchdog",
-    OTHER_FAILED: "ended because another process failed",
-    DIVERGED: "diverged from the others",
-}
-"""How the supervisor describes a process that ended with the code."""
+from distribute_jax._supervision import ERROR, PHASE, SIZE, STATUS, step_in
 
 YOUR_CODE = "in your code"
 """The phase of a process outside of this library; it may take any time."""
 COMPILING, RESTORING = "compiling", "restoring"
 """Phases that take long although nothing hangs."""
 
-SIZE = 4096
-_PHASE = slice(64, 192)
-_ERROR = slice(192, SIZE)
-
 Listener = Callable[[int | None, str], None]
 """Called with the step and the phase after each change of one of them."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a process reported last."""
-
-    step: int | None
-    """The last training step that began; None before the first."""
-    phase: str
-    """What it is doing, such as ``"compiling"``; may be empty."""
-    error: str
-    """The exception that ends it; empty where there is none."""
 
 
 class StatusWriter:
@@ -105,13 +65,13 @@ class StatusWriter:
     def phase(self, text: str) -> None:
         """Reports what the process is doing now, in at most 120 bytes."""
         self._phase = text
-        self._write(_PHASE, text)
+        self._write(PHASE, text)
         if self._listener is not None:
-            self._listener(_step(self._steps[0]), text)
+            self._listener(step_in(self._steps[0]), text)
 
     def error(self, text: str) -> None:
         """Reports the exception that ends the process; what is too long for the file is left out."""
-        self._write(_ERROR, text)
+        self._write(ERROR, text)
 
     def listen(self, listener: Listener | None) -> None:
         """Calls a function after every later change of the step or the phase."""
@@ -122,31 +82,10 @@ class StatusWriter:
         self._memory[field] = text.encode()[: room - 1].ljust(room, b"\0")
 
 
-def _step(count: int) -> int | None:
-    return count - 1 if count else None
-
-
 def _map(path: str | os.PathLike[str]) -> mmap.mmap:
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
         file.truncate(SIZE)
         return mmap.mmap(file.fileno(), SIZE)
-
-
-def read_status(path: str | os.PathLike[str]) -> Status:
-    """Returns what a process that has ended reported last; an empty status if the file is missing.
-
-    A process that was killed while it wrote a text may leave half of it.
-    """
-    try:
-        raw = Path(path).read_bytes().ljust(SIZE, b"\0")
-    except FileNotFoundError:
-        raw = bytes(SIZE)
-    (steps,) = struct.unpack_from("=q", raw)
-    return Status(_step(steps), _text(raw[_PHASE]), _text(raw[_ERROR]))
-
-
-def _text(raw: bytes) -> str:
-    return raw.partition(b"\0")[0].decode(errors="replace")
 
 
 def status_writer() -> StatusWriter:

@@ -15,19 +15,16 @@ from typing import Any
 
 import jax
 
-from distribute_jax._errors import StepFailedError
+from distribute_jax._errors import DistributeError, StepFailedError
 from distribute_jax._messages import error_text
+from distribute_jax._supervision import DIVERGED, HUNG, OTHER_FAILED, SAVED
 from distribute_jax.processes import _liveness as liveness
 from distribute_jax.processes._job import Job
 from distribute_jax.processes._liveness import Heartbeat, HeartbeatMonitor
 from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit
 from distribute_jax.processes._status import (
     COMPILING,
-    DIVERGED,
-    HUNG,
-    OTHER_FAILED,
     RESTORING,
-    SAVED,
     Activity,
     activity,
     status_writer,
@@ -65,7 +62,8 @@ class ExitHandler:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self._code = 1
-        text = f"{kind.__name__}: {error_text(error)}"
+        is_local = issubclass(kind, DistributeError)  # whose lines name processes and values
+        text = f"{kind.__name__}: {error if is_local else error_text(error)}"
         status_writer().error(text)
         # A step fails on all processes when one is gone, so that one may have the true reason.
         may_follow = issubclass(kind, (jax.errors.JaxRuntimeError, StepFailedError, TimeoutError))

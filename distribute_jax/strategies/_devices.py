@@ -16,6 +16,7 @@ from distribute_jax import processes
 from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import check_int
+from distribute_jax._supervision import DEVICE_COUNT
 from distribute_jax._user_frames import log_once
 from distribute_jax.cluster_resolver import (
     ClusterResolver,
@@ -29,7 +30,6 @@ from distribute_jax.processes import (
     current_job,
     resolve_cluster,
 )
-from distribute_jax.processes._job import DEVICE_COUNT
 
 _LOG = logging.getLogger("distribute_jax")
 _NAME = re.compile(

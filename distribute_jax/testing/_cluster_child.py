@@ -21,7 +21,7 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import is_key
-from distribute_jax.cluster_resolver._launched import MEETING, PROCESS_ID
+from distribute_jax._supervision import MEETING, PROCESS_ID
 from distribute_jax.processes import current_job
 from distribute_jax.processes._status import status_writer
 from distribute_jax.testing._fault import START, Fault, Injector

@@ -15,10 +15,10 @@ from typing import Any
 
 from distribute_jax._errors import ArgumentError, ProcessFailedError
 from distribute_jax._messages import check_int
+from distribute_jax._supervision import read_status
 from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
 from distribute_jax.launch._supervisor import PREFIX, LocalJob
 from distribute_jax.launch._verdict import signal_name
-from distribute_jax.processes._status import read_status
 from distribute_jax.testing import _cluster_child
 from distribute_jax.testing._cluster_child import name_of
 from distribute_jax.testing._fault import Fault

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.cluster_resolver import _launched
+from distribute_jax import _supervision
 
 
 @pytest.fixture
@@ -18,12 +18,12 @@ def launched(monkeypatch, tmp_path):
 
     def become(process, **changes):
         around = {
-            _launched.NUM_PROCESSES: "3",
-            _launched.PROCESS_ID: str(process),
-            _launched.LOCAL_PROCESS_ID: str(process),
-            _launched.HOST: "127.0.0.1",
-            _launched.MEETING: str(tmp_path),
-            _launched.ATTEMPT: "0",
+            _supervision.NUM_PROCESSES: "3",
+            _supervision.PROCESS_ID: str(process),
+            _supervision.LOCAL_PROCESS_ID: str(process),
+            _supervision.HOST: "127.0.0.1",
+            _supervision.MEETING: str(tmp_path),
+            _supervision.ATTEMPT: "0",
             **changes,
         }
         for name, value in around.items():
@@ -45,11 +45,11 @@ def test_all_processes_meet_where_process_0_says(launched, tmp_path):
     waiting.join()
     assert addresses == ["127.0.0.1:4242"]
 
-    first = launched(0, **{_launched.ATTEMPT: "1"})
+    first = launched(0, **{_supervision.ATTEMPT: "1"})
     address = first.coordinator_address
     assert address == first.coordinator_address == first.master()
     assert dj.cluster_resolver.detect().coordinator_address == address
-    assert launched(2, **{_launched.ATTEMPT: "1"}).coordinator_address == address
+    assert launched(2, **{_supervision.ATTEMPT: "1"}).coordinator_address == address
     host, port = address.split(":")
     with socket.create_server((host, int(port))):
         pass  # nobody has it
@@ -68,6 +68,6 @@ def test_a_process_0_that_never_says_where_it_is_is_named(launched, tmp_path):
 
 def test_an_address_of_another_machine_is_refused_by_name(launched):
     """Process 0 must be able to listen there."""
-    resolver = launched(0, **{_launched.HOST: "192.0.2.1"})
+    resolver = launched(0, **{_supervision.HOST: "192.0.2.1"})
     with pytest.raises(dj.ClusterError, match=r"process 0 cannot listen on '192\.0\.2\.1'"):
         _ = resolver.coordinator_address

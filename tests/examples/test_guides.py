@@ -16,7 +16,7 @@ import pytest
 import yaml
 from example_program import ROOT, job_environment
 
-from distribute_jax.processes._status import SAVED
+from distribute_jax._supervision import SAVED
 
 FILES = ROOT / "docs" / "clusters"
 LAST = re.compile(r"Weights after step \d+: [0-9a-f]{16}")

@@ -11,7 +11,7 @@ from layer_picture import BLOCK, PAGE, picture
 from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
-    ("_errors", "_interrupts", "_lazy"),
+    ("_errors", "_interrupts", "_lazy", "_supervision"),
     ("_mesh", "_messages", "_user_frames"),
     ("_jax_private",),
     ("_context", "_values"),

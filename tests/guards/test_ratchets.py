@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 47_314,
-    lines_of_tests: 43_793,
-    files: 238,
+    lines: 47_493,
+    lines_of_tests: 43_939,
+    files: 239,
     pieces: 1,
-    private_words: 3,
+    private_words: 4,
     private_imports: 31,
 }
 

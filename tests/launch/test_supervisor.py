@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -123,7 +125,8 @@ def test_a_signal_to_the_supervisor_ends_what_never_looks_at_it(launch):
     assert launched.code == 128 + signal.SIGTERM
     assert 0.3 < launched.seconds < 30
     state = "killed, since they had not ended after the grace period: process 0, 1"
-    assert launched.said == [f"distribute-jax: stopped by SIGTERM: {state}"]
+    lost = "What they had not saved is lost; --grace gives them more time"
+    assert launched.said == [f"distribute-jax: stopped by SIGTERM: {state}. {lost}"]
 
 
 SAVES = """
@@ -135,16 +138,17 @@ all_of(2)
 """
 
 
-def test_a_signal_is_passed_on_and_what_was_saved_is_said(launch):
-    """All leave with the agreed code, and so does the supervisor."""
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_is_passed_on_and_what_was_saved_is_said(launch, name):
+    """All leave with the agreed code, and so does the supervisor, after Ctrl-C too."""
     launched = launch(
-        SAVES + "if process == 0: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)",
+        SAVES + f"if process == 0: os.kill(os.getppid(), signal.{name})\ntime.sleep(60)",
         "--processes=2",
     )
     assert launched.code == 42
     assert sorted(launched.out) == ["[0] saved", "[1] saved"]
     assert launched.said == [
-        "distribute-jax: stopped by SIGTERM: all processes have saved and ended"
+        f"distribute-jax: stopped by {name}: all processes have saved and ended"
     ]
 
 
@@ -179,6 +183,62 @@ def test_nothing_that_a_process_started_is_left(launch, tmp_path):
     pid = int(launched.out[0].split()[1])
     with pytest.raises(ProcessLookupError):
         _until_gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells whose a process is")
+@pytest.mark.parametrize("end", ["of a process", "of the supervisor"])
+def test_nothing_is_left_that_has_a_session_of_its_own(tmp_path, end):
+    """Neither when a process ends nor when the supervisor is killed; its folder goes too."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "print(child.pid, os.environ['DISTRIBUTE_JAX_MEETING'], flush=True)\n"
+        f"time.sleep({0 if end == 'of a process' else 60})"
+    )
+    command = [sys.executable, "-m", "distribute_jax", "launch", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        _, pid, folder = supervisor.stdout.readline().split()
+        if end == "of the supervisor":
+            supervisor.kill()
+        supervisor.wait(timeout=30)
+    with pytest.raises(ProcessLookupError):
+        _until_gone(int(pid))
+    limit = time.monotonic() + 5
+    while Path(folder).exists():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_the_supervisor_does_without_jax(tmp_path):
+    """It would take 200 MB and a second, and start threads, for nothing that it does."""
+    script = tmp_path / "program.py"
+    script.write_text("")
+    look = (
+        "import sys; from distribute_jax.cli import main; code = main(sys.argv[1:]);"
+        "sys.exit(code or str({'jax', 'numpy', 'flax'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look, "launch", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == "set()\n"
+
+
+def test_a_cache_that_everybody_can_write_to_is_refused(launch, tmp_path, monkeypatch, capfd):
+    """JAX runs what is in it."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    launched = launch("")
+    assert launched.code == 1
+    assert (
+        "every user of this machine can write to, and JAX runs what is in it. Take "
+        in launched.said[0]
+    )
+    tmp_path.chmod(0o700)
+    assert launch("").code == 0
 
 
 def _until_gone(pid):

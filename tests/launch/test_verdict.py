@@ -78,6 +78,39 @@ WORDS = {
         "xxx do y (exit code 1)",
     ),
     "another failed": (failure(44, error="process 0 failed"), "failed: process 0 failed (exit"),
+    "hung": (
+        failure(
+            43,
+            error="process 0 has been running step for 6 s without progress.\nAll processes of a job "
+            "compute a step together. Where each is:\n"
+            "  process 0 (a, pid 3): at step 5, running step for 6 s\n"
+            "  process 7 (a, pid 4): at step 5, in your code   <- the others wait for it\n"
+            "Every process has to run the same steps.",
+        ),
+        "process 7 (a, pid 4): at step 5, in your code   <- the others wait for it; process 1 (pid 4 on a) "
+        "made no progress and was ended by its watchdog (exit code 43)",
+    ),
+    "waited at a barrier": (
+        failure(
+            1,
+            error="DeadlineExceededError: Process 0 of 2 has waited 1 s for 'barrier here', and not every "
+            "process has come. Missing:\n  process 7 (b, pid 4712): at step 0, in your code\nEvery process",
+        ),
+        "process has come. Missing: process 7 (b, pid 4712): at step 0, in your code (exit code 1)",
+    ),
+    "diverged": (
+        failure(
+            1,
+            error="ProcessesDifferError: The processes diverged: they are no longer executing the same "
+            "steps.\n  process 0: runs step with args[1] = 0.125\n  process 1: runs step with args[1] = "
+            "0.25\nEvery process runs the same steps in the same order.",
+        ),
+        "same steps. process 0: runs step with args[1] = 0.125; process 1: runs step with args[1] = 0.25 (ex",
+    ),
+    "many details": (
+        failure(1, error="CheckpointError: no\n" + "\n".join(f"  leaf {i}" for i in range(9))),
+        "failed with CheckpointError: no leaf 0; leaf 1; leaf 2; leaf 3; and 5 more (exit code 1)",
+    ),
     "JAX ended it": (
         failure(-6, error="process 2 is silent"),
         "SIGABRT (process 2 is silent) before",
@@ -88,9 +121,9 @@ WORDS = {
 
 @pytest.mark.parametrize("case", WORDS)
 def test_the_end_of_a_process_is_one_line(case):
-    """Which, where, how, and how far it was."""
+    """Which, where, how, and how far it was; who was waited for stands first."""
     ended, text = WORDS[case]
-    assert str(ended).startswith("process 1 (pid 4 on a) ")
+    assert str(ended).startswith(text if case == "hung" else "process 1 (pid 4 on a) ")
     assert text in str(ended)
 
 
@@ -100,10 +133,24 @@ OUTPUTS = {
     "SyntaxError: invalid syntax": '  File "x.py", line 1\n    )\nSyntaxError: invalid syntax\n',
     "python: can't open file 'x'": "python: can't open file 'x'\n\n",
     "": "",
+    # What C code wrote before it ended the process, and not the frames that follow.
+    "Terminating process because the JAX distributed service detected fatal errors.": "E1122 12:00:00.1 9 "
+    "a.cc:1] UNAVAILABLE\nF1122 12:00:00.1 9 client.h:80] Terminating process because the JAX distributed "
+    "service detected fatal errors.\n*** Check failure stack trace: ***\n    @     0x7fa252ea71f5  (unknown)",
+    "Fatal Python error: Aborted": "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
+    "  File x\n\nExtension modules: numpy (total: 1)",
 }
+STALE = ("WARNING:distribute_jax:model.d.rngs is not used", "x.py:3: UserWarning: old", "loss 0.5")
 
 
 @pytest.mark.parametrize("wanted", OUTPUTS)
 def test_the_last_error_is_the_exception(wanted):
     """Of the last traceback, or the last line."""
     assert last_error(OUTPUTS[wanted].splitlines()) == wanted
+
+
+@pytest.mark.parametrize("line", STALE)
+def test_what_a_training_wrote_before_is_not_the_reason(line):
+    """A process that ends without a word, as by ``os._exit(7)``, has left warnings and progress."""
+    assert last_error([line], has_begun=True) == ""
+    assert last_error([line]) == (line if line == "loss 0.5" else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -193,11 +194,13 @@ def test_noise_on_the_port_does_not_disturb_the_rendezvous():
 
     def noise() -> Any:
         time.sleep(0.2)
-        huge = b'[Infinity, {}, "", "h", 1]\n'
         for sent in (
             b"GET / HTTP/1.1\r\n\r\n",
             b"[1, 2]\n",
-            huge,
+            b'[Infinity, {}, "", "h", 1]\n',
+            b'[1, {}, "", "h", 1e999]\n',
+            b'[1.5, {}, "a", "h", 1]\n',
+            b"[" * 60_000 + b"\n",
             b"x" * 200_000,
             b"\xff\xfe\n",
             b"",
@@ -223,3 +226,39 @@ def test_a_name_that_nobody_knows_is_an_error_that_names_it():
     for address in ("no-such-host.invalid:4000", "192.0.2.1:4000"):
         with pytest.raises(dj.ClusterError, match=address.split(":")[0]):
             listen(address)
+
+
+def test_whoever_only_connects_does_not_keep_the_others_out(monkeypatch: pytest.MonkeyPatch):
+    """Where process 0 has no descriptor left, it hangs up on who came first and said nothing."""
+    address = f"127.0.0.1:{free_port()}"
+    host, port = address.split(":")
+    accept, refusals = socket.socket.accept, [1, 2, 3]
+
+    def accept_or_refuse(self: socket.socket) -> Any:
+        if len(connections) == 5 and refusals:
+            raise OSError(errno.EMFILE, f"Too many open files ({refusals.pop()})")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_or_refuse)
+    connections: list[socket.socket] = []
+
+    def silent() -> Any:
+        time.sleep(0.3)
+        for _ in range(5):
+            connections.append(socket.create_connection((host, int(port))))
+            assert connections[-1].recv(100)
+        time.sleep(0.5)
+        return [connection.recv(1) for connection in connections[:3]]
+
+    def late(process: int) -> Any:
+        def call() -> Any:
+            time.sleep(0.6)
+            return other(address, process)()
+
+        return call
+
+    results = together(chief(address), silent, late(1), late(2))
+    assert results[0] == results[2] == results[3]
+    assert results[1] == [b"", b"", b""]
+    for connection in connections:
+        connection.close()

@@ -6,8 +6,8 @@ import os
 import time
 
 import distribute_jax as dj
-from distribute_jax.cluster_resolver._launched import STATUS
-from distribute_jax.processes._status import StatusWriter, read_status, status_writer
+from distribute_jax._supervision import STATUS, read_status
+from distribute_jax.processes._status import StatusWriter, status_writer
 
 
 def test_what_was_written_last_is_read(tmp_path):

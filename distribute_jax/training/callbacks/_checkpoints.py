@@ -8,11 +8,12 @@ from typing import Any
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import check_choice, check_int
+from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint import CheckpointManager
 from distribute_jax.checkpoint._agreement import by_chief
 from distribute_jax.checkpoint._manager import delete_all, finish_alone
 from distribute_jax.processes import Preemption, is_chief
-from distribute_jax.processes._status import SAVED, report_step
+from distribute_jax.processes._status import report_step
 from distribute_jax.training.callbacks._callback import Callback
 from distribute_jax.training.callbacks._monitor import Monitor, say
 

@@ -1,0 +1,100 @@
+"""What a supervisor and the processes of its job agree on: variables, exit codes, the status file.
+
+Nothing here needs JAX, so that a supervisor does not load it.
+
+The status file is mapped into memory, so that writing is a store and not a system call, and what was
+written last outlives the process, however it ended; it is read then. The layout: the number of steps, and
+two texts that end with a zero byte.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_PROCESSES = "DISTRIBUTE_JAX_NUM_PROCESSES"
+PROCESS_ID = "DISTRIBUTE_JAX_PROCESS_ID"
+LOCAL_PROCESS_ID = "DISTRIBUTE_JAX_LOCAL_PROCESS_ID"
+JOB = "DISTRIBUTE_JAX_JOB"
+"""A number in hex that no other job has."""
+ATTEMPT = "DISTRIBUTE_JAX_ATTEMPT"
+"""How often the job was started before: 0, 1, …"""
+HOST = "DISTRIBUTE_JAX_HOST"
+"""The address that process 0 listens on."""
+MEETING = "DISTRIBUTE_JAX_MEETING"
+"""A folder of this job on this machine, which nobody else can read."""
+STATUS = "DISTRIBUTE_JAX_STATUS"
+"""The status file of this process, in the folder."""
+
+SAVED = 42
+"""All processes saved at one common step after a preemption."""
+HUNG = 43
+"""The watchdog ended this process, which made no progress."""
+OTHER_FAILED = 44
+"""This process ended because another one failed."""
+DIVERGED = 45
+"""The processes no longer execute the same steps."""
+
+MEANING = {
+    SAVED: "saved after a preemption",
+    HUNG: "made no progress and was ended by its watchdog",
+    OTHER_FAILED: "ended because another process failed",
+    DIVERGED: "diverged from the others",
+}
+"""How the supervisor describes a process that ended with the code."""
+
+GRACE_SECONDS = 30.0
+"""How long the processes of a job may take to save when it is asked to stop."""
+
+AWAITED = "<- the others wait for it"
+"""Marks a process in a list of what each of them does."""
+
+DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+SIZE = 4096
+"""Of the status file."""
+PHASE = slice(64, 192)
+ERROR = slice(192, SIZE)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a process reported last."""
+
+    step: int | None
+    """The last training step that began; None before the first."""
+    phase: str
+    """What it is doing, such as ``"compiling"``; may be empty."""
+    error: str
+    """The exception that ends it; empty where there is none."""
+
+
+def read_status(path: str | os.PathLike[str]) -> Status:
+    """Returns what a process that has ended reported last; an empty status if the file is missing.
+
+    A process that was killed while it wrote a text may leave half of it.
+    """
+    try:
+        raw = Path(path).read_bytes().ljust(SIZE, b"\0")
+    except FileNotFoundError:
+        raw = bytes(SIZE)
+    (steps,) = struct.unpack_from("=q", raw)
+    return Status(step_in(steps), _text(raw[PHASE]), _text(raw[ERROR]))
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode(errors="replace")
+
+
+def step_in(count: int) -> int | None:
+    """Returns the step for the number of steps in a status file."""
+    return count - 1 if count else None
+
+
+def xla_flags(environment: Mapping[str, str]) -> list[str]:
+    """Returns the flags of XLA, without the number of simulated CPU devices."""
+    return DEVICE_COUNT.sub("", environment.get("XLA_FLAGS", "")).split()
