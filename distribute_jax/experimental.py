@@ -1,6 +1,8 @@
 """What TensorFlow has in ``tf.distribute.experimental``, under the same names."""
 
-from distribute_jax._lazy import publish
+from typing import TYPE_CHECKING
+
+from distribute_jax._lazy import lazy_exports, publish
 from distribute_jax.collectives import CommunicationImplementation, CommunicationOptions
 from distribute_jax.data import AutoShardPolicy
 from distribute_jax.servers import partitioners
@@ -26,3 +28,6 @@ __all__ = [
 ]
 
 publish(globals(), ["CommunicationImplementation", "CommunicationOptions"], __name__)
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_exports(globals(), {})

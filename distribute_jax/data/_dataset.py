@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from jax.sharding import Mesh
 
+from distribute_jax._absent import answering
 from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
-from distribute_jax._lazy import answering
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
 from distribute_jax._user_frames import frames_hidden, hide_frames
@@ -62,7 +62,7 @@ class DistributedDataset:
     """
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("DistributedDataset")
+        __getattr__ = answering("dj.DistributedDataset")
 
     def __init__(
         self,
@@ -115,6 +115,23 @@ class DistributedDataset:
         nor is it known which batches ``partial="drop"`` will skip.
         """
         return self._feed.cardinality
+
+    def __len__(self) -> int:
+        """Returns ``cardinality``.
+
+        Raises:
+            TypeError: it is not known, or there is no end.
+        """
+        if self.cardinality is None:
+            raise TypeError(
+                "The length of this dataset is not known before its end: its source has none. Count in the "
+                "loop, or pass a source that has a length."
+            )
+        return self.cardinality
+
+    def __bool__(self) -> bool:
+        """Returns True, also for a dataset without elements."""
+        return True
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Folds over the elements of one epoch: ``state = reduce_func(state, element)`` for each.

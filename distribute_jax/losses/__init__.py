@@ -5,7 +5,9 @@
 of a function.
 """
 
-from distribute_jax._lazy import publish
+from typing import TYPE_CHECKING
+
+from distribute_jax._lazy import lazy_exports, publish
 from distribute_jax.losses._average import compute_average_loss, scale_regularization_loss
 from distribute_jax.losses._crossentropy import (
     BinaryCrossentropy,
@@ -90,3 +92,6 @@ __all__ = [
 ]
 
 publish(globals(), __all__, "distribute_jax.losses")
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_exports(globals(), {})

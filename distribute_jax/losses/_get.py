@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import error_text, leaf_text
@@ -64,7 +65,7 @@ def get(identifier: Any) -> Loss:
     for cls in CLASSES:
         if identifier is cls.formula:
             return cls()
-    if callable(identifier) and not isinstance(identifier, type):
+    if callable(identifier) and not isinstance(identifier, (type, nnx.metrics.Metric)):
         return FunctionLoss(identifier)
     raise ArgumentError(
         f"{identifier!r:.80} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) with "

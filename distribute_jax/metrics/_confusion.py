@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ class Confusion(Metric):
     false_negatives: nnx.Variable[jax.Array]
     true_negatives: nnx.Variable[jax.Array]
 
-    def __init__(self, thresholds: Sequence[float]) -> None:
+    def __init__(self, thresholds: Sequence[float], name: str | None = None) -> None:
+        self.name = name
         self.thresholds = tuple(float(threshold) for threshold in thresholds)
         for name in ("true_positives", "false_positives", "false_negatives", "true_negatives"):
             zeros = jnp.zeros(len(self.thresholds), jnp.float32)
@@ -102,6 +103,7 @@ class Precision(Confusion):
 
     Args:
         thresholds: a probability above one is a yes: a number, several, or None for 0.5.
+        name: the name under which ``fit`` reports it.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -115,8 +117,8 @@ class Precision(Confusion):
     Source: https://keras.io/api/metrics/classification_metrics/
     """
 
-    def __init__(self, thresholds: Any = None) -> None:
-        super().__init__(checked_thresholds("Precision", thresholds))
+    def __init__(self, thresholds: Any = None, *, name: str | None = None) -> None:
+        super().__init__(checked_thresholds("Precision", thresholds), name)
 
     @promoting
     def compute(self) -> jax.Array:
@@ -129,6 +131,7 @@ class Recall(Confusion):
 
     Args:
         thresholds: a probability above one is a yes: a number, several, or None for 0.5.
+        name: the name under which ``fit`` reports it.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -140,8 +143,8 @@ class Recall(Confusion):
     Source: https://keras.io/api/metrics/classification_metrics/
     """
 
-    def __init__(self, thresholds: Any = None) -> None:
-        super().__init__(checked_thresholds("Recall", thresholds))
+    def __init__(self, thresholds: Any = None, *, name: str | None = None) -> None:
+        super().__init__(checked_thresholds("Recall", thresholds), name)
 
     @promoting
     def compute(self) -> jax.Array:
@@ -151,6 +154,51 @@ class Recall(Confusion):
 
 def _one(values: jax.Array) -> jax.Array:
     return values[0] if len(values) == 1 else values
+
+
+class TruePositives(Confusion):
+    """How many labels of yes were predicted, or the sum of their sample weights.
+
+    Args:
+        thresholds: a probability above one is a yes: a number, several, or None for 0.5.
+        name: the name under which ``fit`` reports it.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metric = dj.metrics.FalseNegatives()
+        >>> metric.update_state(jnp.array([1, 1, 0]), jnp.array([0.9, 0.2, 0.4]))
+        >>> float(metric.result())
+        1.0
+
+    Source: https://keras.io/api/metrics/classification_metrics/
+    """
+
+    _counts: ClassVar[str] = "true_positives"
+
+    def __init__(self, thresholds: Any = None, *, name: str | None = None) -> None:
+        super().__init__(checked_thresholds(type(self).__name__, thresholds), name)
+
+    def compute(self) -> jax.Array:
+        """Returns the count, float32, one for each threshold if there are several."""
+        return _one(jnp.copy(getattr(self, self._counts)[...]))
+
+
+class TrueNegatives(TruePositives):
+    """How many labels of no were predicted; see ``TruePositives``."""
+
+    _counts = "true_negatives"
+
+
+class FalsePositives(TruePositives):
+    """How many labels of no got a prediction of yes; see ``TruePositives``."""
+
+    _counts = "false_positives"
+
+
+class FalseNegatives(TruePositives):
+    """How many labels of yes got a prediction of no; see ``TruePositives``."""
+
+    _counts = "false_negatives"
 
 
 _EPSILON = 1e-7
@@ -167,6 +215,7 @@ class AUC(Confusion):
         curve: ``"ROC"``, recall against the share of zeros above the threshold; or ``"PR"``, precision
             against recall, interpolated between thresholds as Davis and Goadrich (2006) do.
         from_logits: whether predictions are logits.
+        name: the name under which ``fit`` reports it.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -181,12 +230,17 @@ class AUC(Confusion):
     """
 
     def __init__(
-        self, num_thresholds: int = 200, curve: str = "ROC", *, from_logits: bool = False
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        *,
+        from_logits: bool = False,
+        name: str | None = None,
     ) -> None:
         check_int("AUC: num_thresholds", num_thresholds, 2)
         check_choice("AUC: curve", curve, ("ROC", "PR"))
         between = [i / (num_thresholds - 1) for i in range(1, num_thresholds - 1)]
-        super().__init__([-_EPSILON, *between, 1 + _EPSILON])
+        super().__init__([-_EPSILON, *between, 1 + _EPSILON], name)
         self.curve = curve
         self.from_logits = from_logits
 

@@ -77,6 +77,8 @@ class Accuracy(Average):
     Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
     """
 
+    update_state = Metric.update_state  # type: ignore[assignment]  # of two arguments again
+
     def __init__(self, threshold: float | None = None) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float, type(None))):
             raise ArgumentError(
@@ -194,7 +196,9 @@ class Welford(OfValues):
 register_merge(Welford, MergeRule(("count", "weight", "mean", "m2"), moments_combined))
 
 
-_RESERVED = frozenset({"compute", "reset", "split", "update"})
+_RESERVED = frozenset(
+    {"compute", "reset", "reset_state", "result", "split", "update", "update_state"}
+)
 
 
 class MultiMetric(Metric):

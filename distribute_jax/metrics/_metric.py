@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from distribute_jax._absent import answering
 from distribute_jax._errors import ArgumentError, PerReplicaError
-from distribute_jax._lazy import answering
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax._values import DistributedValues
@@ -53,7 +54,7 @@ class Metric(nnx.metrics.Metric):
     """
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("Metric")
+        __getattr__ = answering("dj.metrics.Metric")
 
     def __init__(self) -> None:
         """Makes a metric without state, which a subclass adds."""
@@ -75,6 +76,44 @@ class Metric(nnx.metrics.Metric):
     def compute(self) -> Any:
         """Returns the value of the metric; a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has to define compute(self)")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Calls ``update`` with Keras's arguments: labels come first. ``Mean`` and others take values.
+
+        Args:
+            y_true: labels.
+            y_pred: predictions.
+            sample_weight: how much each example counts.
+        """
+        more = {} if sample_weight is None else {"sample_weight": sample_weight}
+        update_with(self, keywords(y_true, y_pred), **more)
+
+    def result(self) -> Any:
+        """Calls ``compute``: Keras's name."""
+        return self.compute()
+
+    def reset_state(self) -> None:
+        """Calls ``reset``: Keras's name."""
+        self.reset()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``update_state``, and returns the value, as in Keras."""
+        self.update_state(*args, **kwargs)
+        return self.compute()
+
+
+def keywords(y_true: Any, y_pred: Any) -> dict[str, Any]:
+    """Returns labels and predictions under every name that an ``update`` takes, Flax's or Keras's."""
+    return dict.fromkeys(("logits", "predictions", "y_pred"), y_pred) | dict.fromkeys(
+        ("labels", "targets", "y_true"), y_true
+    )
+
+
+def update_with(metric: Any, words: dict[str, Any], **more: Any) -> None:
+    """Updates a metric with those of some keywords that it takes, and with others."""
+    known = inspect.signature(metric.update).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    metric.update(**{k: v for k, v in words.items() if takes_all or k in known}, **more)
 
 
 @dataclass(frozen=True)
@@ -117,6 +156,17 @@ class OfValues(Metric):
                 "reads the keyword that its argname names: pass it, or make the metric with another argname."
             )
         self._add(self.argname, kwargs[self.argname], mask, sample_weight)
+
+    def update_state(  # type: ignore[override]  # of one argument, as in Keras
+        self, values: Any, sample_weight: Any = None
+    ) -> None:
+        """Calls ``update`` as Keras does.
+
+        Args:
+            values: the values, of any shape.
+            sample_weight: how much each value counts; dims match from the left.
+        """
+        self.update(sample_weight=sample_weight, **{self.argname: values})
 
     def _add(self, name: str, values: Any, mask: Any, sample_weight: Any) -> None:
         """Adds what counts of the values; a subclass defines it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax import _context
+from distribute_jax._absent import answering
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import PyTree
@@ -34,6 +35,9 @@ class ReplicaContext:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
     """
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("dj.ReplicaContext")
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
+from distribute_jax._absent import answering
 from distribute_jax._errors import ContextError
-from distribute_jax._lazy import answering
 from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
 from distribute_jax._user_frames import frames_hidden, hide_frames
@@ -67,7 +67,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
     _resolver: ClusterResolver | None = None
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("Strategy")
+        __getattr__ = answering("dj.Strategy")
 
     def __init__(
         self,

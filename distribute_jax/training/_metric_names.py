@@ -8,60 +8,24 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting
-from distribute_jax.losses import Loss, cosine_similarity
-from distribute_jax.losses._crossentropy import class_numbers
+from distribute_jax.losses import Loss
 from distribute_jax.losses._get import BY_NAME, CLASSES, FunctionLoss, from_name
-from distribute_jax.losses._shapes import pair, predictions
 from distribute_jax.metrics import AUC, Average, Precision, Recall
+from distribute_jax.metrics._keras import accuracy, binary_accuracy, cosine_similarity, top_k
 from distribute_jax.training._objective import Objective, output_name
-
-
-def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> jax.Array:
-    """Returns the fraction of the last dim where the prediction is above the threshold iff the label is 1."""
-    labels, predicted = pair("binary_accuracy", y_true, y_pred)
-    return jnp.mean(labels == (predicted > threshold), axis=-1, dtype=jnp.float32)
-
-
-def _accuracy(name: str, y_true: Any, y_pred: Any) -> jax.Array:
-    """Returns 1 where the largest prediction is that of the label, else 0."""
-    labels, predicted = _classes(name, y_true, y_pred)
-    return (jnp.argmax(predicted, axis=-1) == labels).astype(jnp.float32)
-
-
-def _top_5(name: str, y_true: Any, y_pred: Any) -> jax.Array:
-    """Returns 1 where fewer than 5 predictions are larger than that of the label, as in Keras, else 0."""
-    labels, predicted = _classes(name, y_true, y_pred)
-    classes = predicted.shape[-1]
-    place = jnp.clip(labels, 0, classes - 1)[..., None]
-    of_label = jnp.take_along_axis(predicted, place, axis=-1)
-    larger = jnp.sum(predicted > of_label, axis=-1)
-    known = (labels >= 0) & (labels < classes) & jnp.isfinite(of_label[..., 0])
-    return (known & (larger < 5)).astype(jnp.float32)
-
-
-def _classes(name: str, y_true: Any, y_pred: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns class numbers of labels, which are one-hot unless the metric is sparse, and predictions."""
-    if name.startswith("sparse_"):
-        predicted = predictions(name, y_pred)
-        return class_numbers(name, y_true, predicted, -1), predicted
-    hint = f"For labels that are class numbers it is sparse_{name}."
-    labels, predicted = pair(name, y_true, y_pred, hint)
-    return jnp.argmax(labels, axis=-1), predicted
-
 
 PerExample = Callable[[Any, Any], jax.Array]
 
 _BY_SHAPE = ("accuracy", "acc")
 _FORMULAS: Mapping[str, PerExample] = {
-    name: partial(_top_5 if "top_k" in name else _accuracy, name)
+    name: partial(top_k if "top_k" in name else accuracy, name)
     for kind in ("categorical_accuracy", "top_k_categorical_accuracy")
     for name in (kind, f"sparse_{kind}")
-} | {"cosine_similarity": lambda y_true, y_pred: -cosine_similarity(y_true, y_pred)}
+} | {"cosine_similarity": cosine_similarity}
 _CLASS_NAMES = {
     "".join(part.capitalize() for part in name.split("_")): name
     for name in (*_FORMULAS, "binary_accuracy")

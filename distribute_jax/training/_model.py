@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
+from distribute_jax._absent import answering, answering_keywords
 from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax._lazy import answering
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
@@ -68,7 +68,7 @@ class Model(Stored):
     """Attributes that a step may use of a model that it captures."""
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("Model")
+        __getattr__ = answering("dj.Model")
 
     def __init__(self, module: Any, sample_input: PyTree = None, *, rngs: Any = None) -> None:
         self.strategy: Strategy = get_strategy()
@@ -85,6 +85,7 @@ class Model(Stored):
         return module(*args, **kwargs)
 
     @frames_hidden
+    @answering_keywords("dj.Model.compile")
     def compile(
         self,
         optimizer: Any = "rmsprop",
@@ -144,6 +145,7 @@ class Model(Stored):
         _steps.train(self.module, self.trainer.setup, batch)
 
     @frames_hidden
+    @answering_keywords("dj.Model.fit")
     def fit(
         self,
         x: Any = None,

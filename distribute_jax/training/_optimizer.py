@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError
-from distribute_jax._lazy import answering
+from distribute_jax._absent import answering
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import check_int, leaf_text, promoting
 from distribute_jax.collectives._markers import unreduced
 from distribute_jax.training._batches import hint
@@ -62,7 +62,7 @@ class Optimizer(nnx.Optimizer[Any]):
     """
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("Optimizer")
+        __getattr__ = answering("dj.Optimizer")
 
     def __init__(
         self,
@@ -146,6 +146,24 @@ class Optimizer(nnx.Optimizer[Any]):
             optimizer._apply(model, _summed(mean), kwargs)
 
         return when(is_last, apply, [(self, _is_updated), (model, self.wrt)])
+
+    def apply_gradients(self, grads: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Calls ``update(model, grads)``: Keras's name, without its pairs.
+
+        Args:
+            grads: the gradients of this replica's part of the loss, from ``nnx.grad``.
+            model: the module that was passed to the constructor.
+            **kwargs: as for ``update``.
+
+        Raises:
+            TypeError: pairs of gradients and variables, as Keras takes.
+        """
+        if not _is_node(model):
+            raise ArgumentTypeError(
+                "apply_gradients takes the gradients of nnx.grad and the module that they are of, not pairs "
+                "of gradients and variables: write apply_gradients(grads, model)."
+            )
+        return self.update(model, grads, **kwargs)
 
     @promoting
     def _apply(self, model: Any, grads: Any, kwargs: dict[str, Any]) -> Any:

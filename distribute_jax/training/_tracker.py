@@ -20,6 +20,7 @@ from distribute_jax._messages import PyTree, leaf_text, listed, promoting
 from distribute_jax._padding import real_mask
 from distribute_jax._values import PerReplica
 from distribute_jax.metrics import Metric
+from distribute_jax.metrics._metric import keywords, update_with
 from distribute_jax.strategies import Strategy, get_replica_context
 from distribute_jax.training._metric_names import FunctionMean, metric_slots
 from distribute_jax.training._objective import Objective, at, weight_at
@@ -124,10 +125,7 @@ def _unused(name: str, names: Container[str]) -> str:
 def _update(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
     """Updates a metric object by the keywords that it takes, Flax's or Keras's."""
     known = inspect.signature(metric.update).parameters
-    words = {
-        **dict.fromkeys(("logits", "predictions", "y_pred"), outputs),
-        **dict.fromkeys(("labels", "targets", "y_true"), y),
-    }
+    words = keywords(y, outputs)
     argname = getattr(metric, "argname", None)
     if isinstance(argname, str) and argname not in words and "labels" not in known:
         raise ArgumentError(
@@ -145,9 +143,7 @@ def _update(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
     replica = get_replica_context()
     if "mask" in known and not isinstance(metric, Metric) and replica.is_padded:
         more["mask"] = _spread(name, metric, words, replica)
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    keywords = words if takes_all else {k: v for k, v in words.items() if k in known}
-    metric.update(**keywords, **more)
+    update_with(metric, words, **more)
 
 
 def _spread(name: str, metric: Any, words: Mapping[str, Any], replica: Any) -> jax.Array:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,27 +15,43 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax._lazy import INSTEAD
+from distribute_jax._absent import ABSENT, KEYWORDS
 
-OWNERS: dict[str, Any] = {
-    "distribute_jax": dj,
-    "distribute_jax.data": dj.data,
-    "distribute_jax.metrics": dj.metrics,
-    "Metric": dj.metrics.Metric,
-    "Optimizer": dj.Optimizer,
-    "Model": dj.Model,
-    "DistributedDataset": dj.DistributedDataset,
-    "ArrayDataset": dj.data.ArrayDataset,
-    "Strategy": dj.Strategy,
-}
+PAGE = Path(__file__).parents[2] / "docs" / "absent_names.md"
 
 
-@pytest.mark.parametrize("owner", INSTEAD)
+def thing(path: str) -> Any:
+    return functools.reduce(getattr, path.split(".")[1:], dj)
+
+
+@pytest.mark.parametrize("owner", ABSENT)
 def test_a_name_that_is_answered_is_not_here(owner: str):
     """So that an entry goes when the name comes."""
-    for name in INSTEAD[owner]:
+    for name in ABSENT[owner]:
         with pytest.raises(AttributeError):
-            inspect.getattr_static(OWNERS[owner], name)
+            inspect.getattr_static(thing(owner), name)
+
+
+@pytest.mark.parametrize("owner", KEYWORDS)
+def test_a_keyword_that_is_answered_is_not_taken(owner: str):
+    """The answer stands in the TypeError."""
+    function = thing(owner)
+    assert not KEYWORDS[owner].keys() & inspect.signature(function).parameters.keys()
+    for name, instead in KEYWORDS[owner].items():
+        with pytest.raises(
+            TypeError, match=rf"no argument '{name}'\. Instead: {re.escape(instead)}"
+        ):
+            function(**{name: 1})
+
+
+def test_the_page_shows_the_table():
+    """The tables of docs/absent_names.md are those that answer."""
+    lines = [f"| `{o}.{name}` | {text} |" for o in ABSENT for name, text in ABSENT[o].items()]
+    lines += [
+        f"| `{o}({name}=)` | {text} |" for o in KEYWORDS for name, text in KEYWORDS[o].items()
+    ]
+    shown = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
+    assert shown == lines, "\n".join(lines)
 
 
 def test_modules_and_objects_answer(s2: dj.MirroredStrategy):
@@ -44,9 +63,10 @@ def test_modules_and_objects_answer(s2: dj.MirroredStrategy):
     asked = {
         "keras": (dj, "dj.Model"),
         "Dataset": (dj.data, "from_arrays"),
-        "Mean": (dj.metrics, "Average"),
-        "result": (dj.metrics.Average("loss"), r"compute\(\)"),
-        "apply_gradients": (optimizer, r"update\(model, grads\)"),
+        "reset_states": (dj.metrics.Average("loss"), r"reset_state\(\)"),
+        "minimize": (optimizer, r"update\(model, grads\)"),
+        "F1Score": (dj.metrics, "a function"),
+        "rpc": (dj.experimental, r"dj\.coordinator"),
         "layers": (model, r"model\.module"),
         "map": (s2.distribute_dataset([x]), "on the dataset that strategy.distribute_dataset gets"),
         "prefetch": (dj.data.from_arrays(x), "InputOptions"),
@@ -69,6 +89,24 @@ def test_a_model_is_called_as_its_module(s2: dj.MirroredStrategy):
     x = jnp.ones((2, 3))
     expected = np.asarray(model.module(x))
     np.testing.assert_array_equal(model(x), expected)
+
+
+def test_gradients_are_applied_by_keras_name(s2: dj.MirroredStrategy):
+    """As by ``update``, which sums them; pairs are answered with what to write."""
+    with s2.scope():
+        model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.5))
+
+    def step(x: Any) -> None:
+        grads = nnx.grad(lambda m: dj.compute_average_loss(m(x)[:, 0]))(model)
+        optimizer.apply_gradients(grads, model)
+
+    before = np.asarray(model.kernel[...])
+    (batch,) = s2.distribute_dataset([np.ones((4, 2), np.float32)])
+    s2.run(step, args=(batch,))
+    np.testing.assert_allclose(before - np.asarray(model.kernel[...]), 0.5)
+    with pytest.raises(TypeError, match=r"write apply_gradients\(grads, model\)"):
+        optimizer.apply_gradients(zip([1], [2], strict=True))
 
 
 def test_a_property_that_fails_keeps_its_error():

@@ -73,6 +73,23 @@ def test_each_row_says_what_is_there(row: Row):
         assert [name for name in arguments[1].split(", ") if name not in known] == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for row in rows()
+        if row.word == "absent"
+        for name in re.findall("`([^`]+)`", row.theirs)
+    ],
+)
+def test_an_absent_name_is_absent_and_answered(name: str):
+    """A name that comes leaves its row; whoever types it until then is told what to write."""
+    ours = name.removeprefix("tf.")
+    assert f"| `dj.{ours}` |" in (DOCS / "absent_names.md").read_text(encoding="utf-8")
+    with pytest.raises(AttributeError):
+        named(ours)
+
+
 def test_every_name_of_tensorflow_is_in_a_row():
     """None is forgotten: those of the module, and of what it calls experimental."""
     text = " ".join(row.theirs for row in rows())

@@ -11,7 +11,8 @@ from layer_picture import BLOCK, PAGE, picture
 from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
-    ("_errors", "_interrupts", "_lazy", "_supervision"),
+    ("_absent", "_errors", "_interrupts"),
+    ("_lazy", "_supervision"),
     ("_mesh", "_messages", "_user_frames"),
     ("_jax_private",),
     ("_context", "_values"),
@@ -22,7 +23,8 @@ LAYERS = (
     ("data",),
     ("servers",),
     ("strategies",),
-    ("metrics", "losses", "checkpoint", "summary"),
+    ("losses", "checkpoint", "summary"),
+    ("metrics",),
     ("training", "coordinator"),
     ("resilience", "launch"),
     ("callbacks", "experimental", "testing"),

@@ -477,3 +477,50 @@ def test_the_base_class_names_what_is_missing():
         Metric().update()
     with pytest.raises(NotImplementedError, match="Metric has to define compute"):
         Metric().compute()
+
+
+def test_keras_classes_and_methods_are_exact_over_partial_batches(s4: dj.MirroredStrategy):
+    """Every mean of a function equals the function's mean over all examples; names and words are Keras's."""
+    rng = np.random.default_rng(0)
+    outputs = rng.uniform(0.1, 0.9, (13, 3)).astype(np.float32)
+    outputs /= outputs.sum(axis=1, keepdims=True)
+    ids = rng.integers(0, 3, 13)
+    one_hot = np.eye(3, dtype=np.float32)[ids]
+    metrics = dj.metrics
+    expected = {
+        metrics.SparseCategoricalAccuracy: np.mean(outputs.argmax(1) == ids),
+        metrics.CategoricalAccuracy: np.mean(outputs.argmax(1) == ids),
+        metrics.BinaryAccuracy: np.mean((outputs > 0.5) == one_hot),
+        metrics.TopKCategoricalAccuracy: 1.0,
+        metrics.RootMeanSquaredError: np.sqrt(np.mean((outputs - one_hot) ** 2)),
+        metrics.MeanAbsoluteError: np.mean(np.abs(outputs - one_hot)),
+        metrics.SparseCategoricalCrossentropy: -np.mean(np.log(outputs[range(13), ids])),
+        metrics.FalseNegatives: np.sum((outputs <= 0.5) & (one_hot == 1)),
+        metrics.Sum: np.sum(ids),
+        metrics.Mean: np.mean(ids),
+    }
+    some = [made(s4, functools.partial(cls, name="mine")) for cls in expected]
+
+    def step(ids: Any, one_hot: Any, outputs: Any) -> None:
+        for metric in some:
+            if isinstance(metric, metrics.Mean):
+                metric.update_state(ids)
+            else:
+                labels = ids if type(metric).__name__.startswith("Sparse") else one_hot
+                metric(labels, outputs)
+
+    fed(s4, step, [(ids[r], one_hot[r], outputs[r]) for r in (slice(8), slice(8, None))])
+    for metric, wanted in zip(some, expected.values(), strict=True):
+        assert metric.name == "mine"
+        assert float(metric.result()) == pytest.approx(wanted, rel=1e-6), metric
+        metric.reset_state()
+        assert not float(metric(ids[:0]) if isinstance(metric, metrics.Sum) else 0)
+
+
+def test_a_function_of_ones_own_is_averaged_with_weights():
+    """Its keywords are checked when the metric is made."""
+    metric = dj.metrics.MeanMetricWrapper(lambda y_true, y_pred, power: y_pred**power, power=2)
+    metric.update_state(jnp.zeros(2), jnp.array([1.0, 3.0]), sample_weight=jnp.array([3.0, 1.0]))
+    assert float(metric.result()) == 3.0
+    with pytest.raises(TypeError, match="exponent"):
+        dj.metrics.MeanSquaredError(exponent=2)

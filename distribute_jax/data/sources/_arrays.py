@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from distribute_jax._absent import answering
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._lazy import answering
 from distribute_jax._messages import PyTree, check_int, leaf_text
 from distribute_jax.data.sources._base import Seekable, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
@@ -45,7 +45,7 @@ class ArrayDataset:
     _seed: int | None = None
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("ArrayDataset")
+        __getattr__ = answering("dj.data.ArrayDataset")
 
     def shuffle(self, buffer_size: int | None = None, *, seed: int = 0) -> ArrayDataset:
         """Shuffles all examples, in another order each epoch; after ``batch``, the batches.

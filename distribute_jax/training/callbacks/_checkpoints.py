@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from distribute_jax._absent import answering_keywords
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import check_choice, check_int
 from distribute_jax._supervision import SAVED
@@ -41,6 +42,7 @@ class ModelCheckpoint(Monitor):
 
     reads_late = True
 
+    @answering_keywords("dj.callbacks.ModelCheckpoint")
     def __init__(
         self,
         filepath: str | os.PathLike[str],

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from distribute_jax import summary
+from distribute_jax._absent import answering_keywords
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import on_host
 from distribute_jax._messages import check_choice
@@ -107,6 +108,7 @@ class TensorBoard(Callback):
 
     reads_late = True
 
+    @answering_keywords("dj.callbacks.TensorBoard")
     def __init__(
         self,
         log_dir: str | os.PathLike[str] = "logs",

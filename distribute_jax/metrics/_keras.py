@@ -1,0 +1,334 @@
+"""Keras's metrics that are means over the examples: of values, of accuracies, of losses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from distribute_jax import losses
+from distribute_jax._messages import promoting
+from distribute_jax.losses._crossentropy import class_numbers
+from distribute_jax.losses._get import FunctionLoss
+from distribute_jax.losses._shapes import pair, predictions
+from distribute_jax.metrics._means import Average
+from distribute_jax.metrics._metric import Metric
+
+
+class Mean(Average):
+    """The mean of all values since the last reset: Keras's name for ``Average``.
+
+    Args:
+        name: the name under which ``fit`` reports it.
+        dtype: has no effect: sums are float32.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> mean = dj.metrics.Mean(name="loss")
+        >>> mean.update_state([1.0, 2.0, 6.0])
+        >>> float(mean.result())
+        3.0
+
+    Source: https://keras.io/api/metrics/reduction_metrics/
+    """
+
+    def __init__(self, name: str | None = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Sum(Mean):
+    """The sum of all values since the last reset, times their sample weights; see ``Mean``."""
+
+    @promoting
+    def compute(self) -> jax.Array:
+        """Returns the sum, a float32 scalar."""
+        return jnp.copy(self.total[...])
+
+
+class MeanMetricWrapper(Average):
+    """The mean over all examples since the last reset of a function of labels and predictions.
+
+    Args:
+        fn: takes labels and predictions, and returns a value for each example.
+        name: the name under which ``fit`` reports it.
+        dtype: has no effect: sums are float32.
+        **kwargs: further arguments of ``fn``.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> largest = dj.metrics.MeanMetricWrapper(lambda y_true, y_pred: jnp.max(y_pred, axis=-1))
+        >>> largest.update_state(jnp.array([0, 1]), jnp.array([[1.0, 2.0], [4.0, 3.0]]))
+        >>> float(largest.result())
+        3.0
+
+    Source: https://keras.io/api/metrics/base_metric/
+    """
+
+    update_state = Metric.update_state  # type: ignore[assignment]  # of two arguments again
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        name: str | None = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        inspect.signature(fn).bind(None, None, **kwargs)
+        self._per_example = FunctionLoss(partial(fn, **kwargs), what="metric").per_example
+
+    @promoting
+    def update(  # type: ignore[override]  # the values are made of two arguments
+        self,
+        *,
+        labels: Any,
+        predictions: Any,
+        mask: Any = None,
+        sample_weight: Any = None,
+        **_: Any,
+    ) -> None:
+        """Adds predictions, inside ``run`` this replica's.
+
+        Args:
+            labels: the labels, dim 0 the batch.
+            predictions: the predictions, dim 0 the batch.
+            mask: bools, True where a value counts; dims match those of the values from the left.
+            sample_weight: how much each value counts; dims match from the left.
+            _: keywords for other metrics.
+        """
+        self._add("values", self._per_example(labels, predictions), mask, sample_weight)
+
+
+def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> jax.Array:
+    """Returns the fraction of the last dim where the prediction is above the threshold iff the label is 1."""
+    labels, predicted = pair("binary_accuracy", y_true, y_pred)
+    return jnp.mean(labels == (predicted > threshold), axis=-1, dtype=jnp.float32)
+
+
+def accuracy(name: str, y_true: Any, y_pred: Any) -> jax.Array:
+    """Returns 1 where the largest prediction is that of the label, else 0."""
+    labels, predicted = _classes(name, y_true, y_pred)
+    return (jnp.argmax(predicted, axis=-1) == labels).astype(jnp.float32)
+
+
+def top_k(name: str, y_true: Any, y_pred: Any, k: int = 5) -> jax.Array:
+    """Returns 1 where fewer than k predictions are larger than that of the label, as in Keras, else 0."""
+    labels, predicted = _classes(name, y_true, y_pred)
+    classes = predicted.shape[-1]
+    place = jnp.clip(labels, 0, classes - 1)[..., None]
+    of_label = jnp.take_along_axis(predicted, place, axis=-1)
+    larger = jnp.sum(predicted > of_label, axis=-1)
+    known = (labels >= 0) & (labels < classes) & jnp.isfinite(of_label[..., 0])
+    return (known & (larger < k)).astype(jnp.float32)
+
+
+def _classes(name: str, y_true: Any, y_pred: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns class numbers of labels, which are one-hot unless the metric is sparse, and predictions."""
+    if name.startswith("sparse_"):
+        predicted = predictions(name, y_pred)
+        return class_numbers(name, y_true, predicted, -1), predicted
+    hint = f"For labels that are class numbers it is sparse_{name}."
+    labels, predicted = pair(name, y_true, y_pred, hint)
+    return jnp.argmax(labels, axis=-1), predicted
+
+
+def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> jax.Array:
+    """Returns the cosine of the angle between labels and predictions: minus the loss of this name."""
+    return -losses.cosine_similarity(y_true, y_pred, axis)
+
+
+class BinaryAccuracy(MeanMetricWrapper):
+    """How often a prediction is above the threshold if and only if its label is 1; for logits pass 0.
+
+    Args:
+        name: the name under which ``fit`` reports it.
+        dtype: has no effect: sums are float32.
+        threshold: the prediction above which the class is 1.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metric = dj.metrics.BinaryAccuracy()
+        >>> metric.update_state(jnp.array([1, 1, 0, 0]), jnp.array([0.9, 0.2, 0.1, 0.4]))
+        >>> float(metric.result())
+        0.75
+
+    Source: https://keras.io/api/metrics/accuracy_metrics/
+    """
+
+    def __init__(self, name: str | None = None, dtype: Any = None, threshold: float = 0.5) -> None:
+        super().__init__(binary_accuracy, name, dtype, threshold=threshold)
+
+
+class CategoricalAccuracy(MeanMetricWrapper):
+    """How often the largest prediction is that of the label; labels are one-hot.
+
+    Args:
+        name: the name under which ``fit`` reports it.
+        dtype: has no effect: sums are float32.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metric = dj.metrics.SparseCategoricalAccuracy(name="accuracy")
+        >>> metric.update_state(jnp.array([0, 0]), jnp.array([[2.0, 1.0], [0.0, 3.0]]))
+        >>> float(metric.result())
+        0.5
+
+    Source: https://keras.io/api/metrics/accuracy_metrics/
+    """
+
+    _of: ClassVar[str] = "categorical_accuracy"
+
+    def __init__(self, name: str | None = None, dtype: Any = None) -> None:
+        super().__init__(partial(accuracy, self._of), name, dtype)
+
+
+class SparseCategoricalAccuracy(CategoricalAccuracy):
+    """How often the largest prediction is that of the label, a class number; see ``CategoricalAccuracy``."""
+
+    _of = "sparse_categorical_accuracy"
+
+
+class TopKCategoricalAccuracy(MeanMetricWrapper):
+    """How often the label is among the k largest predictions; labels are one-hot.
+
+    Args:
+        k: how many predictions.
+        name: the name under which ``fit`` reports it.
+        dtype: has no effect: sums are float32.
+
+    Source: https://keras.io/api/metrics/accuracy_metrics/
+    """
+
+    _of: ClassVar[str] = "top_k_categorical_accuracy"
+
+    def __init__(self, k: int = 5, name: str | None = None, dtype: Any = None) -> None:
+        super().__init__(partial(top_k, self._of), name, dtype, k=k)
+
+
+class SparseTopKCategoricalAccuracy(TopKCategoricalAccuracy):
+    """As ``TopKCategoricalAccuracy``, for labels that are class numbers."""
+
+    _of = "sparse_top_k_categorical_accuracy"
+
+
+class _MeanOfFormula(MeanMetricWrapper):
+    """The mean of a loss over all examples, with the options that the function of the loss takes."""
+
+    formula: ClassVar[Callable[..., jax.Array]]
+
+    def __init__(self, name: str | None = None, dtype: Any = None, **options: Any) -> None:
+        super().__init__(type(self).formula, name, dtype, **options)
+
+
+class MeanSquaredError(_MeanOfFormula):
+    """The mean of ``dj.losses.mean_squared_error`` over all examples since the last reset.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> metric = dj.metrics.MeanSquaredError()
+        >>> metric.update_state(jnp.array([1.0, 2.0]), jnp.array([1.0, 4.0]))
+        >>> float(metric.result())
+        2.0
+
+    Source: https://keras.io/api/metrics/regression_metrics/
+    """
+
+    formula = staticmethod(losses.mean_squared_error)
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """The square root of ``MeanSquaredError``."""
+
+    @promoting
+    def compute(self) -> jax.Array:
+        """Returns the root of the mean."""
+        return jnp.sqrt(super().compute())
+
+
+class MeanAbsoluteError(_MeanOfFormula):
+    """The mean of ``dj.losses.mean_absolute_error`` over all examples since the last reset."""
+
+    formula = staticmethod(losses.mean_absolute_error)
+
+
+class MeanAbsolutePercentageError(_MeanOfFormula):
+    """The mean of ``dj.losses.mean_absolute_percentage_error`` over all examples."""
+
+    formula = staticmethod(losses.mean_absolute_percentage_error)
+
+
+class MeanSquaredLogarithmicError(_MeanOfFormula):
+    """The mean of ``dj.losses.mean_squared_logarithmic_error`` over all examples."""
+
+    formula = staticmethod(losses.mean_squared_logarithmic_error)
+
+
+class CosineSimilarity(_MeanOfFormula):
+    """The mean cosine of the angle between labels and predictions; takes ``axis=-1``."""
+
+    formula = staticmethod(cosine_similarity)
+
+
+class LogCoshError(_MeanOfFormula):
+    """The mean of ``dj.losses.log_cosh`` over all examples since the last reset."""
+
+    formula = staticmethod(losses.log_cosh)
+
+
+class KLDivergence(_MeanOfFormula):
+    """The mean of ``dj.losses.kl_divergence`` over all examples since the last reset."""
+
+    formula = staticmethod(losses.kl_divergence)
+
+
+class Poisson(_MeanOfFormula):
+    """The mean of ``dj.losses.poisson`` over all examples since the last reset."""
+
+    formula = staticmethod(losses.poisson)
+
+
+class Hinge(_MeanOfFormula):
+    """The mean of ``dj.losses.hinge`` over all examples since the last reset."""
+
+    formula = staticmethod(losses.hinge)
+
+
+class SquaredHinge(_MeanOfFormula):
+    """The mean of ``dj.losses.squared_hinge`` over all examples since the last reset."""
+
+    formula = staticmethod(losses.squared_hinge)
+
+
+class CategoricalHinge(_MeanOfFormula):
+    """The mean of ``dj.losses.categorical_hinge`` over all examples since the last reset."""
+
+    formula = staticmethod(losses.categorical_hinge)
+
+
+class BinaryCrossentropy(_MeanOfFormula):
+    """The mean of ``dj.losses.binary_crossentropy``; takes ``from_logits``, ``label_smoothing``, ``axis``."""
+
+    formula = staticmethod(losses.binary_crossentropy)
+
+
+class CategoricalCrossentropy(_MeanOfFormula):
+    """The mean of ``dj.losses.categorical_crossentropy``; options as ``BinaryCrossentropy``."""
+
+    formula = staticmethod(losses.categorical_crossentropy)
+
+
+class SparseCategoricalCrossentropy(_MeanOfFormula):
+    """The mean of ``dj.losses.sparse_categorical_crossentropy``; takes ``from_logits`` and ``axis``."""
+
+    @staticmethod
+    def formula(y_true: Any, y_pred: Any, from_logits: bool = False, axis: int = -1) -> jax.Array:
+        """Returns the loss of each example; there is no ``ignore_class``, whose examples would count."""
+        return losses.sparse_categorical_crossentropy(
+            y_true, y_pred, from_logits=from_logits, axis=axis
+        )
