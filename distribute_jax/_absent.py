@@ -11,7 +11,6 @@ _OPTIMIZERS = "optimizers are optax's, as optax.adam(1e-3), or Keras's names in 
 _GRADIENTS = "nnx.value_and_grad(loss_fn)(model) computes gradients"
 _SAVING = "dj.Model(module).load(folder) reads what Model.save wrote"
 _DDP = "build the model under dj.MirroredStrategy().scope()"
-_PREEMPTION = "dj.CheckpointManager(folder).preemptible(tree, iterator)"
 _READS_AHEAD = "strategy.distribute_dataset reads ahead by itself, see dj.InputOptions"
 _BEFORE = "call it on the dataset that strategy.distribute_dataset gets"
 _OF_DATA = ("batch", "filter", "map", "repeat", "shuffle", "skip", "take")
@@ -59,9 +58,7 @@ ABSENT: dict[str, dict[str, str]] = {
     "dj.experimental": {
         "CollectiveHints": "dj.experimental.CommunicationOptions",
         "ParameterServerStrategy": "dj.ParameterServerStrategy",
-        "PreemptionCheckpointHandler": _PREEMPTION,
-        "PreemptionWatcher": _PREEMPTION,
-        "TerminationConfig": _PREEMPTION,
+        "PreemptionWatcher": "dj.experimental.PreemptionCheckpointHandler",
         "coordinator": "dj.coordinator",
         "rpc": "dj.coordinator",
     },

@@ -15,16 +15,16 @@ def lazy_exports(
     public: str | None = None,
     core: Sequence[str] = (),
 ) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package that loads some of its modules when they are first read.
+    """Returns the ``__getattr__`` of a module that loads others of its package when they are first read.
 
     Args:
-        namespace: the globals of the package; a name that was read is kept there.
+        namespace: the globals of the module; a name that was read is kept there.
         parts: the modules directly below the package, with the names that it takes from each. The
             modules themselves can be read too.
         public: where users import the names from, if not from the package.
         core: modules below the package that hold all other names of its ``__all__``, and load together.
     """
-    package: str = namespace["__name__"]
+    package, module = namespace["__package__"], namespace["__name__"]
     home = {name: part for part, names in parts.items() for name in names}
 
     def load(name: str) -> Any:
@@ -39,9 +39,9 @@ def lazy_exports(
             publish(namespace, namespace["__all__"], public or package)
             return namespace[name]
         if name not in home:
-            raise missing(package.replace("distribute_jax", "dj"), f"module {package!r}", name)
+            raise missing(module.replace("distribute_jax", "dj"), f"module {module!r}", name)
         namespace[name] = getattr(load(home[name]), name)
-        publish(namespace, [name], public or package)
+        publish(namespace, [name], public or module)
         return namespace[name]
 
     return load

@@ -13,6 +13,17 @@ from distribute_jax.strategies import (
     ValueContext,
 )
 
+if TYPE_CHECKING:
+    from distribute_jax.checkpoint._preemption_handler import (
+        PreemptionCheckpointHandler,
+        TerminationConfig,
+    )
+else:
+    __getattr__ = lazy_exports(
+        globals(),
+        {"checkpoint._preemption_handler": ("PreemptionCheckpointHandler", "TerminationConfig")},
+    )
+
 CollectiveCommunication = CommunicationImplementation
 
 __all__ = [
@@ -22,12 +33,11 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "partitioners",
 ]
 
 publish(globals(), ["CommunicationImplementation", "CommunicationOptions"], __name__)
-
-if not TYPE_CHECKING:
-    __getattr__ = lazy_exports(globals(), {})

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Self
 
@@ -54,7 +55,9 @@ class Preemption:
         self._job = current_job()
         self._folder = f"preempt/{next(_blocks)}/"
         self._changed = threading.Condition()
-        self._is_requested = self._is_signalled = self._is_over = False
+        self._is_signalled = self._is_over = False
+        self.requested_at: float | None = None
+        """When this process got a request, on the clock of ``time.monotonic()``."""
         self._deadline: threading.Timer | None = None
         self._step = 0
         self._round = -1
@@ -97,7 +100,7 @@ class Preemption:
         """
         self._step = step
         if self._job.is_alone:
-            return self._is_requested
+            return self.requested_at is not None
         if self._tentative is None and self._stop_at is None:
             return False
         with self._changed, doing("agreeing on a step to stop at"):
@@ -111,9 +114,9 @@ class Preemption:
         self._request("SIGTERM")
 
     def _request(self, reason: str) -> None:
-        if self._is_requested:
+        if self.requested_at is not None:
             return
-        self._is_requested = True
+        self.requested_at = time.monotonic()
         _LOG.warning("%s: this process stops at the next step it can save.", reason)
         self._try_put(f"requested/{self._job.index}", reason)
         message = f"{reason}: {self._grace:g} s of grace are over, and nothing was saved since. Not saved."

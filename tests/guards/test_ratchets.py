@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 48_119,
-    lines_of_tests: 44_043,
-    files: 241,
+    lines: 48_336,
+    lines_of_tests: 44_206,
+    files: 242,
     pieces: 1,
     private_words: 4,
     private_imports: 31,

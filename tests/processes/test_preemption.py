@@ -38,6 +38,28 @@ def loop(directory, pause):
     return {"first": first, "last": block.step, "weights": total.hexdigest()}
 
 
+def handled(directory, grace):
+    """Counts replicas under TensorFlow's handler; process 0 hears of nothing."""
+    strategy = fault_functions.make_strategy(step_seconds=30.0)
+    with strategy.scope():
+        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step():
+        total.assign_add(1.0)
+        return dj.get_replica_context().all_reduce("sum", 1.0)
+
+    handler = dj.experimental.PreemptionCheckpointHandler(
+        dj.cluster_resolver.detect(),
+        {"total": total},
+        dj.CheckpointManager(directory, max_to_keep=None),
+        dj.experimental.TerminationConfig(grace_period=grace),
+    )
+    while handler.total_run_calls < 120:
+        handler.run(strategy.run, step)
+        time.sleep(0.05 if handler.total_run_calls < 60 else 0)
+    return float(total.numpy())
+
+
 def never_polls(directory):
     """A job without a preemptible loop."""
     del directory
@@ -78,3 +100,18 @@ def test_a_job_that_never_asks_ends_at_once(tmp_path: Path):
     assert [r.exit_code for r in results] == [44, 143]
     assert not any(r.ended_by_cluster for r in results)
     assert "SIGTERM: this process was asked to stop." in results[0].stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("grace", "checkpoints"), [(0, 1), (4, 2)])
+def test_under_tensorflows_handler_no_step_is_lost(grace: int, checkpoints: int, tmp_path: Path):
+    """SIGTERM to one process: all save at common steps, once or twice, and the count ends exact."""
+    cluster = LocalCluster(2, 1, timeout=60, grace=None)
+    faults = [Fault("terminate", process=1, at_step=5)]
+    told = cluster.run(handled, str(tmp_path), grace, faults=faults, check=False)
+    assert [r.exit_code for r in told] == [42, 42], told[0].stderr + told[1].stderr
+    saved = dj.CheckpointManager(tmp_path).all_steps()
+    assert len(saved) == checkpoints
+    assert saved[0] >= 5
+    again = cluster.run(handled, str(tmp_path), grace)
+    assert [r.value for r in again] == [240.0, 240.0]

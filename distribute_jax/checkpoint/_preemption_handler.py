@@ -1,0 +1,207 @@
+"""``PreemptionCheckpointHandler``: TensorFlow's names for a loop that saves when it is preempted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from distribute_jax._errors import ArgumentError
+from distribute_jax._supervision import GRACE_SECONDS, SAVED
+from distribute_jax.checkpoint._manager import CheckpointManager
+from distribute_jax.checkpoint._save_load import check_place
+from distribute_jax.processes import Preemption
+from distribute_jax.processes._status import report_step
+
+_R = TypeVar("_R")
+
+_MARGIN_STEPS = 6
+"""How many mean steps before the end of the grace period the last save begins: 3 · 2, as in TensorFlow."""
+_POLL_SECONDS = 1.0
+"""How late that may be seen."""
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How :class:`PreemptionCheckpointHandler` notices that a process will be ended, and what it does then.
+
+    Args:
+        termination_watcher_fn: called each second in another thread; True means that this process will be
+            ended. SIGTERM to the process means so too.
+        exit_fn: called after the last save; ``sys.exit(42)`` if None, by which ``distribute-jax launch``
+            knows to start the job again.
+        grace_period: the seconds between the notice and the end of the process, at least. With 0 or None,
+            the processes save once and exit. With more they save, go on training, and save once more when
+            little time is left: 6 mean steps, and the time that the first save took.
+        save_fn: called in place of saving, with the arguments of ``save_checkpoint_if_preempted``.
+
+    Raises:
+        ValueError: a negative grace period.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> config = dj.experimental.TerminationConfig(grace_period=120.0)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/TerminationConfig
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], object] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., object] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.grace_period is None or self.grace_period >= 0):
+            raise ArgumentError(
+                f"TerminationConfig: grace_period must not be negative; got {self.grace_period!r}."
+            )
+
+
+class PreemptionCheckpointHandler:
+    """Saves on all processes at one common step when one of them is about to be ended, and exits.
+
+    Making it restores the newest checkpoint, and begins to watch for SIGTERM. All processes then call the
+    same one of its methods around, or between, the same steps. In a loop over an iterator,
+    ``CheckpointManager.preemptible`` needs fewer lines, and saves at intervals and at the end as well.
+
+    Args:
+        cluster_resolver: accepted as in TensorFlow, and not needed: the strategy knows the processes.
+        checkpoint_or_checkpoint_manager: what to save, a dict as for ``CheckpointManager.save``: the model,
+            the optimizer, and the iterator of the loop.
+        checkpoint_dir: the directory, of which the newest checkpoint is kept; or a ``CheckpointManager``,
+            whose steps are then numbered by ``total_run_calls``.
+        termination_config: what else means the end of a process, and what happens then.
+
+    Raises:
+        ValueError: no directory, or a manager in place of what to save.
+
+    Example:
+        >>> import distribute_jax as dj, tempfile
+        >>> total, directory = dj.Variable(0.0), tempfile.mkdtemp()
+        >>> def step():
+        ...     total.assign_add(1.0)
+        >>> handler = dj.experimental.PreemptionCheckpointHandler(None, {"total": total}, directory)
+        >>> while handler.total_run_calls < 3:
+        ...     handler.run(dj.get_strategy().run, step)
+        >>> float(total.numpy())
+        3.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Any,
+        checkpoint_dir: str | os.PathLike[str] | CheckpointManager | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        del cluster_resolver
+        check_place("PreemptionCheckpointHandler")
+        if isinstance(checkpoint_or_checkpoint_manager, CheckpointManager) or not checkpoint_dir:
+            raise ArgumentError(
+                "PreemptionCheckpointHandler needs what to save and where: "
+                'PreemptionCheckpointHandler(resolver, {"model": model, "data": iterator}, directory), or a '
+                "dj.CheckpointManager in place of the directory."
+            )
+        self._tree = checkpoint_or_checkpoint_manager
+        if not isinstance(checkpoint_dir, CheckpointManager):
+            checkpoint_dir = CheckpointManager(checkpoint_dir, max_to_keep=1)
+        self._manager = checkpoint_dir
+        self._config = termination_config or TerminationConfig()
+        self._grace = self._config.grace_period or 0.0
+        self._run_calls = self._manager.restore_latest(self._tree) or 0
+        self._timed, self._mean_seconds = 0, 0.0
+        self._is_last = not self._grace
+        self._preemption: Preemption | None
+        self._leave: Callable[[], object]
+        self._watch(self._config.termination_watcher_fn)
+        report_step(self._run_calls)
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many steps are done, over all starts: calls of ``run`` or ``save_checkpoint_if_preempted``."""
+        return self._run_calls
+
+    def run(self, distributed_train_function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
+        """Calls a function that trains, after saving and exiting if it is time to.
+
+        Args:
+            distributed_train_function: a step, or several; it takes its batch itself, or as an argument.
+            *args: its arguments.
+            **kwargs: its arguments by name.
+
+        Returns:
+            What it returned.
+        """
+        self._check()
+        begin = time.monotonic()
+        result = distributed_train_function(*args, **kwargs)
+        self._timed += 1
+        self._mean_seconds += (time.monotonic() - begin - self._mean_seconds) / self._timed
+        self._count()
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Saves and exits, if all processes have agreed to do so here; for loops that do not use ``run``.
+
+        Args:
+            *args: for ``save_fn``.
+            **kwargs: for ``save_fn``.
+        """
+        self._check(*args, **kwargs)
+        self._count()
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Returns a ``with`` block of a few steps, at whose end all save and exit if it is time to."""
+        yield
+        self.save_checkpoint_if_preempted()
+
+    def _count(self) -> None:
+        self._run_calls += 1
+        report_step(self._run_calls)
+
+    def _check(self, *args: Any, **kwargs: Any) -> None:
+        preemption = self._preemption
+        if preemption is None or not preemption.reached(self._run_calls):
+            return
+        if self._config.save_fn is not None:
+            self._config.save_fn(*args, **kwargs)
+        else:
+            self._manager.save(self._run_calls, self._tree, force=True)
+            self._manager.wait()
+        self._leave()
+        self._preemption = None
+        if not self._is_last:
+            self._is_last = True
+            self._watch(self._short_of_time(preemption.requested_at))
+        elif self._config.exit_fn is None:
+            raise SystemExit(SAVED)
+        else:
+            self._config.exit_fn()
+
+    def _short_of_time(self, notice: float | None) -> Callable[[], bool]:
+        """Returns a watcher that tells when to save again; never on a process that got no notice."""
+        if notice is None:
+            return lambda: False
+        first_save = time.monotonic() - notice
+        margin = _MARGIN_STEPS * self._mean_seconds + first_save + _POLL_SECONDS
+        limit = notice + self._grace - margin
+        return lambda: time.monotonic() > limit
+
+    def _watch(self, watcher: Callable[[], bool] | None) -> None:
+        preemption = Preemption(max(self._grace, GRACE_SECONDS), watcher)
+        self._preemption = preemption.__enter__()
+        # Called where the handler is dropped too: then SIGTERM has its usual effect again.
+        self._leave = weakref.finalize(self, _leave, preemption)
+
+
+def _leave(preemption: Preemption) -> None:
+    if threading.current_thread() is threading.main_thread():  # only there can a signal be set
+        preemption.__exit__(SystemExit)
