@@ -177,3 +177,12 @@ StepFunction: TypeAlias = Callable[..., Any]
 """A function written for one replica."""
 
 Kwargs: TypeAlias = Mapping[str, Any]
+
+
+def size_text(count: int) -> str:
+    """Returns a number of bytes in the unit that suits it."""
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while value >= 1024 and (larger := next(units, None)):
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"

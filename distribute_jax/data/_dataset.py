@@ -171,7 +171,8 @@ class DistributedDataset:
         replicas = num_replicas(self._mesh)
         # One process of several sees its part of the batch only.
         is_global = self._feed.divides and is_local(self._mesh)
-        if is_global and not self._warned and n and n < replicas:
+        is_all = self._feed.cardinality == 1  # there are no more examples to batch with these
+        if is_global and not is_all and not self._warned and n and n < replicas:
             self._warned = True
             warn_of_idle_replicas(n, replicas)
 

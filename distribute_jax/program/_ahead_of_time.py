@@ -29,7 +29,7 @@ from distribute_jax._mesh import (
     split_sharding,
     with_replicas,
 )
-from distribute_jax._messages import check_int
+from distribute_jax._messages import check_int, size_text
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments, check_function
@@ -97,16 +97,17 @@ class StepPlan:
         return self.argument_bytes + self.temporary_bytes + new
 
     def __str__(self) -> str:
-        state = ", ".join(f"{kind} {_size(size)}" for kind, size in self.state_bytes.items())
+        state = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.state_bytes.items())
         seconds = ", ".join(f"{stage} {time:.1f}" for stage, time in self.seconds.items())
         rows = [
-            ("state", f"{_size(sum(self.state_bytes.values()))}: {state}"),
-            ("arguments", _size(self.argument_bytes)),
-            ("temporaries", _size(self.temporary_bytes)),
-            ("outputs", f"{_size(self.output_bytes)}, {_size(self.alias_bytes)} of it in place"),
-            ("total", _size(self.device_bytes)),
+            ("state", f"{size_text(sum(self.state_bytes.values()))}: {state}"),
+            ("arguments", size_text(self.argument_bytes)),
+            ("temporaries", size_text(self.temporary_bytes)),
+            ("outputs", f"{size_text(self.output_bytes)}, {size_text(self.alias_bytes)} of it in place"),
+            ("total", size_text(self.device_bytes)),
             ("flops", f"{self.flops:.3g}"),
-            *((c.kind + " in a loop" * c.in_loop, f"{c.number}: {_size(c.bytes)}") for c in self.collectives),
+            *((c.kind + " in a loop" * c.in_loop, f"{c.number}: {size_text(c.bytes)}")
+              for c in self.collectives),
             ("state divided", _divided(self.placements)),
             ("seconds", seconds),
         ]  # fmt: skip
@@ -146,7 +147,7 @@ class PlanTable:
         if self.device_memory_bytes is not None:
             fits = [plan in self.fitting for plan in self.plans]
             marks = [
-                f"fits {_size(self.device_memory_bytes)}",
+                f"fits {size_text(self.device_memory_bytes)}",
                 *("yes" if f else "no" for f in fits),
             ]
             rows = [(*row, mark) for row, mark in zip(rows, marks, strict=True)]
@@ -159,21 +160,13 @@ def _row(plan: StepPlan) -> tuple[str, ...]:
         sum(plan.state_bytes.values()), plan.argument_bytes, plan.temporary_bytes, plan.device_bytes,
         sum(collective.bytes for collective in plan.collectives),
     )  # fmt: skip
-    return plan.strategy, str(plan.replicas), *map(_size, sizes)
+    return plan.strategy, str(plan.replicas), *map(size_text, sizes)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(map(str.ljust, row, widths)).rstrip()
-
-
-def _size(count: int) -> str:
-    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while value >= 1024 and (larger := next(units, None)):
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"
 
 
 def _divided(placements: Sequence[PlacedLeaf]) -> str:

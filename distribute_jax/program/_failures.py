@@ -108,12 +108,16 @@ class Notices:
     def __init__(self) -> None:
         self._given: set[tuple[str, Any]] = set()
 
-    def give(self, binding: Binding, program: Program) -> None:
-        """Names what makes a newly compiled step differ from one device, or its replicas agree."""
+    def give(self, binding: Binding, program: Program, *, quietly: bool = False) -> None:
+        """Names what makes a newly compiled step differ from one device, or its replicas agree.
+
+        Quietly: random numbers are no news.
+        """
         for notice in _notices(binding, program):
             if notice.key not in self._given:
                 self._given.add(notice.key)
-                _log.warning(notice.text, *notice.named)
+                level = logging.INFO if quietly and notice.text is _RANDOM else logging.WARNING
+                _log.log(level, notice.text, *notice.named)
 
 
 def _notices(binding: Binding, program: Program) -> Iterator[Notice]:

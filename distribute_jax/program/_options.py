@@ -76,7 +76,7 @@ def default_run_options() -> RunOptions:
 def library_options() -> RunOptions:
     """Returns the options of the library's own steps, which are compared where the environment asks."""
     default = default_run_options()
-    return UNVERIFIED if default.verify == "auto" else default
+    return UNVERIFIED if default.verify in ("auto", "off") else default
 
 
 def checked_run_options(options: Any) -> RunOptions:

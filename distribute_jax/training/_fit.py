@@ -91,6 +91,8 @@ class Fit:
         params = {
             "epochs": self.epochs,
             "steps": self.steps_per_epoch or self.data.cardinality,
+            "validation_steps": self.validation_steps
+            or getattr(self.validation, "cardinality", None),
             "verbose": self.verbose,
             "initial_epoch": self.initial_epoch,
             "initial_batch": 0,

@@ -26,7 +26,7 @@ from distribute_jax.training._objective import as_nnx
 from distribute_jax.training._progress import progress
 from distribute_jax.training._tracker import as_keras
 from distribute_jax.training._trainer import Trainer
-from distribute_jax.training._weights import Stored
+from distribute_jax.training._weights import Stored, is_trained
 from distribute_jax.training.callbacks._callback import Callback, CallbackList, History
 
 
@@ -77,6 +77,12 @@ class Model(Stored):
         check_placed(self.module, self.strategy)
         self._trainer: Trainer | None = None
         self._predictor: Trainer | None = None
+
+    def __repr__(self) -> str:
+        """Returns the kind of module, its size and where it is trained; never its weights."""
+        count = sum(v[...].size for path, v in nnx.iter_graph(self.module) if is_trained(path, v))
+        kind, compiled = type(self.module).__name__, "" if self._trainer else ", not compiled"
+        return f"<Model of {kind}: {count:,} trained parameters under {self.strategy!r}{compiled}>"
 
     @frames_hidden
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

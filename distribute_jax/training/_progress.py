@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +19,26 @@ BETWEEN = 0.1
 def progress(verbose: int | str, called: str) -> list[Callback]:
     """Returns what shows the progress of ``fit``, ``evaluate`` or ``predict``, on the chief.
 
-    ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; without a terminal or widgets
+    ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; without a terminal or a notebook
     a bar is lines too.
     """
     check_choice(f"{called}(verbose)", verbose, ("auto", 0, 1, 2))
     if verbose == 0 or not is_chief():
         return []
-    console = None if verbose == 2 else _drawing_console()
-    return [Lines(called) if console is None else Bar(called, console)]
+    from rich.console import Console
+
+    console = Console()
+    if verbose == 2 or not (console.is_jupyter or console.is_interactive):
+        return [Lines(called)]
+    return [NotebookBar(called) if console.is_jupyter else Bar(called, console)]
+
+
+class _Pace(NamedTuple):
+    """What had been done at a moment."""
+
+    seconds: float
+    done: int
+    examples: int
 
 
 class Lines(Callback):
@@ -39,13 +50,15 @@ class Lines(Callback):
         super().__init__()
         self.title = called
         self._in_fit = called == "fit"
+        self._compiles = True
+        """Whether nothing was run yet: the first batch takes as long as compiling does."""
         self._steps: int | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._since = time.perf_counter()
-        self._seconds: float | None = None
-        self.done = self.examples = 0
+        self._start = self._now = _Pace(time.perf_counter(), 0, 0)
+        self._first = None if self._compiles else self._start
+        self._is_timed = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.title = f"Epoch {epoch + 1}/{self.params['epochs']}"
@@ -56,12 +69,12 @@ class Lines(Callback):
         self._count(batch, "train")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._steps = self.done
+        self._steps = self._now.done
         self._end(logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._in_fit:
-            self._stop_clock()
+            self._stop_clock()  # validation is not training
         else:
             self.on_predict_begin()
 
@@ -83,26 +96,34 @@ class Lines(Callback):
     def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
         self._end(None)
 
-    def rate(self) -> str:
-        seconds = self._seconds or time.perf_counter() - self._since
-        return f"{self.examples / max(seconds, 1e-9):,.0f} examples/s"
-
     def _count(self, batch: int, kind: str | None) -> None:
         del kind
-        self.done, self.examples = batch + 1, self.params["examples"]
+        self._now = _Pace(time.perf_counter(), batch + 1, self.params["examples"])
+        self._first, self._compiles = self._first or self._now, False
+
+    def speed(self) -> list[str]:
+        """Returns the pace, without what was compiled; empty after a first batch alone."""
+        first = self._first or self._now
+        seconds, done = self._now.seconds - first.seconds, self._now.done - first.done
+        if seconds <= 0 or not done:
+            return []
+        rate = (self._now.examples - first.examples) / seconds
+        return [f"{_short_time(seconds / done)}/step", f"{rate:,.0f} examples/s"]
 
     def _stop_clock(self) -> None:
-        if self._seconds is None:
-            self._seconds = time.perf_counter() - self._since
+        if self._is_timed:
+            self._now = self._now._replace(seconds=time.perf_counter())
+            self._is_timed = False
 
     def _end(self, logs: dict[str, Any] | None) -> None:
         self._stop_clock()
-        batches = f"{self.done} batch{'' if self.done == 1 else 'es'}"
-        seconds = f"{self._seconds:.1f} s"
-        self._print(" - ".join([self.title, batches, seconds, self.rate(), *_numbers(logs)]))
+        done = self._now.done
+        batches = f"{done} batch{'' if done == 1 else 'es'}"
+        seconds = f"{self._now.seconds - self._start.seconds:.1f} s"
+        self._print([self.title, batches, seconds, *self.speed(), *_numbers(logs)])
 
-    def _print(self, line: str) -> None:
-        print(line, flush=True)
+    def _print(self, parts: list[str]) -> None:
+        print(" - ".join(parts), flush=True)
 
 
 class Bar(Lines):
@@ -111,7 +132,7 @@ class Bar(Lines):
     It never waits for a step: it shows the newest numbers that the devices have computed.
     """
 
-    def __init__(self, called: str, console: Any) -> None:
+    def __init__(self, called: str, console: Any = None) -> None:
         super().__init__(called)
         self._console = console
         self._bar: Any = None
@@ -122,37 +143,102 @@ class Bar(Lines):
         self._shown: list[str] = []
         self._updated = 0.0
 
-    def _count(self, batch: int, kind: str | None) -> None:
-        super()._count(batch, kind)
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._draw_first()
+
+    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_predict_begin(logs)
+        self._draw_first()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_test_begin(logs)
+        if self._in_fit:
+            self._draw("validation", 0, self.params.get("validation_steps"), [])
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_test_batch_end(batch, logs)
+        if self._in_fit and self._is_due():
+            self._draw("validation", batch + 1, self.params.get("validation_steps"), [])
+
+    def _is_due(self) -> bool:
         now = time.perf_counter()
         if now - self._updated < BETWEEN:
-            return
+            return False
         self._updated = now
+        return True
+
+    def _count(self, batch: int, kind: str | None) -> None:
+        super()._count(batch, kind)
+        if not self._is_due():
+            return
         if self._snapshot is not None and self._snapshot.is_ready:
             self._shown, self._snapshot = _numbers(self._snapshot.logs()), None
         if self._snapshot is None and kind is not None:
             self._snapshot = Snapshot(self.model.trainer.tracked(kind))
-        self._draw()
+        self._draw("", self._now.done, self._steps, [*self.speed(), *self._shown])
 
-    def _draw(self) -> None:
+    def _draw_first(self) -> None:
+        if self._compiles:
+            self._draw("", 0, self._steps, ["compiling…"])
+
+    def _draw(self, phase: str, done: int, steps: int | None, texts: list[str]) -> None:
+        facts = {
+            "description": " ".join(filter(None, [self.title, phase])),
+            "completed": done,
+            "total": steps,
+            "texts": " - ".join(texts),
+        }
         if self._bar is None:
-            self._bar, self._task = _new_bar(self._console, self.title, self._steps)
-        self._bar.update(
-            self._task, description=self.title, completed=self.done, total=self._steps,
-            rate=self.rate(), numbers=" - ".join(self._shown), refresh=True,
-        )  # fmt: skip
+            self._bar = _new_bar(self._console)
+            self._task = self._bar.add_task(**facts)
+            self._bar.start()
+        else:
+            self._bar.update(self._task, **facts, refresh=True)
 
     def _end(self, logs: dict[str, Any] | None) -> None:
         self._release()
         super()._end(logs)
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     def _release(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _print(self, parts: list[str]) -> None:
+        lines = parts[:1]
+        for part in parts[1:]:
+            longer = f"{lines[-1]} - {part}"
+            if len(longer) <= self._console.width:
+                lines[-1] = longer
+            else:
+                lines.append(f"  {part}")
+        self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+class NotebookBar(Bar):
+    """Draws the bar as text in the output of a notebook's cell, which needs no widgets."""
+
+    def _draw(self, phase: str, done: int, steps: int | None, texts: list[str]) -> None:
+        full = 20 * done // steps if steps else 0
+        bar = f"{'━' * full}{'╌' * (20 - full)} {done}/{steps or '?'}"
+        self._show(" ".join(filter(None, [self.title, phase, bar, " - ".join(texts)])))
+
+    def _show(self, text: str) -> None:
+        from IPython.display import display
+
+        content = {"text/plain": text}
+        if self._bar is None:
+            self._bar = display(content, raw=True, display_id=True)
+        else:
+            self._bar.update(content, raw=True)
+
+    def _release(self) -> None:
+        pass  # its text stays
+
+    def _print(self, parts: list[str]) -> None:
+        self._show(" - ".join(parts))
+        self._bar = None
 
 
 def _numbers(logs: dict[str, Any] | None) -> list[str]:
@@ -164,35 +250,37 @@ def _short(value: float) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.4e}"
 
 
-def _drawing_console() -> Any:
-    """Returns a console if it can redraw a line: in a terminal, or a notebook with widgets."""
-    from rich.console import Console
-
-    console = Console()
-    draws = find_spec("ipywidgets") is not None if console.is_jupyter else console.is_interactive
-    return console if draws else None
+def _short_time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _new_bar(console: Any, title: str, steps: int | None) -> tuple[Any, Any]:
+_NARROW = 80
+
+
+def _new_bar(console: Any) -> Any:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
+    from rich.text import Text
 
-    bar = Progress(
+    class Texts(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(task.fields["texts"], no_wrap=True, overflow="ellipsis")
+
+    is_wide = console.width >= _NARROW
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}", markup=False),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[numbers]}", markup=False),
-        console=console,
-        auto_refresh=False,  # no thread: the loop draws when it has something new
-        transient=True,
-    )
-    task = bar.add_task(title, total=steps, rate="", numbers="")
-    bar.start()
-    return bar, task
+        BarColumn(20 if is_wide else 8, table_column=Column(no_wrap=True)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        Texts(),  # alone gets narrower where there is little room
+    ]
+    if is_wide:
+        columns.insert(3, TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)))
+    # No thread: the loop draws when it has something new.
+    return Progress(*columns, console=console, auto_refresh=False, transient=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +16,8 @@ from jax.sharding import NamedSharding
 from distribute_jax import checkpoint
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import on_host, put
-from distribute_jax._messages import is_array, is_key, listed
+from distribute_jax._messages import is_array, is_key, listed, size_text
+from distribute_jax.processes import is_chief
 from distribute_jax.strategies import Strategy
 from distribute_jax.variables import Variable
 
@@ -46,33 +48,70 @@ def _is_kept(path: Any, variable: Any) -> bool:
     return isinstance(variable, (nnx.BatchStat, Variable)) and not is_trained(path, variable)
 
 
-COLUMNS = ("layer", "type", "parameters", "bytes", "dtype", "placement")
-NUMBERS = {"parameters", "bytes"}
+COLUMNS = ("layer", "type", "output", "parameters", "size", "dtype", "placement")
+NUMBERS = {"parameters", "size"}
 
 Arrays: TypeAlias = list[tuple[bool, Any]]
 """Arrays of a layer, each with whether it is trained."""
 
 
-def summary_text(module: nnx.Module) -> str:
-    """Returns the table of a module's layers."""
-    layers = layers_of(module)
-    rows = [COLUMNS, *(_row(path, kind, arrays) for (path, kind), arrays in layers.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def summary_text(module: nnx.Module, x: Any = None) -> str:
+    """Returns the table of a module's layers; for an input, with the shapes of what they return."""
+    layers, shapes = layers_of(module), {} if x is None else output_shapes(module, x)
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    rows += [_row(*key, shapes.get(key[0], ""), arrays) for key, arrays in layers.items()]
+    columns = [c for c in zip(*rows, strict=True) if x is not None or c[0] != "output"]
+    widths = [max(map(len, column)) for column in columns]
     lines = []
-    for row in rows:
-        cells = zip(COLUMNS, row, widths, strict=True)
-        lines.append("  ".join(t.rjust(w) if n in NUMBERS else t.ljust(w) for n, t, w in cells))
+    for row in zip(*columns, strict=True):
+        cells = zip(columns, row, widths, strict=True)
+        lines.append("  ".join(t.rjust(w) if c[0] in NUMBERS else t.ljust(w) for c, t, w in cells))
     lines.insert(1, "-" * max(map(len, lines)))
     lines += ["", *_totals([item for arrays in layers.values() for item in arrays])]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _row(path: str, kind: str, items: Arrays) -> tuple[str, ...]:
+def _row(path: str, kind: str, shape: str, items: Arrays) -> tuple[str, ...]:
     arrays = [array for _, array in items]
     size, memory = sum(array.size for array in arrays), sum(map(_bytes, arrays))
     dtypes = dict.fromkeys(str(array.dtype) for array in arrays)
     placements = dict.fromkeys(map(_placement, arrays))
-    return path, kind, f"{size:,}", f"{memory:,}", ", ".join(dtypes), ", ".join(placements)
+    texts = ", ".join(dtypes), ", ".join(placements)
+    return path, kind, shape, f"{size:,}", size_text(memory), *texts
+
+
+def output_shapes(module: nnx.Module, x: Any) -> dict[str, str]:
+    """Returns what each layer returns for an input, by its path; a layer that is called twice: the first."""
+    shapes: dict[str, str] = {}
+
+    def recording(call: Callable[..., Any], paths: dict[int, str]) -> Callable[..., Any]:
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call(self, *args, **kwargs)
+            text = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(result))
+            shapes.setdefault(paths.get(id(self), ""), text)
+            return result
+
+        return called
+
+    def forward(x: Any) -> Any:
+        copied: Any = nnx.clone(module)  # what a call changes, such as statistics, stays as it is
+        nodes = [(p, n) for p, n in nnx.iter_graph(copied) if isinstance(n, nnx.Module)]
+        paths = {id(node): _path_text(path) for path, node in nodes}
+        kinds = {
+            kind for _, node in nodes for kind in type(node).__mro__ if "__call__" in vars(kind)
+        }
+        with ExitStack() as restored:
+            for kind in kinds:
+                restored.callback(setattr, kind, "__call__", vars(kind)["__call__"])
+                setattr(kind, "__call__", recording(vars(kind)["__call__"], paths))  # noqa: B010
+            return copied(x)
+
+    jax.eval_shape(forward, x)
+    return shapes
+
+
+def _path_text(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path)) or "(model)"
 
 
 def layers_of(module: nnx.Module) -> dict[tuple[str, str], Arrays]:
@@ -87,7 +126,7 @@ def layers_of(module: nnx.Module) -> dict[tuple[str, str], Arrays]:
     layers: dict[tuple[str, str], Arrays] = {}
     for path, variable in sorted(variables, key=lambda item: list(map(str, item[0][:-1]))):
         owner = next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in kinds)
-        key = ".".join(map(str, owner)) or "(model)", kinds[owner]
+        key = _path_text(owner), kinds[owner]
         layers.setdefault(key, []).extend(
             (isinstance(variable, nnx.Param), leaf if is_array(leaf) else np.asarray(leaf))
             for leaf in jax.tree.leaves(variable.get_raw_value())
@@ -102,7 +141,7 @@ def _totals(arrays: Arrays) -> list[str]:
         ("Other", [array for trained, array in arrays if not trained]),
     )
     return [
-        f"{name}: {sum(a.size for a in part):,} parameters, {sum(map(_bytes, part)):,} bytes"
+        f"{name}: {sum(a.size for a in part):,} parameters, {size_text(sum(map(_bytes, part)))}"
         for name, part in parts
     ]
 
@@ -161,9 +200,16 @@ class Stored(ABC):
             old = variable.get_raw_value()
             variable.set_raw_value(put(np.asarray(new, old.dtype), old.sharding))
 
-    def summary(self, print_fn: Callable[[str], Any] = print) -> None:
-        """Prints a table of the layers, or passes its text to ``print_fn``."""
-        print_fn(summary_text(self.module))
+    def summary(self, print_fn: Callable[[str], Any] = print, *, x: Any = None) -> None:
+        """Prints a table of the layers, or passes its text to ``print_fn``; on the chief only.
+
+        Args:
+            print_fn: takes the text.
+            x: an input of any number of examples, such as ``x[:1]``; with it the table has the shape of
+                what each layer returns. Nothing is computed.
+        """
+        if is_chief():
+            print_fn(summary_text(self.module, x))
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
         """Saves weights, statistics, random streams and the optimizer, to continue the training.

@@ -289,6 +289,21 @@ class LinenNet(linen.Module):
         return linen.Dense(2)(x)
 
 
+def test_a_first_fit_with_dropout_says_nothing_alarming(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    """Nor does the prediction of three examples on four replicas; warnings are errors here."""
+    with s4.scope():
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(2, 5, rngs=rngs), nnx.relu, nnx.Dropout(0.5, rngs=rngs)]
+        model = dj.Model(nnx.Sequential(*layers, nnx.Linear(5, 3, rngs=rngs)))
+    x = np.ones((22, 2), np.float32)
+    model.compile("adam", dj.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(x, np.zeros(22, int), batch_size=8, verbose=0)
+    assert model.predict(x[:3], verbose=0).shape == (3, 3)
+    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
+
+
 @pytest.mark.exhaustive
 def test_a_linen_module_trains(s4: dj.MirroredStrategy):
     """Through Flax's bridge, from a sample input; the loss falls, and evaluation draws nothing."""

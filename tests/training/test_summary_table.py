@@ -6,7 +6,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,12 +27,16 @@ class Net(nnx.Module):
         self.scale = nnx.Param(jnp.ones(()))
         self.note = nnx.Variable(2)  # no array
 
+    def __call__(self, x: Any) -> Any:
+        """Maps (n, 3) to (n, 4)."""
+        return self.dropout(self.blocks[0](self.first(x))) * self.scale
 
-def table(strategy: dj.Strategy) -> list[str]:
+
+def table(strategy: dj.Strategy, **options: Any) -> list[str]:
     with strategy.scope():
         model = dj.Model(Net(nnx.Rngs(0)))
     texts: list[str] = []
-    model.summary(print_fn=texts.append)
+    model.summary(print_fn=texts.append, **options)
     (text,) = texts
     return text.splitlines()
 
@@ -40,13 +44,13 @@ def table(strategy: dj.Strategy) -> list[str]:
 def test_every_layer_has_a_line_with_its_parameters_and_their_placement(s4: dj.Strategy):
     """A layer that is used twice counts once; random state is not trained."""
     lines = table(s4)
-    assert lines[0].split() == ["layer", "type", "parameters", "bytes", "dtype", "placement"]
+    assert lines[0].split() == ["layer", "type", "parameters", "size", "dtype", "placement"]
     rows = {line.split()[0]: re.split("  +", line)[1:] for line in lines[2:] if line}
     everywhere = ["float32", "on each of 4 cpu"]
-    assert rows["again"] == ["Linear", "16", "64", *everywhere]
-    assert rows["blocks.0"] == ["BatchNorm", "16", "64", *everywhere]
+    assert rows["again"] == ["Linear", "16", "64 B", *everywhere]
+    assert rows["blocks.0"] == ["BatchNorm", "16", "64 B", *everywhere]
     assert "first" not in rows
-    assert rows["(model)"][:3] == ["Net", "2", "12"]
+    assert rows["(model)"][:3] == ["Net", "2", "12 B"]
     assert rows["(model)"][-1] == "host, on each of 4 cpu"
     assert any(path.startswith("dropout") for path in rows)
 
@@ -54,9 +58,38 @@ def test_every_layer_has_a_line_with_its_parameters_and_their_placement(s4: dj.S
 def test_totals_count_what_is_trained(s4: dj.Strategy):
     """16 of the linear layer, 8 of the norm's 16, and the scale are trained; a key is 8 bytes, a count 4."""
     total, trained, other = table(s4)[-3:]
-    assert trained == "Trainable: 25 parameters, 100 bytes"
-    assert other == "Other: 11 parameters, 52 bytes"
-    assert total == "Total: 36 parameters, 152 bytes"
+    assert trained == "Trainable: 25 parameters, 100 B"
+    assert other == "Other: 11 parameters, 52 B"
+    assert total == "Total: 36 parameters, 152 B"
+
+
+def test_an_input_shows_what_each_layer_returns(s4: dj.Strategy):
+    """Nothing is computed or counted: the table is otherwise that without an input."""
+    call = nnx.Linear.__call__
+    rows = {
+        line.split()[0]: re.split("  +", line)
+        for line in table(s4, x=jnp.ones((5, 3)))[:-3]
+        if line
+    }
+    assert rows["layer"][2] == "output"
+    assert [rows[name][2] for name in ("again", "blocks.0", "(model)")] == ["(5, 4)"] * 3
+    assert nnx.Linear.__call__ is call
+
+
+def test_other_processes_do_not_print(s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch):
+    """One table for a job."""
+    monkeypatch.setattr("distribute_jax.processes._job._current", SimpleNamespace(index=1))
+    with s4.scope():
+        model = dj.Model(Net(nnx.Rngs(0)))
+    model.summary(print_fn=lambda text: pytest.fail(text))
+
+
+def test_a_model_and_its_history_say_what_they_are(s4: dj.Strategy):
+    """In one line, without any weights."""
+    with s4.scope():
+        model = dj.Model(Net(nnx.Rngs(0)))
+    assert repr(model) == f"<Model of Net: 25 trained parameters under {s4!r}, not compiled>"
+    assert repr(trained()) == "<History of 3 epochs; last loss: 1, accuracy: 0.2, val_loss: 2.5>"
 
 
 def test_one_device_is_named():
@@ -125,7 +158,8 @@ def test_training_and_validation_share_a_panel(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_picture_is_a_png_file(tmp_path: Path):
     """As matplotlib writes it."""
-    trained().plot(tmp_path / "h.png")
+    figure = trained().plot(tmp_path / "h.png")
+    assert len(figure.axes) == len(trained().plot().axes) == 2
     assert (tmp_path / "h.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

@@ -23,10 +23,10 @@ class Callback:
 
     Attributes:
         model: the ``dj.Model`` that is running.
-        params: a dict with ``epochs``, ``steps`` (None where unknown), ``verbose``, and ``examples``:
-            the real ones so far in this epoch, evaluation or prediction. A callback that restores a
-            training sets ``initial_epoch`` and ``initial_batch`` in ``on_train_begin``, and maybe
-            ``position``, where in the data that is.
+        params: a dict with ``epochs``, ``steps`` and ``validation_steps`` (None where unknown),
+            ``verbose``, and ``examples``: the real ones so far in this epoch, evaluation or
+            prediction. A callback that restores a training sets ``initial_epoch`` and
+            ``initial_batch`` in ``on_train_begin``, and maybe ``position``, where in the data that is.
 
     Example:
         >>> import distribute_jax as dj
@@ -253,11 +253,22 @@ class History(Callback):
             self.history.setdefault(name, []).append(value)
             self._epochs.setdefault(name, []).append(epoch)
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws every number over the epochs into a PNG file, training and validation together.
+    def __repr__(self) -> str:
+        """Returns the last value of each number."""
+        last = [f"{name}: {values[-1]:.4g}" for name, values in self._scalars().items()]
+        return f"<History of {len(self.epoch)} epochs; last {', '.join(last) or 'nothing'}>"
+
+    def _scalars(self) -> dict[str, list[Any]]:
+        return {name: values for name, values in self.history.items() if not np.ndim(values[0])}
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws every number over the epochs, training and validation together.
 
         Args:
-            path: the file, such as ``"history.png"``.
+            path: a PNG file to write, such as ``"history.png"``.
+
+        Returns:
+            The ``matplotlib.figure.Figure``, which a notebook shows.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -269,7 +280,7 @@ class History(Callback):
                 "history.plot needs matplotlib: pip install 'distribute-jax[plot]'.",
                 name="matplotlib",
             ) from error
-        scalars = {name: values for name, values in self.history.items() if not np.ndim(values[0])}
+        scalars = self._scalars()
         panels = [n for n in scalars if not (n.startswith("val_") and n[4:] in scalars)]
         figure = Figure(figsize=(6.4, 2.8 * max(len(panels), 1)), layout="constrained")
         for place, name in enumerate(panels, 1):
@@ -280,4 +291,6 @@ class History(Callback):
                     axes.plot(epochs, scalars[key], marker=".", label=label)
             axes.set(ylabel=name, xlabel="epoch")
             axes.legend()
-        figure.savefig(path, format="png", dpi=120)
+        if path is not None:
+            figure.savefig(path, format="png", dpi=120)
+        return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ from rich.console import Console
 import distribute_jax as dj
 from distribute_jax.training import _progress
 
-LINE = re.compile(r"(.+) - (\d+) batch(?:es)? - [\d.]+ s - [\d,]+ examples/s(?: - (.+))?")
+LINE = re.compile(
+    r"(.+) - (\d+) batch(?:es)? - [\d.]+ s(?: - [\d.e+]+ m?s/step - [\d,]+ examples/s)?(?: - (.+))?"
+)
 
 
 def lines(text: str) -> list[tuple[str, str, str | None]]:
@@ -60,7 +63,7 @@ def test_another_verbosity_is_refused(example: Any, verbose: Any):
 def screen(monkeypatch: pytest.MonkeyPatch) -> Console:
     """A terminal that can be read; every batch is drawn."""
     console = Console(file=StringIO(), force_terminal=True, width=160, color_system=None)
-    monkeypatch.setattr(_progress, "_drawing_console", lambda: console)
+    monkeypatch.setattr("rich.console.Console", lambda: console)
     monkeypatch.setattr(_progress, "BETWEEN", 0.0)
     return console
 
@@ -70,9 +73,11 @@ def test_a_bar_shows_batches_speed_and_numbers(example: Any, screen: Console):
     example.fit(verbose=1, epochs=2, batch_size=2, x=np.tile(example.x, (8, 1)),
                 y=np.tile(example.y, (8, 1)))  # fmt: skip
     text = screen.file.getvalue()
-    assert re.search(r"Epoch 1/2.*━.* 7/32 [\d,]+ examples/s .*\d\d.*", text)
+    assert re.search(r"Epoch 1/2.* 0/32 .*compiling…", text)
+    assert re.search(r"Epoch 1/2.*━.* 7/32 .* m?s/step - [\d,]+ examples/s", text)
     assert re.search(r"Epoch 2/2.*32/32 .* loss: \d", text)
     assert len(re.findall(r"Epoch \d/2 - 32 batches - .* examples/s - loss: \d", text)) == 2
+    assert text.count("compiling") == 1
     assert text.endswith("\n")
 
 
@@ -100,13 +105,13 @@ def test_the_bar_never_waits_for_a_step(
 def test_the_bar_looks_ten_times_a_second_at_most(
     example: Any, screen: Console, monkeypatch: pytest.MonkeyPatch
 ):
-    """Fast batches cost nothing: of 4 batches in no time one is drawn."""
+    """Fast batches cost nothing: of 4 batches in no time one is drawn, after "compiling…"."""
     monkeypatch.setattr(_progress, "BETWEEN", 0.1)
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: 100.0)
     drawn = []
-    monkeypatch.setattr(_progress.Bar, "_draw", lambda self: drawn.append(self.done))
+    monkeypatch.setattr(_progress.Bar, "_draw", lambda self, phase, done, *_: drawn.append(done))
     example.fit(verbose=1, batch_size=2)
-    assert drawn == [1]
+    assert drawn == [0, 1]
 
 
 def test_an_error_leaves_the_terminal_as_it_was(example: Any, screen: Console):
@@ -129,42 +134,82 @@ def test_the_length_of_a_dataset_of_unknown_length_is_known_after_an_epoch(
     bar = _progress.Bar("fit", screen)
     bar.set_params({"epochs": 2, "steps": None, "examples": 4})
     totals = []
-    bar._draw = lambda: totals.append(bar._steps)
+    bar._draw = lambda phase, done, steps, texts: totals.append(steps)
     for epoch in range(2):
         bar.on_epoch_begin(epoch)
         for batch in range(3):
             bar._count(batch, None)
         bar.on_epoch_end(epoch, {})
-    assert totals == [None] * 3 + [3] * 3
+    assert totals == [None] * 4 + [3] * 3
 
 
-def test_examples_per_second_are_of_real_examples_and_without_validation(
+def test_the_speed_is_that_of_training_without_compiling(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Seven examples in two seconds, then a validation of a minute."""
+    """Of three batches in nine seconds, of which the first took seven, then a validation of a minute."""
     now = [0.0]
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: now[0])
     shown = _progress.Lines("fit")
-    shown.set_params({"epochs": 1, "steps": 2, "examples": 7})
-    shown.on_epoch_begin(0)
-    shown._count(1, None)
-    now[0] = 2.0
-    shown.on_test_begin()
-    now[0] = 62.0
-    shown.on_test_end({"loss": 1.0})
-    shown.on_epoch_end(0, {"loss": 0.0, "tiny": 1e-5, "many": np.zeros(3)})
+    shown.set_params({"epochs": 2, "steps": 3, "examples": 0})
+    for epoch in range(2):
+        shown.on_epoch_begin(epoch)
+        for batch, seconds in enumerate((7.0, 0.5, 0.5)):
+            now[0] += seconds
+            shown.params["examples"] = 4 * (batch + 1)
+            shown.on_train_batch_end(batch)
+        now[0] += 1.0
+        shown.on_test_begin()
+        now[0] += 60.0
+        shown.on_test_end({"loss": 1.0})
+        shown.on_epoch_end(epoch, {"loss": 0.0, "tiny": 1e-5, "many": np.zeros(3)})
+    numbers = "loss: 0.0000 - tiny: 1.0000e-05\n"
     assert capsys.readouterr().out == (
-        "Epoch 1/1 - 2 batches - 2.0 s - 4 examples/s - loss: 0.0000 - tiny: 1.0000e-05\n"
+        f"Epoch 1/2 - 3 batches - 9.0 s - 1.00 s/step - 4 examples/s - {numbers}"
+        f"Epoch 2/2 - 3 batches - 9.0 s - 3.00 s/step - 1 examples/s - {numbers}"
     )
 
 
-def test_a_notebook_without_widgets_gets_lines(monkeypatch: pytest.MonkeyPatch):
-    """Rich can only redraw through ipywidgets there."""
+def test_validation_has_its_progress(example: Any, screen: Console):
+    """The bar goes on with the batches of the validation."""
+    example.fit(verbose=1, batch_size=2, validation_data=(example.x, example.y))
+    assert re.search(r"Epoch 1/1 validation .* 0/4 ", screen.file.getvalue())
+    assert re.search(r"Epoch 1/1 validation .* 4/4 ", screen.file.getvalue())
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_lines_fit_the_terminal(screen: Console, width: int):
+    """A line is broken between two numbers; the bar is there also where it is narrow."""
+    screen.width = width
+    bar = _progress.Bar("fit", screen)
+    bar.set_params({"epochs": 1, "steps": 2, "examples": 4})
+    bar.on_epoch_begin(0)
+    bar._draw("", 1, 2, [f"a_long_metric_{i}: 0.1234" for i in range(4)])
+    bar.on_epoch_end(0, {f"a_long_metric_{i}": 0.1234 for i in range(4)})
+    text = re.sub(r"\x1b\[[?\d]*[A-Za-z]|\r", "\n", screen.file.getvalue())
+    assert max(map(len, text.splitlines())) <= width
+    assert re.search(r"━.* 1/2", text)
+    assert len(re.findall(r"a_long_metric_\d: 0\.1234(?: -|\n)", text)) >= 4
+
+
+def test_a_notebook_needs_no_widgets(example: Any, monkeypatch: pytest.MonkeyPatch):
+    """Its bar is text that is replaced, and in the end the line of the epoch."""
+    shown: list[list[str]] = []
+
+    class Handle:
+        def update(self, content: Any, raw: bool) -> None:
+            shown[-1].append(content["text/plain"])
+
+    def display(content: Any, raw: bool, display_id: bool) -> Handle:
+        shown.append([content["text/plain"]])
+        return Handle()
+
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr(_progress, "find_spec", lambda name: None)
-    assert _progress._drawing_console() is None
-    monkeypatch.setattr(_progress, "find_spec", lambda name: object())
-    assert _progress._drawing_console() is not None
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    monkeypatch.setattr(_progress, "BETWEEN", 0.0)
+    example.fit(verbose=1, batch_size=2, epochs=2)
+    assert shown[0][0] == f"Epoch 1/2 {'╌' * 20} 0/4 compiling…"
+    assert shown[1][1].startswith(f"Epoch 2/2 {'━' * 10}{'╌' * 10} 2/4 ")
+    assert [len(lines([of_epoch[-1]][0])) for of_epoch in shown] == [1, 1]
 
 
 def test_other_processes_are_silent(monkeypatch: pytest.MonkeyPatch):
