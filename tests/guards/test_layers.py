@@ -35,6 +35,7 @@ LAYERS = (
 
 OPTIONAL = frozenset(
     {
+        "IPython",
         "PIL",
         "fsspec",
         "google",

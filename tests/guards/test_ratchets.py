@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 48_336,
-    lines_of_tests: 44_206,
+    lines: 48_499,
+    lines_of_tests: 44_301,
     files: 242,
     pieces: 1,
     private_words: 4,
