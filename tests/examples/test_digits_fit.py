@@ -13,6 +13,7 @@ import distribute_jax as dj
 from examples import digits, digits_fit
 
 
+@pytest.mark.exhaustive
 def test_fit_learns_and_reports_exactly_the_images_of_the_data() -> None:
     """Three epochs on four replicas; the reported accuracy is that counted from the predictions."""
     model = digits_fit.make_model(dj.MirroredStrategy([0, 1, 2, 3]))

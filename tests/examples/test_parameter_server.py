@@ -9,13 +9,8 @@ import pytest
 from example_program import output
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--workers", 2],
-        pytest.param(["--engine", "processes", "--kill"], marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [["--workers", 2], ["--engine", "processes", "--kill"]])
 def test_it_learns_and_loses_no_update(options: list[object], tmp_path: Path) -> None:
     """8 epochs of 22 steps are 176 updates; the program fails by itself when there are more or fewer."""
     text = output("parameter_server", "--epochs", 8, *options, folder=tmp_path)

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 48_499,
-    lines_of_tests: 44_301,
+    lines_of_tests: 44_306,
     files: 242,
     pieces: 1,
     private_words: 4,

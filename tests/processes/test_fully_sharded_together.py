@@ -239,6 +239,7 @@ def test_processes_train_as_one_from_the_values_of_process_0(alone, told):
     assert not any(process["warned"] for process in told[1:])
 
 
+@pytest.mark.exhaustive
 def test_every_device_keeps_its_share(told, processes):
     """Of the state a device keeps its share, and the whole of small arrays only."""
     for process in told:

@@ -182,6 +182,7 @@ ALONE: dict[str, Step] = {
 """What ``vmap`` does not run, or not as on each replica by itself."""
 
 
+@pytest.mark.exhaustive
 def test_one_replica_of_two_cores_has_the_bits_of_one_device():
     """No collective is left, on which XLA would fail; nothing else is batched. Several steps, too."""
     cases = SAME | ALONE

@@ -447,7 +447,7 @@ def alternated(strategy: Any, schedule: Callable[..., Any]) -> list[Any]:
     return [np.asarray(keys(x)) for x in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize("servers", [2, 3])
+@pytest.mark.parametrize("servers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_steps_that_share_state_use_the_same_servers(servers: int) -> None:
     """The weights, statistics, moments and counts of a GAN are bitwise those of one device."""
     of_one = dj.OneDeviceStrategy("cpu:0")
@@ -490,6 +490,7 @@ def test_a_step_that_needs_state_on_more_servers_than_an_earlier_one_changes_is_
     np.testing.assert_allclose(before - after, [0.5, 400], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> None:
     """The weight is written at join, and nothing of the deleted module is kept."""
     strategy, coordinator = of_servers()

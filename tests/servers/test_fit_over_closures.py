@@ -98,6 +98,7 @@ def test_with_staleness_each_example_counts_once() -> None:
     assert int(model.optimizer.step[...]) == 18
 
 
+@pytest.mark.exhaustive
 def test_saves_between_batches_have_all_batches_before(of_one: Any, tmp_path: Path) -> None:
     """A training that was interrupted goes on from batch 6 on one device, as if it had not been."""
     seen: list[Any] = []

@@ -72,6 +72,7 @@ def test_a_train_state_stays_divided_with_the_bits_of_a_mirrored_one(replicas: i
     assert plan.argument_bytes < 1.1 * size / replicas + ROWS.nbytes
 
 
+@pytest.mark.exhaustive
 def test_rules_divide_a_train_state() -> None:
     """``ModelParallelStrategy`` divides parameters and momentum of a ``TrainState`` by their paths."""
     rules = {r"Dense_0.kernel": PartitionSpec(None, "model")}

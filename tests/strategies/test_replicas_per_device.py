@@ -389,7 +389,7 @@ def tpu() -> dj.TPUStrategy:
 @pytest.mark.parametrize(
     ("make", "most"),
     [
-        (lambda: dj.CentralStorageStrategy([0], "cpu:1", replicas_per_device=4), 0),
+        long(lambda: dj.CentralStorageStrategy([0], "cpu:1", replicas_per_device=4), 0),
         long(lambda: dj.CentralStorageStrategy([0, 1], "cpu:1", replicas_per_device=2), 3e-6),
         long(tpu, 3e-6),
     ],
