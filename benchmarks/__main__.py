@@ -28,7 +28,7 @@ from benchmarks._suite import Answer, ask, print_rows, write_page
 
 QUESTIONS = (
     *("step_time", "fit", "input_pipeline", "collectives", "scaling"),
-    *("memory", "sharded", "compile_time", "verify_cost"),
+    *("memory", "sharded", "compile_time", "verify_cost", "guard_cost"),
     *("servers", "proof", "padding_proof", "capture", "trace"),
 )
 """The modules that each answer one; a module has a ``BENCHMARK``."""

@@ -12,6 +12,7 @@ Each also derives from the builtin that a TensorFlow user would catch::
     ├── CancelledError(RuntimeError)         a closure did not run, since another one had failed
     ├── EndOfDataError(StopIteration)        a worker's dataset has no more elements
     ├── StepFailedError(RuntimeError)       the compiled step failed after its state was donated
+    ├── StepsSkippedError(ArithmeticError)  too many steps in a row had bad numbers
     ├── BackendStartedError(RuntimeError)   JAX had started before the call that chooses devices
     ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value
     │   ├── TFConfigError(…, json.JSONDecodeError)  TF_CONFIG is not JSON
@@ -80,6 +81,10 @@ class EndOfDataError(DistributeError, StopIteration):
 
 class StepFailedError(DistributeError, RuntimeError):
     """The compiled step failed while running, after its state had been donated to it."""
+
+
+class StepsSkippedError(DistributeError, ArithmeticError):
+    """Too many steps in a row were skipped for their numbers; none of them changed anything."""
 
 
 class BackendStartedError(DistributeError, RuntimeError):

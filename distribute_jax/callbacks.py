@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from distribute_jax._lazy import lazy_exports, publish
 from distribute_jax.training.callbacks._callback import Callback, History, LambdaCallback
 from distribute_jax.training.callbacks._checkpoints import BackupAndRestore, ModelCheckpoint
-from distribute_jax.training.callbacks._debug import ProfilerCallback, TerminateOnNaN
+from distribute_jax.training.callbacks._debug import (
+    CheckInSync,
+    LossSpike,
+    ProfilerCallback,
+    ReplaySteps,
+    TerminateOnNaN,
+)
 from distribute_jax.training.callbacks._loggers import CSVLogger, TensorBoard
 from distribute_jax.training.callbacks._monitor import (
     EarlyStopping,
@@ -17,13 +23,16 @@ __all__ = [
     "BackupAndRestore",
     "CSVLogger",
     "Callback",
+    "CheckInSync",
     "EarlyStopping",
     "History",
     "LambdaCallback",
     "LearningRateScheduler",
+    "LossSpike",
     "ModelCheckpoint",
     "ProfilerCallback",
     "ReduceLROnPlateau",
+    "ReplaySteps",
     "TensorBoard",
     "TerminateOnNaN",
 ]

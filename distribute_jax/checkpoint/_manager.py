@@ -30,6 +30,7 @@ from distribute_jax.checkpoint._save_load import check_place, check_target, draf
 from distribute_jax.checkpoint._steps import Preemptible, Schedule
 from distribute_jax.checkpoint._storage import directory_of
 from distribute_jax.checkpoint._write import Draft, write_checkpoint
+from distribute_jax.collectives._check_in_sync import hashes_of
 from distribute_jax.data import DistributedIterator
 from distribute_jax.processes import Preemption, current_job, is_chief
 from distribute_jax.processes._status import status_writer
@@ -109,7 +110,9 @@ class CheckpointManager:
 
     # Saving
 
-    def save(self, step: SupportsIndex, tree: Any, *, force: bool = False) -> bool:
+    def save(
+        self, step: SupportsIndex, tree: Any, *, force: bool = False, check: bool = False
+    ) -> bool:
         """Saves a tree as a step, if it is time to.
 
         When it returns, the tree may change: the next step may run. One save is written at a time;
@@ -119,6 +122,8 @@ class CheckpointManager:
             step: its number, above all that were saved before.
             tree: what to save; see the class.
             force: save in any case, also in place of the same or before a later step.
+            check: whether to look first that all devices hold the same bits, as ``dj.check_in_sync``
+                does; a checkpoint is written from one copy of each array.
 
         Returns:
             Whether the step is being saved: False where the intervals say that it is not time.
@@ -126,6 +131,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the tree holds what cannot be saved (all of it is listed), or there is
                 such a step already.
+            OutOfSyncError: copies of an array differ, and ``check`` is True; nothing is saved.
             CheckpointFileError: the save before this one could not be written.
         """
         number = _steps.checked_step(step)
@@ -142,6 +148,8 @@ class CheckpointManager:
         if not force:
             by_chief(_SAVE, lambda: self._check_new(number))
         self._check_shared(_SAVE)
+        if check:
+            hashes_of(tree).check()
         draft = draft_of(self._directory, str(number), tree, number, _SAVE)
         self._schedule.note(number)
         self._background.start(functools.partial(self._write, number, draft))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -76,26 +76,44 @@ def check_in_sync(tree: PyTree) -> None:
             f"check_in_sync got arrays that were donated to an earlier step:\n{listed(donated)}\nPass the "
             "model itself, whose variables hold the new ones, or keep dj.snapshot(model)."
         )
-    if lines := _all_lines(leaves):
-        raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
+    Hashes(leaves).check()
 
 
 def out_of_sync(named: Sequence[_Named]) -> list[str]:
     """Returns a line for each array of which devices that should hold the same bits do not."""
-    return _all_lines([leaf for name, array in named for leaf in _arrays(array, name)])
+    return Hashes([leaf for name, array in named for leaf in _arrays(array, name)]).lines()
 
 
-def _all_lines(leaves: Sequence[_Named]) -> list[str]:
-    groups: dict[tuple[jax.Device, ...], list[_Named]] = {}
-    for name, array in leaves:
-        devices = sorted(array.sharding.device_set, key=_by_id)
-        groups.setdefault(tuple(devices), []).append((name, array))
-    return [
-        line
-        for devices, some in groups.items()
-        if len(devices) > 1
-        for line in _lines(devices, some)
-    ]
+class Hashes:
+    """Hashes that every device computes of its copies; reading them waits, making them does not."""
+
+    def __init__(self, leaves: Iterable[_Named]) -> None:
+        groups: dict[tuple[jax.Device, ...], list[_Named]] = {}
+        for name, array in leaves:
+            devices = _devices(array.sharding)
+            part = math.prod(array.sharding.shard_shape(array.shape))
+            if part * len(devices) > array.size:  # some part is on several devices
+                groups.setdefault(devices, []).append((name, array))
+        self._groups = [(of, some, _hashes(of, some)) for of, some in groups.items()]
+
+    def check(self) -> None:
+        """Raises where devices differ."""
+        if lines := self.lines():
+            raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
+
+    def lines(self) -> list[str]:
+        """Returns a line for each array that differs between devices that hold the same part of it."""
+        return [line for group in self._groups for line in _lines(*group)]
+
+
+def hashes_of(tree: PyTree) -> Hashes:
+    """Starts to hash all arrays of a tree."""
+    return Hashes(_arrays(tree))
+
+
+@functools.lru_cache(maxsize=64)
+def _devices(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
+    return tuple(sorted(sharding.device_set, key=_by_id))
 
 
 def _arrays(tree: PyTree, root: str = "") -> Iterator[_Named]:
@@ -120,20 +138,93 @@ def _attribute(part: Any) -> str:
     return f"[{part!r}]" if isinstance(part, int) else f".{part}"
 
 
-def _lines(devices: tuple[jax.Device, ...], leaves: Sequence[_Named]) -> Iterator[str]:
-    """Returns a line for each leaf that differs between devices that hold the same part of it."""
-    mesh = Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
+@functools.lru_cache(maxsize=16)
+def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
+    return Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _hashes(devices: tuple[jax.Device, ...], leaves: Sequence[_Named]) -> jax.Array:
+    mesh = _mesh(devices)
     with outside_mesh():
-        hashes = np.asarray(_hashing(mesh)([_as_copies(array, mesh) for _, array in leaves]))
+        return _hashing(mesh)([_as_copies(array, mesh) for _, array in leaves])
+
+
+def _lines(
+    devices: tuple[jax.Device, ...], leaves: Sequence[_Named], hashed: jax.Array
+) -> Iterator[str]:
+    hashes = np.asarray(hashed)
+    if (hashes == hashes[:1]).all():  # that of all leaves, also of divided ones, which differ
+        return
     for k, (name, array) in enumerate(leaves):
-        bits = {device: hashes[i, k].tobytes() for i, device in enumerate(devices)}
-        for group in _holders(array):
-            # Of two equal halves, those differ that are without the first device.
-            usual = Counter(bits[device] for device in group).most_common(1)[0][0]
-            odd = [device for device in group if bits[device] != usual]
-            if odd:
-                rest = [device for device in group if device not in odd]
-                yield f"{name}, {leaf_text(array)}: {_names(odd)} not as on {_names(rest)}"
+        for odd, rest in _differing(devices, array, hashes[:, k]):
+            yield f"{name}, {leaf_text(array)}: {_names(odd)} not as on {_names(rest)}"
+
+
+def _differing(
+    devices: tuple[jax.Device, ...], array: jax.Array, hashes: Any
+) -> Iterator[tuple[list[jax.Device], list[jax.Device]]]:
+    """Yields the devices that differ, and the most that agree, of those that hold the same part."""
+    bits = {device: hashes[i].tobytes() for i, device in enumerate(devices)}
+    for group in _holders(array):
+        # Of two equal halves, those differ that are without the first device.
+        usual = Counter(bits[device] for device in group).most_common(1)[0][0]
+        odd = [device for device in group if bits[device] != usual]
+        if odd:
+            yield odd, [device for device in group if device not in odd]
+
+
+def heal(tree: PyTree) -> None:
+    """Replaces copies that differ by that of the majority, in the variables of NNX objects.
+
+    Raises:
+        OutOfSyncError: of some array no value is on more than half of the devices that should hold it.
+    """
+    nodes = jax.tree.leaves(tree, is_leaf=_is_branch)
+    for node in nodes:
+        for path, variable in nnx.iter_graph(node):
+            if isinstance(variable, nnx.Variable):
+                name = "".join(map(_attribute, path)).lstrip(".")
+                raw = jax.tree.map(functools.partial(_healed, name), variable.get_raw_value())
+                variable.set_raw_value(raw)
+
+
+def _healed(name: str, value: Any) -> Any:
+    if not isinstance(value, jax.Array):
+        return value
+    array = jax.random.key_data(value) if is_key(value) else value
+    devices = _devices(array.sharding)
+    if len(devices) == 1:
+        return value
+    source = list(range(len(devices)))
+    for odd, rest in _differing(
+        devices, array, np.asarray(_hashes(devices, [(name, array)]))[:, 0]
+    ):
+        if len(rest) <= len(odd):
+            lines = [f"{name}: {_names(odd)} not as on {_names(rest)}, which are not the majority"]
+            raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
+        for device in odd:
+            source[devices.index(device)] = devices.index(rest[0])
+    if source == list(range(len(devices))):
+        return value
+    mesh = _mesh(devices)
+    with outside_mesh():
+        copies = _taking(mesh)(_as_copies(array, mesh), np.asarray(source))
+    parts = [shard.data for shard in copies.addressable_shards]
+    whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    if is_key(value):
+        return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(value))
+    return whole
+
+
+@functools.lru_cache(maxsize=16)
+def _taking(mesh: Mesh) -> Callable[[jax.Array, Any], jax.Array]:
+    """Returns the program in which each device takes the copy of a device that is named for it."""
+
+    def take(local: jax.Array, source: jax.Array) -> jax.Array:
+        copies = jax.lax.all_gather(local, _AXIS)
+        return jnp.asarray(copies[source[jax.lax.axis_index(_AXIS)]])
+
+    return _on_each(mesh, take)
 
 
 def _as_copies(array: jax.Array, mesh: Mesh) -> jax.Array:
@@ -152,9 +243,13 @@ def _hashing(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
         local = jnp.stack([bit_hash(array) for array in arrays])
         return jnp.asarray(jax.lax.all_gather(local, _AXIS))
 
+    return _on_each(mesh, hashes)
+
+
+def _on_each(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     # Outside shard_map XLA may take one copy of a mirrored array for all of them.
     mapped = jax.shard_map(
-        hashes, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     return jax.jit(mapped)
 

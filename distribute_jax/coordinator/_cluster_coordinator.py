@@ -100,6 +100,7 @@ class ClusterCoordinator:
 
         Raises:
             DeadlineExceededError: they are not over in time; a ``TimeoutError``.
+            StepsSkippedError: too many steps of an optimizer with ``skip_nonfinite`` were skipped in a row.
             Exception: the first error of a scheduled function. Those that had not begun were cancelled.
         """
         is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
@@ -108,6 +109,7 @@ class ClusterCoordinator:
                 f"coordinator.join: timeout must be seconds >= 0, or None; got {timeout!r:.60}."
             )
         self._strategy._coordinator.join(timeout)
+        self._strategy._runner.look_at_guards()
 
     @frames_hidden
     def done(self) -> bool:

@@ -37,6 +37,7 @@ from distribute_jax.program._program import Program
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._state_placement import fresh_copy
 from distribute_jax.program._trace_errors import compilable
+from distribute_jax.program._undo import StepCounts
 
 _DONATED = """\
 These arrays were given to an earlier step, which reused their memory, so they can no longer be read:
@@ -62,6 +63,7 @@ class BoundProgram:
         variables = binding.variables
         self.inputs = [variables[i] for i in (*program.written, *program.kept)]
         self.outputs = [variables[i] for i in program.written]
+        self.guards = [v for v in self.outputs if isinstance(v, StepCounts)]
         self.sources = [binding.arrays[i] for i in program.arrays]
         self.state_size = sum(program.traced.written_sizes)
         starts = program.traced.input_starts
@@ -103,7 +105,7 @@ class BoundProgram:
 
     def release(self) -> None:
         """Drops the variables, once an object that the step reached is gone."""
-        self.inputs, self.outputs, self.sources, self.left = [], [], [], []
+        self.inputs, self.outputs, self.sources, self.left, self.guards = [], [], [], [], []
         self._kept, self._finished, self._pending = [], None, []
 
     def execute(

@@ -26,6 +26,7 @@ from distribute_jax.program._options import RunOptions, checked_run_options
 from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace import Call
 from distribute_jax.program._trace_errors import compilable, step_name
+from distribute_jax.program._undo import StepCounts
 
 _MOST_BOUND = 64
 
@@ -43,7 +44,10 @@ class BoundHalves:
     leaves: list[Any] = field(init=False)
     """What the variables held when it was last looked up, in the order in which the halves number it."""
 
+    guards: list[StepCounts] = field(init=False)
+
     def __post_init__(self) -> None:
+        self.guards = [v for v in self.binding.variables if isinstance(v, StepCounts)]
         self.leaves = jax.tree.leaves(read_raw(self.binding.variables))
 
     def fits(self) -> bool:

@@ -20,7 +20,8 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
 from distribute_jax.program._jaxprs import ClosedJaxpr
 from distribute_jax.program._plan import Plan, model_shaped
-from distribute_jax.program._trace import Call, Traced, abstract, global_value
+from distribute_jax.program._trace import Call, Traced, abstract, global_value, state_outputs
+from distribute_jax.program._undo import StepCounts, begun, undone
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
 """Returns the function that a jaxpr is."""
@@ -166,6 +167,7 @@ def flat_step(
     shardings = _step_shardings(call, traced, plan, kept)
     avals = _input_avals(call, arrays)
     state, old = len(plan.combine), traced.old_inputs
+    variables = [variable for variable, *_ in state_outputs(call, traced)]
     position = {i: at for at, i in enumerate(order)}
     # Arrays captured where nothing can be assigned are constants of the trace: read them as inputs.
     array_at = {id(array): traced.sizes[0] + i for i, array in enumerate(arrays)}
@@ -177,6 +179,9 @@ def flat_step(
             for i, aval in enumerate(avals)
         ]
         inputs = [x[0] if s else x for x, s in zip(every, shardings.stacked, strict=True)]
+        for i, variable in zip(old, variables, strict=True):
+            if isinstance(variable, StepCounts):
+                inputs[i] = begun(inputs[i])
         consts = [inputs[array_at[id(c)]] if id(c) in array_at else c for c in traced.jaxpr.consts]
         outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [
@@ -188,7 +193,7 @@ def flat_step(
             merged = merge.combined([outs[k] for k in merge.outputs], before)
             for k, value in zip(merge.outputs, merged, strict=True):
                 new[k] = value
-        return new + [
+        return undone(new, [inputs[i] for i in old], variables) + [
             out if mirrored else out[None]
             for out, mirrored in zip(outs[state:], plan.mirrored, strict=True)
         ]

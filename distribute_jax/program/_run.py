@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from distribute_jax._errors import StepsSkippedError
+from distribute_jax._jax_private import read_raw
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
@@ -20,6 +22,7 @@ from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import without_jit
+from distribute_jax.program._compare import copied
 from distribute_jax.program._failures import failed, named
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
@@ -28,6 +31,7 @@ from distribute_jax.program._program import Program
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._state_placement import Replicas
 from distribute_jax.program._trace_errors import step_name
+from distribute_jax.program._undo import BEHIND, look
 from distribute_jax.program._verify import verify
 
 _MOST_COMPARED = 1024
@@ -58,6 +62,7 @@ class Runner:
         on_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self.steps_in_flight = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
         self._in_flight: deque[tuple[Any, Program, str]] = deque()
+        self._counts: deque[tuple[list[Any], list[Any], int]] = deque()
 
     def for_strategy(self, strategy: Any) -> Runner:
         """Returns a runner like this one, with no program yet, for another strategy."""
@@ -195,6 +200,20 @@ class Runner:
         note_outputs(entry, arrays, self._mesh)
         if self.steps_in_flight is not None:
             self._in_flight.append((token, entry.program, entry.step))
+        if entry.guards:
+            self._counts.append((entry.guards, copied(read_raw(entry.guards)), steps))
+            self.look_at_guards(BEHIND)
+
+    def look_at_guards(self, behind: int = 0) -> None:
+        """Raises where steps before the last ``behind`` were skipped too often in a row."""
+        while len(self._counts) > behind:
+            guards, counts, steps = self._counts.popleft()
+            try:
+                for guard, count in zip(guards, counts, strict=True):
+                    look(guard, count, steps)
+            except StepsSkippedError:
+                self._counts.clear()
+                raise
 
     def _run_partial(self, request: Request, entry: BoundProgram, flat: list[Any]) -> Any:
         call = self.cache.call(request, entry.binding)

@@ -26,6 +26,7 @@ from distribute_jax.program._capture import captures
 from distribute_jax.program._jaxprs import equations, line
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._trace import Call, Traced
+from distribute_jax.program._undo import StepCounts
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
 _MOST_BYTES = 256 * 2**20
@@ -86,7 +87,8 @@ def _leaves_behind(rule: Combine, variable: nnx.Variable[Any]) -> bool:
     if isinstance(variable, Variable):
         # By another aggregation each replica's write counts, as of a number of replicas.
         return variable.aggregation is VariableAggregation.NONE and rule is Combine.MIRRORED
-    return not isinstance(variable, nnx.metrics.MetricState) and rule is Combine.MIRRORED
+    counts = isinstance(variable, (nnx.metrics.MetricState, StepCounts))
+    return not counts and rule is Combine.MIRRORED
 
 
 def _repeatable(entry: BoundProgram) -> bool:

@@ -27,6 +27,7 @@ from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace_errors import step_name
+from distribute_jax.program._undo import StepCounts, look
 from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator, Data, Recording
 from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
@@ -67,6 +68,7 @@ class ServersRunner(Runner):
         self._halves = HalvesCache(
             strategy, strategy.mesh, coordinator.servers, coordinator, partitioner, sparse
         )
+        self._guarded: dict[int, tuple[StepCounts, int]] = {}
         self._taken: dict[Any, list[int]] = {}
         """How many elements of each of its iterators a function took when it was last traced."""
 
@@ -99,6 +101,15 @@ class ServersRunner(Runner):
         """Runs several steps here, after all closures."""
         self.coordinator.join()
         return super().steps(fn, iterator, steps, options)
+
+    def look_at_guards(self, behind: int = 0) -> None:
+        """Also looks at the closures since the last time, which are over."""
+        super().look_at_guards(behind)
+        if behind:
+            return
+        guarded, self._guarded = self._guarded, {}
+        for guard, closures in guarded.values():
+            look(guard, guard.get_raw_value(), closures)
 
     def kill(self, kind: str, number: int) -> None:
         """Ends the process of a worker or a server."""
@@ -146,6 +157,9 @@ class ServersRunner(Runner):
                 self._engine = self._start()
         self._engine.check(bound.halves)
         closure = self.coordinator.schedule(bound, data, most, self._shares)
+        for guard in bound.guards:
+            _, closures = self._guarded.get(id(guard), (guard, 0))
+            self._guarded[id(guard)] = guard, closures + 1
 
         def remote(k: int) -> RemoteValue:
             real = counts if counts is not None and (bound.rows or ())[k] else None

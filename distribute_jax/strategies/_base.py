@@ -263,6 +263,8 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
     def _settle(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
         """Lets variables hold what dispatched steps have left, for None after waiting for all of them."""
+        if variables is None:
+            self._runner.look_at_guards()
 
     def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""

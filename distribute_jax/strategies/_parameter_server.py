@@ -215,6 +215,7 @@ class ParameterServerStrategy(Strategy):
     def _settle(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
         if variables is None:
             self._coordinator.join()
+            self._runner.look_at_guards()
         else:
             self._coordinator.write_back(variables)
 

@@ -4,7 +4,7 @@ from distribute_jax._lazy import publish
 from distribute_jax.testing._check_strategy import StrategyReport, check_strategy
 from distribute_jax.testing._fault import Fault
 from distribute_jax.testing._local_cluster import LocalCluster, ProcessResult
-from distribute_jax.testing._one_device import check_equals_one_device, simulate
+from distribute_jax.testing._one_device import check_equals_one_device, replay_step, simulate
 from distribute_jax.testing._servers import Log, kill, record, replay
 from distribute_jax.testing._strategies import strategy_combinations
 
@@ -19,6 +19,7 @@ __all__ = [
     "kill",
     "record",
     "replay",
+    "replay_step",
     "simulate",
     "strategy_combinations",
 ]

@@ -13,6 +13,7 @@ from distribute_jax._user_frames import frames_hidden
 from distribute_jax._values import DistributedValues
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
+from distribute_jax.training import Model
 
 
 @frames_hidden
@@ -49,9 +50,45 @@ def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) 
         >>> float(dj.testing.check_equals_one_device(strategy, step, np.arange(4.0)))
         6.0
     """
+    return strategy.run(step, args=_args(strategy, batch), options=RunOptions(verify="always"))
+
+
+def replay_step(model: Model, checkpoint: Any, batch: Any, times: int = 2) -> dict[str, Any]:
+    """Computes the gradients of one batch again, from a checkpoint, and compares their bits.
+
+    With it a step that went wrong can be looked at afterwards: where nothing differs, the same call on
+    other devices or another machine tells by other hashes which device computes wrongly all the time.
+
+    Args:
+        model: a compiled model, which gets the state of the checkpoint and is not trained.
+        checkpoint: what ``model.save`` or ``ModelCheckpoint`` wrote, before the step.
+        batch: the global batch of the step, as for ``check_equals_one_device``.
+        times: how often.
+
+    Returns:
+        For each variable that is trained hashes of the bits of its gradient, one row for each replica.
+
+    Raises:
+        NotEqualError: a replica's gradients are not the same bits each time; names replicas and variables.
+
+    Example:
+        >>> import distribute_jax as dj, numpy as np, tempfile
+        >>> from flax import nnx
+        >>> model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        >>> model.compile("sgd", loss="mse")
+        >>> folder = tempfile.mkdtemp() + "/before"
+        >>> model.save(folder)
+        >>> sorted(dj.testing.replay_step(model, folder, (np.ones((8, 1)), np.ones((8, 1)))))
+        ['bias', 'kernel']
+    """
+    check_int("times", times, 2)
+    model.load(checkpoint)
+    return model.trainer.replayed(_args(model.strategy, batch), times)
+
+
+def _args(strategy: Strategy, batch: Any) -> tuple[Any, ...]:
     element = batch if _is_distributed(batch) else next(iter(strategy.distribute_dataset([batch])))
-    args = element if isinstance(element, tuple) else (element,)
-    return strategy.run(step, args=args, options=RunOptions(verify="always"))
+    return element if isinstance(element, tuple) else (element,)
 
 
 def _is_distributed(batch: Any) -> bool:

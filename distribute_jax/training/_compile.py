@@ -40,6 +40,7 @@ class Setup:
         clip_global_norm: float | None = None,
         dtype_policy: str | None = None,
         verify: str | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         if steps_per_execution != "auto":
             check_int('compile(steps_per_execution), if not "auto",', steps_per_execution)
@@ -50,7 +51,12 @@ class Setup:
         self.objective = Objective(loss, loss_weights)
         self.policy = DTypePolicy(dtype_policy or "float32")
         self.optimizer = build_optimizer(
-            module, optimizer, gradient_accumulation_steps, clip_global_norm, self.policy
+            module,
+            optimizer,
+            gradient_accumulation_steps,
+            clip_global_norm,
+            self.policy,
+            skip_nonfinite,
         )
         self.tracker = Tracker(self.objective, metrics, weighted_metrics)
         self.tested = nnx.clone(self.tracker)
@@ -70,6 +76,7 @@ def build_optimizer(
     accumulation: int,
     clip: float | None,
     policy: DTypePolicy,
+    skip_nonfinite: bool,
 ) -> Optimizer:
     """Builds an ``Optimizer`` of a transformation or a name, or returns the ``Optimizer`` it got."""
     if not isinstance(optimizer, nnx.Optimizer):
@@ -80,16 +87,17 @@ def build_optimizer(
             gradient_accumulation_steps=accumulation,
             clip_global_norm=clip,
             loss_scale="dynamic" if policy.compute_dtype == jnp.float16 else None,
+            skip_nonfinite=skip_nonfinite,
         )
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             "compile got an nnx.Optimizer, which does not sum the gradients of the replicas. Pass its "
             "optax transformation, compile(optax.adam(1e-3)), or a dj.Optimizer."
         )
-    if accumulation != 1 or clip is not None:
+    if accumulation != 1 or clip is not None or skip_nonfinite:
         raise ArgumentError(
-            "gradient_accumulation_steps and clip_global_norm are arguments of dj.Optimizer, and compile "
-            "got a dj.Optimizer."
+            "gradient_accumulation_steps, clip_global_norm and skip_nonfinite are arguments of "
+            "dj.Optimizer, and compile got a dj.Optimizer."
         )
     return optimizer
 

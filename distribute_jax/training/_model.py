@@ -104,6 +104,7 @@ class Model(Stored):
         clip_global_norm: float | None = None,
         dtype_policy: str | None = None,
         verify: str | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         """Decides how the model is trained.
 
@@ -122,6 +123,8 @@ class Model(Stored):
             verify: ``"first"`` to run the first batch to train on, to evaluate and to predict on one
                 device too, from a copy of the state, and raise if the numbers differ by more than
                 rounding, as those of a module that mixes the examples of a batch.
+            skip_nonfinite: whether a batch whose gradients are not finite changes nothing; see
+                ``dj.Optimizer``.
 
         Raises:
             ValueError: an argument that is not one of these; a module built outside of the scope.
@@ -131,7 +134,7 @@ class Model(Stored):
             setup = Setup(
                 self.module, optimizer, loss, metrics, weighted_metrics, loss_weights,
                 steps_per_execution, gradient_accumulation_steps, clip_global_norm,
-                dtype_policy, verify,
+                dtype_policy, verify, skip_nonfinite,
             )  # fmt: skip
         overrides = type(self).train_step is not Model.train_step
         self._trainer = Trainer(

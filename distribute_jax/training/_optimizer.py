@@ -15,6 +15,7 @@ from distribute_jax._absent import answering
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import check_int, leaf_text, promoting
 from distribute_jax.collectives._markers import unreduced
+from distribute_jax.program._undo import Guard, Unconditional, first_of, first_replica_of, mark_of
 from distribute_jax.training._batches import hint
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
@@ -38,6 +39,13 @@ class Optimizer(nnx.Optimizer[Any]):
         clip_global_norm: the largest norm of the gradient that ``tx`` sees.
         loss_scale: for float16: ``"dynamic"``, or a fixed factor, by which ``scale_loss`` multiplies.
             An update whose gradients are not finite is skipped, and halves a dynamic scale.
+        skip_nonfinite: whether a step whose gradients are not finite is skipped: none of the state that it
+            writes changes, on no replica, the statistics of batch norms and metrics included. A warning is
+            logged with the step and the replica, and ``skipped_steps`` counts. With gradients that are
+            accumulated a batch counts as a step, and is left out. Outside of ``run`` the update alone is
+            skipped.
+        max_consecutive: how many steps in a row may be skipped. One more is skipped too, and raises
+            ``StepsSkippedError`` a few steps later, until which nothing changes.
 
     Raises:
         ValueError: an option that is not one of these.
@@ -73,6 +81,8 @@ class Optimizer(nnx.Optimizer[Any]):
         gradient_accumulation_steps: int = 1,
         clip_global_norm: float | None = None,
         loss_scale: float | str | None = None,
+        skip_nonfinite: bool = False,
+        max_consecutive: int = 20,
         **kwargs: Any,
     ) -> None:
         _check(model, tx)
@@ -88,6 +98,13 @@ class Optimizer(nnx.Optimizer[Any]):
         )
         self.accumulation = nnx.data(Accumulation(params, steps) if steps > 1 else None)
         self.loss_scale = nnx.data(LossScale(loss_scale) if loss_scale is not None else None)
+        check_int("max_consecutive", max_consecutive, 0)
+        self.guard = nnx.data(Guard(_NOT_FINITE, max_consecutive) if skip_nonfinite else None)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, by ``skip_nonfinite``."""
+        return 0 if self.guard is None else self.guard.skipped
 
     @property
     def learning_rate(self) -> float:
@@ -130,20 +147,24 @@ class Optimizer(nnx.Optimizer[Any]):
         if self.loss_scale is not None:
             grads = self.loss_scale.divide(grads)
         if self.accumulation is None:
+            replica: Any = -1
             if not skip_gradients_aggregation:
-                grads = _summed(grads)
-            return self._apply(model, grads, kwargs)
+                grads, replica = _summed(grads, marked=self.guard is not None)
+            return self._apply(model, grads, kwargs, self.guard, replica)
         if skip_gradients_aggregation:
             raise ArgumentError(
                 "gradient_accumulation_steps adds gradients up before they are summed over the replicas, so "
                 "it cannot be used with skip_gradients_aggregation=True."
             )
         leaves, treedef = jax.tree.flatten(grads)
+        if self.guard is not None:
+            is_bad, replica = first_replica_of(~_finite(leaves))
+            self.guard.judge(~is_bad, replica)
         is_last, means = self.accumulation.add(leaves)
         mean = jax.tree.unflatten(treedef, means)
 
         def apply(optimizer: Optimizer, model: Any) -> None:
-            optimizer._apply(model, _summed(mean), kwargs)
+            optimizer._apply(model, _summed(mean)[0], kwargs)
 
         return when(is_last, apply, [(self, _is_updated), (model, self.wrt)])
 
@@ -166,18 +187,30 @@ class Optimizer(nnx.Optimizer[Any]):
         return self.update(model, grads, **kwargs)
 
     @promoting
-    def _apply(self, model: Any, grads: Any, kwargs: dict[str, Any]) -> Any:
+    def _apply(
+        self,
+        model: Any,
+        grads: Any,
+        kwargs: dict[str, Any],
+        guard: Guard | None = None,
+        replica: Any = -1,
+    ) -> Any:
         """Updates from gradients of the global batch, if they are finite."""
 
         def update(optimizer: Optimizer, model: Any) -> Any:
             with hint(_missing_arguments):
                 return super().update(model, grads, **kwargs)
 
-        if self.loss_scale is None:
+        if self.loss_scale is None and self.guard is None:
             return update(self, model)
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
-        when(finite, update, [(self, _is_updated), (model, self.wrt)])
-        self.loss_scale.adjust(finite)
+        applied = finite = _finite(jax.tree.leaves(grads))
+        if guard is not None:
+            applied = guard.judge(finite, replica)
+            if self.loss_scale is None and _replica() is not None:  # run undoes the step
+                return update(self, model)
+        when(applied, update, [(self, _is_updated), (model, self.wrt)])
+        if self.loss_scale is not None:
+            self.loss_scale.adjust(finite)
         return None
 
 
@@ -195,16 +228,34 @@ def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
-def _summed(grads: Any) -> Any:
-    """Sums gradients over the replicas inside ``run``; elsewhere there is nothing to sum."""
+_NOT_FINITE = "the gradients{of} are not finite"
+
+
+def _replica() -> Any:
     context = _context.entered()
-    replica = context.replica if context is not None else None
+    return context.replica if context is not None else None
+
+
+def _finite(leaves: Sequence[jax.Array]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+
+def _summed(grads: Any, *, marked: bool = False) -> tuple[Any, Any]:
+    """Sums gradients over the replicas inside ``run``; elsewhere there is nothing to sum.
+
+    Returned is, if they are to be ``marked``, which replica is the first whose gradients are not finite.
+    """
+    replica = _replica()
     if replica is None:
-        return grads
+        return grads, -1
     leaves, treedef = jax.tree.flatten(grads)
+    # What goes with the gradients needs no other collective.
+    marks = [mark_of(~_finite(leaves), leaves[0].dtype)] if marked else []
     if replica.num_replicas_in_sync > 1:
         leaves = unreduced(leaves)
-    return jax.tree.unflatten(treedef, replica.all_reduce("sum", leaves))
+    sums = replica.all_reduce("sum", [*leaves, *marks])
+    first = first_of(sums[-1])[1] if marked else -1
+    return jax.tree.unflatten(treedef, sums[: len(leaves)]), first
 
 
 def _is_updated(path: Any, variable: Any) -> bool:
@@ -262,8 +313,8 @@ class LossScale(nnx.Module):
             )
         self.is_dynamic = scale == "dynamic"
         first = INITIAL if isinstance(scale, str) else scale
-        self.scale = nnx.OptState(jnp.asarray(first, jnp.float32))
-        self.good_steps = nnx.OptState(jnp.zeros((), jnp.int32))
+        self.scale = Unconditional(jnp.asarray(first, jnp.float32))
+        self.good_steps = Unconditional(jnp.zeros((), jnp.int32))
 
     def multiply(self, loss: jax.Array) -> jax.Array:
         return loss * self.scale[...].astype(loss.dtype)

@@ -15,6 +15,7 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, promoting, real_array
 from distribute_jax._padding import align
+from distribute_jax.collectives._check_in_sync import bit_hash
 from distribute_jax.strategies import get_replica_context
 from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
 from distribute_jax.training._compile import Setup
@@ -31,10 +32,10 @@ def forward(
     return setup.policy.cast_output(outputs), added
 
 
-def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
-    """Updates the module, and adds the batch to loss and metrics."""
+def _gradients(module: nnx.Module, setup: Setup, batch: PyTree) -> Any:
+    """Returns this replica's gradients, and its loss, parts of it, outputs and sample weights."""
     x, y, sample_weight = unpack_x_y_sample_weight(batch)
-    optimizer, tracker = setup.optimizer, setup.tracker
+    optimizer = setup.optimizer
 
     def loss_fn(module: nnx.Module) -> tuple[jax.Array, tuple[Any, ...]]:
         outputs, added = forward(module, setup, x, training=True)
@@ -43,8 +44,16 @@ def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
         total = setup.objective.total(parts, added)
         return optimizer.scale_loss(total), (total, parts, outputs, weight)
 
-    grad = nnx.grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt), has_aux=True)
-    gradients, (total, parts, outputs, weight) = grad(module)
+    return nnx.grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt), has_aux=True)(module)
+
+
+def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
+    """Updates the module, and adds the batch to loss and metrics."""
+    x, y, _ = unpack_x_y_sample_weight(batch)
+    optimizer, tracker = setup.optimizer, setup.tracker
+    gradients, (total, parts, outputs, weight) = _gradients(module, setup, batch)
+    if tracker.spikes is not None:
+        tracker.spikes.judge(get_replica_context().all_reduce("sum", total))
     if setup.objective.losses:
         optimizer.update(module, gradients)
     else:  # a penalty alone has the same gradients on all replicas, which update would refuse to sum
@@ -52,6 +61,13 @@ def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
         optimizer.update(module, summed, skip_gradients_aggregation=True)
     tracker.update_loss(setup.objective, total, parts, example_counts(x))
     tracker.update_metrics(y, outputs, weight)
+
+
+def replay(module: nnx.Module, setup: Setup, batch: PyTree) -> jax.Array:
+    """Returns hashes of all replicas' gradients, (replicas, leaves, 2); the module is not changed."""
+    gradients, _ = _gradients(nnx.clone(module), setup, batch)
+    hashes = jnp.stack([bit_hash(leaf) for leaf in jax.tree.leaves(gradients)])
+    return jnp.asarray(get_replica_context().all_gather(hashes[None], axis=0))
 
 
 def test(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
@@ -103,7 +119,7 @@ def class_weighted(
 
 Step: TypeAlias = Callable[..., Any]
 
-STEPS = {"train": train, "test": test, "predict": predict}
+STEPS = {"train": train, "test": test, "predict": predict, "replay": replay}
 
 
 def bind_step(
@@ -112,7 +128,7 @@ def bind_step(
     """Returns a step of positional arguments for ``run``.
 
     Args:
-        kind: ``"train"``, ``"test"`` or ``"predict"``.
+        kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``.
         module: what the step trains or calls.
         setup: what else it uses.
         constants: what it reads of the setup: the user's functions, and numbers.

@@ -51,6 +51,8 @@ class Tracker(nnx.Module):
 
     def __init__(self, objective: Objective, metrics: Any, weighted: Any) -> None:
         self.loss = LossMean()
+        self.spikes: Any = nnx.data(None)
+        """The losses with which each one is compared, during a ``fit`` with ``LossSpike``."""
         self.parts = nnx.Dict({name: LossMean() for name in objective.names().values()})
         by_name: dict[str, Any] = {}
         self._keys: dict[str, tuple[Any, bool]] = {}

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax._mesh import is_local
+from distribute_jax._errors import ArgumentError, ContextError, NotEqualError
+from distribute_jax._mesh import is_local, on_host
+from distribute_jax._messages import listed
 from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
 from distribute_jax.losses._shapes import check_probabilities
@@ -60,8 +61,8 @@ class Trainer:
         self.guard = ReentrancyGuard((self.setup.tracker, self.setup.tested), self.step_logs)
 
     def step(self, kind: str) -> Step:
-        """Returns the step of a kind: ``"train"``, ``"test"`` or ``"predict"``."""
-        weights = self.setup.class_weight if kind == "train" else ()
+        """Returns the step of a kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``."""
+        weights = self.setup.class_weight if kind in ("train", "replay") else ()
         # What a step reads of the setup, where ``run`` does not see that it changed.
         constants = *self.setup.objective.functions(), weights
         model = self.model() if self.model is not None and kind == "train" else None
@@ -70,6 +71,29 @@ class Trainer:
         if (kind, weights) not in self._steps:
             self._steps[kind, weights] = bind_step(kind, self.module, self.setup, constants)
         return self._steps[kind, weights]
+
+    def replayed(self, batch: tuple[Any, ...], times: int = 2) -> dict[str, np.ndarray]:
+        """Computes the gradients of a batch again and again; returns hashes of each replica's, by variable.
+
+        Raises:
+            NotEqualError: a replica's are not the same bits each time.
+        """
+        if self.model is not None:
+            raise ArgumentError("A model that overrides train_step cannot be replayed.")
+        with mode(self.module, training=True):
+            step = self.step("replay")
+            run = partial(self.strategy.run, step, args=batch, options=library_options())
+            runs = [on_host(run()) for _ in range(times)]
+        state = nnx.to_flat_state(nnx.state(self.module, self.setup.optimizer.wrt))
+        names = [".".join(map(str, path)) for path, _ in state]
+        differ = np.any([run != runs[0] for run in runs], axis=(0, 3))
+        if differ.any():
+            lines = [
+                f"replica {r}: {', '.join(names[k] for k in np.flatnonzero(differ[r]))}"
+                for r in np.flatnonzero(differ.any(1))
+            ]
+            raise NotEqualError(_REPLAYED.format(times=times, lines=listed(lines)))
+        return {name: runs[0][:, k] for k, name in enumerate(names)}
 
     def steps_per_execution(self, kind: str) -> StepsPerExecution:
         """Returns how many batches are in a dispatch; what was measured is kept for later epochs."""
@@ -211,6 +235,13 @@ def _settled(strategy: Strategy) -> Iterator[None]:
             strategy._settle()
         raise
     strategy._settle()
+
+
+_REPLAYED = """\
+The gradients of one batch were computed {times} times from the same state, and are not the same bits:
+{lines}
+The state is as before the batch. Either a device is faulty, or the step is not deterministic: on GPUs \
+XLA_FLAGS=--xla_gpu_deterministic_ops=true makes it so."""
 
 
 def warn_of_early_end(what: str, done: int, wanted: int) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that look for problems: ``ProfilerCallback`` and ``TerminateOnNaN``."""
+"""Callbacks that look for problems: profiles, bad numbers, faulty devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, OutOfSyncError
 from distribute_jax._mesh import on_host
-from distribute_jax._messages import is_array
+from distribute_jax._messages import check_choice, check_int, is_array
+from distribute_jax.collectives._check_in_sync import Hashes, hashes_of, heal
 from distribute_jax.processes import current_job, is_chief
+from distribute_jax.program import snapshot
+from distribute_jax.program._compare import copied
+from distribute_jax.program._undo import BEHIND, SKIPPED, Guard
 from distribute_jax.training.callbacks._callback import Callback
 
 
@@ -94,10 +98,6 @@ class ProfilerCallback(Callback):
                 jax.profiler.stop_trace()
 
 
-BEHIND = 4
-"""Dispatches after which the processes of a job look at a loss, which is computed by then or soon."""
-
-
 @jax.jit
 def _finite(value: jax.Array) -> jax.Array:
     return jnp.isfinite(value)
@@ -173,3 +173,228 @@ def _first_bad(node: nnx.Pytree, root: str = "") -> str | None:
                 name = root + ".".join(map(str, path))
                 return f"{name}, in {int(bad.sum())} of {bad.size} places"
     return None
+
+
+class _Every:
+    """Counts the batches of a training; several may be in one dispatch."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._since, self._last = check_int("every", every), 0, -1
+
+    def is_due(self, batch: int) -> bool:
+        """Counts up to this batch of an epoch; True where so many have passed."""
+        self._since += batch - self._last if batch > self._last else batch + 1
+        self._last = batch
+        is_due = self._since >= self._every
+        self._since %= self._every
+        return is_due
+
+
+class CheckInSync(Callback):
+    """Checks regularly that all devices hold the same bits, as ``dj.check_in_sync`` does.
+
+    Each device hashes its copies of weights, optimizer, random streams and metrics. The loop does not wait
+    for that: the hashes are compared a few batches later, and at the end of the training.
+
+    Args:
+        every: after how many batches.
+        policy: what happens where copies differ: ``"raise"``, or ``"heal"``: devices that differ get the
+            copy of the majority, with a warning. With two copies there is none, which raises.
+
+    Raises:
+        ValueError: ``every`` below 1, or another policy.
+        OutOfSyncError: copies differ; the array and the devices are named.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> callback = dj.callbacks.CheckInSync(every=100, policy="heal")
+    """
+
+    reads_late = True
+
+    def __init__(self, every: int = 100, policy: str = "raise") -> None:
+        super().__init__()
+        check_choice("CheckInSync(policy)", policy, ("raise", "heal"))
+        self.every, self.policy = check_int("every", every), policy
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._schedule = _Every(self.every)
+        self._hashes: Hashes | None = None
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches += 1
+        if self._hashes is not None and self._batches >= BEHIND:
+            self._compare()
+        if self._schedule.is_due(batch):
+            self._compare()
+            self.model.strategy._settle()
+            self._hashes, self._batches = hashes_of(self._tree()), 0
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._compare()
+
+    def _tree(self) -> dict[str, Any]:
+        setup = self.model.trainer.setup
+        return {"module": self.model.module, "optimizer": setup.optimizer, "metrics": setup.tracker}
+
+    def _compare(self) -> None:
+        hashes, self._hashes = self._hashes, None
+        if hashes is None:
+            return
+        try:
+            hashes.check()
+        except OutOfSyncError as error:
+            if self.policy == "raise":
+                raise
+            heal(self._tree())
+            if is_chief():
+                text = f"The copies of the majority were taken for these.\n{error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class ReplaySteps(Callback):
+    """Computes the gradients of a sampled batch twice before they are used, and compares them bit by bit.
+
+    A device that computes wrongly now and then is found so, before it trains on the batch: the error names
+    the replica and the variables. Each sample costs two more backward passes.
+
+    Args:
+        every: after how many batches a batch is sampled.
+
+    Raises:
+        ValueError: ``every`` below 1.
+        NotEqualError: a replica's gradients are not the same bits.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> callback = dj.callbacks.ReplaySteps(every=1000)
+    """
+
+    reads_late = True
+
+    def __init__(self, every: int = 1000) -> None:
+        super().__init__()
+        self.every = check_int("every", every)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._schedule = _Every(self.every)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._schedule.is_due(batch):
+            trainer = self.model.trainer
+            trainer.strategy._settle()
+            trainer.replayed(trainer.batches.peek())
+
+
+class LossSpike(Callback):
+    """Notices a batch whose loss is far above the recent ones, and leaves it out.
+
+    A loss is a spike if it is not finite, or more than ``factor`` times the median of the last ``window``
+    losses, and above all of them; before there are so many, only if it is not finite. (What counts is the
+    distance from the median, so that losses may be negative.) What is left out does not enter the window,
+    which is part of what ``BackupAndRestore`` saves.
+
+    Args:
+        factor: how many times the median.
+        window: how many losses.
+        policy: ``"skip"`` leaves all state as it was before the batch; ``"rollback"`` also goes back to the
+            weights and the optimizer of up to ``window`` batches before, and on with the next batch;
+            ``"warn"`` only logs a warning, as the others do too. After ``window`` spikes in a row the
+            training ends with an error, but for ``"warn"``.
+
+    Attributes:
+        spikes: how many there were, after ``fit``.
+
+    Raises:
+        ValueError: ``factor`` is not above 1, ``window`` below 1, or another policy.
+        StepsSkippedError: there were more than ``window`` spikes in a row.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> callback = dj.callbacks.LossSpike(factor=10, window=100, policy="skip")
+    """
+
+    reads_late = True
+
+    def __init__(self, factor: float = 10.0, window: int = 100, policy: str = "skip") -> None:
+        super().__init__()
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1:
+            raise ArgumentError(f"LossSpike: factor must be a number above 1; got {factor!r:.60}.")
+        check_choice("LossSpike(policy)", policy, ("skip", "rollback", "warn"))
+        self.factor, self.window, self.policy = factor, check_int("window", window), policy
+        self.spikes = 0
+        self._losses: Any = None
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        if model is None or model._trainer is None:
+            return
+        # Before on_train_begin, in which BackupAndRestore puts back what was saved of it.
+        with model.strategy.scope():
+            self._losses = LossWindow(self.factor, self.window, undoes=self.policy != "warn")
+        model.trainer.setup.tracker.spikes = self._losses
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._late: deque[Any] = deque()
+        self._schedule = _Every(self.window)
+        self._kept: Any = None
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.policy == "rollback" and self._kept is None:
+            self._keep()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.policy != "rollback":
+            return
+        self._late += copied([self._losses.guard.counts.get_raw_value()])
+        is_due = self._schedule.is_due(batch)
+        if not self._went_back(0 if is_due else BEHIND) and is_due:
+            self._keep()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._went_back(0)
+        self.spikes = self._losses.guard.skipped
+
+    def _went_back(self, behind: int) -> bool:
+        """Goes back if there was a spike before the last so many dispatches."""
+        while len(self._late) > behind:
+            if int(on_host(self._late.popleft())[SKIPPED]) > self.spikes:
+                self._late.clear()
+                self.spikes = self._losses.guard.skipped
+                for node, state in zip(self._nodes(), snapshot(self._kept), strict=True):
+                    nnx.update(node, state)
+                return True
+        return False
+
+    def _keep(self) -> None:
+        self._kept = [snapshot(node) for node in self._nodes()]
+
+    def _nodes(self) -> list[Any]:
+        self.model.strategy._settle()
+        return [self.model.module, self.model.trainer.setup.optimizer]
+
+    def _release(self) -> None:
+        if self.model is not None and self.model._trainer is not None:
+            self.model.trainer.setup.tracker.spikes = None
+
+
+class LossWindow(nnx.Module):
+    """The last losses that were no spikes, oldest first; NaN where there were none yet."""
+
+    def __init__(self, factor: float, window: int, *, undoes: bool) -> None:
+        self.factor = factor
+        self.losses = nnx.Variable(jnp.full((window,), jnp.nan, jnp.float32))
+        what = f"the loss is more than {factor:g} times the median of the last {window}"
+        self.undoes, self.guard = undoes, Guard(what, window if undoes else None)
+
+    def judge(self, loss: jax.Array) -> None:
+        """Compares the loss of the global batch, inside a step."""
+        old = self.losses[...]
+        loss = loss.astype(old.dtype)
+        median = jnp.median(old)
+        far = (loss - median > (self.factor - 1) * jnp.abs(median)) & (loss > jnp.max(old))
+        spike = far | ~jnp.isfinite(loss)
+        stays = spike if self.undoes else ~jnp.isfinite(loss)
+        self.losses[...] = jnp.where(stays, old, jnp.append(old[1:], loss))
+        self.guard.judge(~spike)

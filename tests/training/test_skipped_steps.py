@@ -1,0 +1,186 @@
+"""Steps whose gradients are not finite: nothing changes, the replica is named, none is ever applied."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+ROWS = 16
+
+
+class Net(nnx.Module):
+    """A layer, statistics of the batch, and random numbers."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0, dropout=1)
+        self.layer = nnx.Linear(3, 1, rngs=rngs)
+        self.norm = nnx.BatchNorm(1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.norm(self.layer(x)))[:, 0]
+
+
+def batches(
+    steps: int, bad: Any = (), value: float = np.nan, row: int = ROWS - 1
+) -> list[np.ndarray]:
+    """Batches of which some have a bad number in a row, which is on the last replica by default."""
+    rng = np.random.default_rng(0)
+    made = [rng.normal(size=(ROWS, 3)).astype("f4") for _ in range(steps)]
+    for step in bad:
+        made[step][row, 0] = value
+    return made
+
+
+class Training:
+    """A model, its optimizer and a metric, trained in a loop of one's own."""
+
+    def __init__(self, strategy: dj.Strategy, **options: Any) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            net = self.net = Net()
+            optimizer = self.optimizer = dj.Optimizer(
+                net, optax.adam(0.1), skip_nonfinite=True, **options
+            )
+            metric = self.metric = nnx.metrics.Average()
+
+        def step(x: jax.Array) -> None:
+            def loss_fn(net: Net) -> tuple[jax.Array, jax.Array]:
+                losses = (net(x) - x[:, 1]) ** 2
+                return optimizer.scale_loss(dj.compute_average_loss(losses)), losses
+
+            grads, losses = nnx.grad(loss_fn, has_aux=True)(net)
+            optimizer.update(net, grads)
+            metric.update(values=losses)
+
+        self.step = step
+
+    def run(self, data: list[np.ndarray]) -> None:
+        for x in self.strategy.distribute_dataset(data):
+            self.strategy.run(self.step, args=(x,))
+        self.strategy._settle()
+
+    def state(self) -> list[bytes]:
+        """All that the step writes, but for the counts."""
+        parts = nnx.state(self.net), nnx.state(self.optimizer), nnx.state(self.metric)
+        named = jax.tree_util.tree_leaves_with_path(parts)
+        leaves = [x for path, x in named if "guard" not in jax.tree_util.keystr(path)]
+        return [
+            np.asarray(
+                jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            ).tobytes()
+            for x in leaves
+        ]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The log."""
+    with caplog.at_level(logging.WARNING, "distribute_jax"):
+        yield caplog
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_a_bad_row_on_one_replica_changes_nothing_on_all(
+    strategy: dj.Strategy, value: float, said: pytest.LogCaptureFixture
+) -> None:
+    """Weights, statistics, random streams and metrics are bitwise those without that batch."""
+    training, without = Training(strategy), Training(strategy)
+    data = batches(5, bad=[3], value=value)
+    training.run(data)
+    without.run([*data[:3], data[4]])
+    assert training.state() == without.state()
+    assert (training.optimizer.skipped_steps, without.optimizer.skipped_steps) == (1, 0)
+    replica = strategy.num_replicas_in_sync - 1
+    assert f"Step 3 was skipped: the gradients of replica {replica} are not finite" in said.text
+    dj.check_in_sync((training.net, training.optimizer))
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_after_max_consecutive_it_raises_and_none_was_applied(
+    s4: dj.Strategy, together: int
+) -> None:
+    """Not the one more either, which optax applies, nor what comes before the error is raised."""
+    training, without = Training(s4, max_consecutive=3), Training(s4)
+    data = batches(7 * together + 6, bad=[2, 3, 4, 5], row=4)
+    without.run(data[:2])
+    iterator = iter(s4.distribute_dataset(data))
+    runs = (s4.run_steps(training.step, iterator, together) for _ in itertools.count())
+    with pytest.raises(dj.StepsSkippedError, match=r"4 steps in a row .*step 5 .*\n?.*replica 1 "):
+        list(runs)
+    assert training.state() == without.state()
+    training.run(data[6:7])  # who catches the error may go on
+    assert training.state() != without.state()
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"loss_scale": 128.0}])
+def test_with_accumulation_a_batch_is_left_out_and_with_a_scale_a_step(
+    s2: dj.Strategy, options: dict[str, Any]
+) -> None:
+    """The numbers are those without the bad batches, the second of two that are added up included."""
+    training, without = Training(s2, **options), Training(s2, **options)
+    data = batches(6, bad=[1])
+    training.run(data)
+    without.run([data[0], *data[2:]])
+    assert training.state() == without.state()
+    assert training.optimizer.skipped_steps == 1
+
+
+def test_outside_of_run_the_update_is_skipped() -> None:
+    """Where there is no step to undo, weights and optimizer stay."""
+    net = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = dj.Optimizer(net, optax.sgd(1.0), skip_nonfinite=True)
+    before = np.asarray(net.kernel[...])
+    grads = jax.tree.map(lambda x: x * np.nan, nnx.state(net, nnx.Param))
+    optimizer.update(net, grads)
+    assert np.array_equal(net.kernel[...], before)
+    assert (int(optimizer.step[...]), optimizer.skipped_steps) == (0, 1)
+
+
+STRATEGIES = {
+    "mirrored": lambda: dj.MirroredStrategy([0, 1]),
+    "fully sharded": lambda: dj.FullyShardedStrategy([0, 1, 2, 3]),
+    "two on each": lambda: dj.MirroredStrategy([0, 1], replicas_per_device=2),
+    "central": lambda: dj.CentralStorageStrategy([0, 1], parameter_device="cpu:2"),
+    "servers": lambda: dj.ParameterServerStrategy(workers=2, max_staleness=0),
+}
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_fit_leaves_a_bad_batch_out(kind: str, said: pytest.LogCaptureFixture) -> None:
+    """Of loss, metrics and weights, with the numbers of the other batches."""
+
+    def fitted(data: list[np.ndarray]) -> tuple[Any, list[np.ndarray], int]:
+        with STRATEGIES[kind]().scope():
+            model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+        model.compile(optax.adam(0.1), loss="mse", metrics=["mae"], skip_nonfinite=True)
+        history = model.fit([(x, x[:, :1]) for x in data], verbose=0).history
+        weights = [np.asarray(v[...]) for v in jax.tree.leaves(nnx.state(model.module))]
+        return history, weights, model.optimizer.skipped_steps
+
+    data = batches(5, bad=[2], value=np.inf)
+    history, weights, skipped = fitted(data)
+    other, others, none = fitted([*data[:2], *data[3:]])
+    assert history == other
+    assert all(map(np.array_equal, weights, others))
+    assert (skipped, none) == (1, 0)
+    assert "Step 2 was skipped" in said.text
+
+
+def test_fit_raises_at_the_end_of_an_epoch_at_the_latest() -> None:
+    """Also where the last batches of all are the bad ones."""
+    model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    optimizer = dj.Optimizer(model.module, optax.sgd(0.1), skip_nonfinite=True, max_consecutive=0)
+    model.compile(optimizer, loss="mse")
+    with pytest.raises(dj.StepsSkippedError, match="step 3"):
+        model.fit([(x, x[:, :1]) for x in batches(4, bad=[3])], verbose=0)
