@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 48_499,
-    lines_of_tests: 44_306,
-    files: 242,
+    lines: 49_181,
+    lines_of_tests: 44_787,
+    files: 243,
     pieces: 1,
     private_words: 4,
     private_imports: 31,
