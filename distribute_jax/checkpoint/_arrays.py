@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,16 +92,25 @@ _hook_lock = threading.Lock()
 """Held by the one thread that has its hook in place; several managers write one after the other."""
 
 
-def read_arrays(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
-    """Reads some arrays of a folder, as they are stored; raises where Orbax cannot."""
+Sizes = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of some arrays, by their names."""
+
+
+def read_arrays(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
+    """Reads some arrays of a folder, as they are stored; raises where Orbax cannot, or they are larger."""
     import orbax.checkpoint as ocp
 
-    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in sizes}
     some = ocp.args.PyTreeRestore(
-        item=dict.fromkeys(names, 0), restore_args=as_numpy, partial_restore=True
+        item=dict.fromkeys(sizes, 0), restore_args=as_numpy, partial_restore=True
     )
     with _orbax() as orbax:
         try:
+            stored = orbax.metadata(folder.absolute()).item_metadata
+            for name, (dtype, shape) in sizes.items():
+                found = stored[name].shape
+                if tuple(found) not in (shape, (size_of(dtype, shape),)):
+                    raise ValueError(f"array {name} has the shape {tuple(found)}, not {shape}")
             read: Mapping[str, Any] = orbax.restore(folder.absolute(), args=some)
         except PermissionError:
             raise
@@ -119,9 +128,13 @@ def write_bytes(folder: Path, named: Mapping[str, Array]) -> None:
         (folder / name).write_bytes(_bytes(data).data)
 
 
-def read_bytes(folder: Path, names: Iterable[str]) -> Mapping[str, Any]:
+def read_bytes(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
     """Reads some of those arrays, as bytes."""
-    return {name: np.fromfile(folder / name, np.uint8) for name in names}
+    return {name: np.fromfile(folder / name, np.uint8) for name in sizes}
+
+
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def from_stored(folder: str, path: str, stored: Any, dtype: str, shape: tuple[int, ...]) -> Array:
@@ -129,7 +142,7 @@ def from_stored(folder: str, path: str, stored: Any, dtype: str, shape: tuple[in
     if isinstance(stored, np.ndarray):
         if (stored.dtype.name, stored.shape) == (dtype, shape):
             return stored
-        if stored.dtype == np.uint8 and stored.size == math.prod(shape) * np.dtype(dtype).itemsize:
+        if stored.dtype == np.uint8 and stored.size == size_of(dtype, shape):
             return stored.view(dtype).reshape(shape)
     raise CheckpointDamagedError(
         f"{folder} holds {leaf_text(stored)} for {path}, which was saved as {dtype}{list(shape)}"

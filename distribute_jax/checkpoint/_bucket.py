@@ -11,7 +11,6 @@ from typing import Any
 
 from distribute_jax._errors import (
     ArgumentError,
-    CheckpointDamagedError,
     CheckpointError,
     MissingPackageError,
 )
@@ -121,21 +120,23 @@ class BucketDirectory:
         return f"{self.root}/{name}".rstrip("/")
 
     @contextmanager
-    def arrays(self, name: str, folder: str, files: Mapping[str, str]) -> Iterator[Path]:
+    def arrays(
+        self, name: str, folder: str, files: Mapping[str, str], largest: int | None = None
+    ) -> Iterator[Path]:
         """The files are copied to this machine's disk."""
         with tempfile.TemporaryDirectory(prefix="distribute_jax-") as temporary:
             root = Path(temporary)
             for file in files:
                 local = root / file
-                if not local.resolve().is_relative_to(root.resolve()):
-                    raise CheckpointDamagedError(f"{self.path_of(name)} names the file {file!r}")
                 local.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     with _os_errors():
                         self.store.get_file(self._path(f"{name}/{folder}/{file}"), str(local))
                 except FileNotFoundError:
                     local.unlink(missing_ok=True)  # check_files says that it is missing
-            check_files(f"{self.path_of(name)}/{folder}", _disk.digests(root), files)
+            check_files(
+                f"{self.path_of(name)}/{folder}", _disk.digests(root, files, largest), files
+            )
             yield root
 
     def remove(self, name: str) -> None:

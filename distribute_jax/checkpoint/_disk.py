@@ -7,13 +7,14 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distribute_jax._errors import CheckpointError, CheckpointFileError
+from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
 from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step
 
 try:
@@ -22,6 +23,9 @@ except ImportError:  # not a POSIX system: there saving goes without locks
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = "lock"
+_LARGEST_FILE = 1 << 28
+"""Bytes of a manifest, which is read whole."""
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,20 @@ class DiskDirectory:
             os.close(lock)
 
     def read(self, path: str) -> bytes:
-        return (self.place / path).read_bytes()
+        opened = os.open(self._plain(path), os.O_RDONLY | _AT_ONCE)  # a pipe would wait for ever
+        with open(opened, "rb") as file:
+            status = os.fstat(opened)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
+                raise CheckpointDamagedError(f"{self.place / path} is not a file of a checkpoint")
+            return file.read()
+
+    def _plain(self, path: str) -> Path:
+        """Returns the place of a file or folder, to which no link below the directory leads."""
+        whole = self.place / path
+        for part in [whole, *whole.parents][: len(Path(path).parts)]:
+            if part.is_symlink():
+                raise CheckpointDamagedError(f"{part} is a link, which is not followed")
+        return whole
 
     def write(self, path: str, data: bytes) -> None:
         self.place.mkdir(parents=True, exist_ok=True)
@@ -142,9 +159,14 @@ class DiskDirectory:
         (self.place / path).unlink(missing_ok=True)
 
     @contextmanager
-    def arrays(self, name: str, folder: str, files: Mapping[str, str]) -> Iterator[Path]:
-        arrays = self.place / name / folder
-        check_files(arrays, digests(arrays, files), files)
+    def arrays(
+        self, name: str, folder: str, files: Mapping[str, str], largest: int | None = None
+    ) -> Iterator[Path]:
+        arrays = self._plain(f"{name}/{folder}")
+        for path in arrays.rglob("*"):
+            if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
+                raise CheckpointDamagedError(f"{path} is neither a file nor a folder")
+        check_files(arrays, digests(arrays, files, largest), files)
         yield arrays
 
     def remove(self, name: str) -> None:
@@ -174,7 +196,8 @@ class DiskDirectory:
         )
 
     def free_bytes(self) -> int:
-        path = next(p for p in (self.place, *self.place.parents) if p.exists())
+        # Unlike Path.exists, it has no error of its own for a path that is too long.
+        path = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
         return shutil.disk_usage(path).free
 
 
@@ -209,13 +232,24 @@ def _lock(lock: int, *, wait: bool = False) -> bool:
     return True
 
 
-def digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Returns the sha256 of all files below a folder, or of those named, by their paths from there."""
+def digests(
+    folder: Path, names: Iterable[str] | None = None, largest: int | None = None
+) -> dict[str, str]:
+    """Returns the sha256 of all files below a folder, or of those named, by their paths from there.
+
+    A file of more bytes than the largest is not read, and has an empty one.
+    """
     paths = sorted(folder.rglob("*")) if names is None else [folder / name for name in names]
-    return {path.relative_to(folder).as_posix(): _digest(path) for path in paths if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): _digest(path, largest)
+        for path in paths
+        if path.is_file()
+    }
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, largest: int | None) -> str:
+    if largest is not None and path.stat().st_size > largest:
+        return ""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

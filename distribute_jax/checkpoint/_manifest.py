@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,15 @@ from typing import Any
 from distribute_jax import _context
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError
 from distribute_jax._messages import listed
-from distribute_jax.checkpoint._leaves import Spec, digest_of
+from distribute_jax.checkpoint._leaves import (
+    ARRAY,
+    ITERATOR,
+    KEY,
+    PYTHON,
+    Spec,
+    digest_of,
+    python_value,
+)
 
 MANIFEST = "manifest.json"
 ARRAYS = "arrays-"
@@ -27,6 +36,9 @@ DAMAGED = "damaged"
 _FORMAT = 1
 _FOLDER = re.compile(r"[a-z]+-[0-9a-f]+")
 """What folders are called; anything else could lead out of the checkpoint."""
+_PART = re.compile(r"[0-9]+(_[0-9]+)*")
+"""What parts are called."""
+_MOST_NUMBERS_OF_A_KEY = 64
 _PACKAGES = ("distribute-jax", "jax", "flax", "orbax-checkpoint", "numpy")
 
 
@@ -123,9 +135,10 @@ def manifest_in(folder: object, text: bytes) -> Manifest:
     """Reads the text of a manifest and checks it against its digest."""
     try:
         whole = json.loads(text)
-        content: dict[str, Any] = whole["content"]
+        content: dict[str, Any] = {**whole["content"]}
         is_intact = whole["sha256"] == _digest(content)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        number = content.pop("format")
+    except _NOT_A_MANIFEST as error:
         raise CheckpointDamagedError(
             f"{folder}/{MANIFEST} cannot be read ({error!r:.80})"
         ) from error
@@ -133,33 +146,92 @@ def manifest_in(folder: object, text: bytes) -> Manifest:
         raise CheckpointDamagedError(
             f"{folder}/{MANIFEST} is not what was written (its sha256 differs)"
         )
-    if (number := content.pop("format")) != _FORMAT:
+    if number != _FORMAT:
         raise CheckpointError(
             f"{folder} has format {number!r}; this release reads {_FORMAT}. Restore it with the release "
             "that saved it."
         )
-    leaves = tuple(map(_record, content.pop("leaves")))
-    folders = {part.folder for record in leaves for part in record.parts}
-    if not all(map(_FOLDER.fullmatch, [content["arrays"], *folders])):
+    try:
+        manifest = Manifest(leaves=tuple(map(_record, content.pop("leaves"))), **content)
+        _check_names(manifest)
+    except _NOT_A_MANIFEST as error:
         raise CheckpointDamagedError(
-            f"{folder}/{MANIFEST} names folders that no checkpoint has: {sorted(folders)}"
-        )
-    return Manifest(leaves=leaves, **content)
+            f"{folder}/{MANIFEST} does not describe a checkpoint ({error!r:.120})"
+        ) from error
+    return manifest
+
+
+_NOT_A_MANIFEST = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What goes wrong where JSON has another structure than a manifest."""
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Raises for a name that no checkpoint has, and that could lead out of it."""
+    parts = [part for record in manifest.leaves for part in record.parts]
+    files = [file.partition("/") for file in manifest.files]
+    folders = {manifest.arrays, *(part.folder for part in parts), *(file[0] for file in files)}
+    wrong = [name for name in folders if not _FOLDER.fullmatch(name)]
+    wrong += [part.name for part in parts if not _PART.fullmatch(part.name)]
+    wrong += [file for _, _, file in files if {"", ".", ".."} & {*file.split("/")} or "\0" in file]
+    if wrong:
+        raise ValueError(f"no checkpoint has the name {wrong[0]!r:.60}")
 
 
 def _record(saved: Mapping[str, Any]) -> Record:
     spec = Spec(**_with_shapes(saved["spec"]))
     parts = tuple(map(part_in, saved["parts"]))
-    return Record(**_with_shapes(saved) | {"spec": spec, "parts": parts})
+    record = Record(**_with_shapes(saved) | {"spec": spec, "parts": parts})
+    is_right = _holds_numbers(record) if record.dtype else _holds_text(record)
+    if not is_right:
+        raise ValueError(f"the entry of {spec.path} contradicts itself")
+    return record
+
+
+def _holds_numbers(record: Record) -> bool:
+    """Returns whether the parts are those of an array or a key: nothing larger is ever allocated."""
+    spec, shape = record.spec, record.shape
+    inner = shape[len(spec.shape) :]
+    if spec.kind == KEY:
+        fits = record.dtype == "uint32" and math.prod(inner) <= _MOST_NUMBERS_OF_A_KEY
+    else:
+        fits = spec.kind == ARRAY and record.dtype == spec.dtype and not inner
+    boxes = [(*zip(part.start, part.shape, shape, strict=True),) for part in record.parts]
+    return (
+        fits
+        and shape[: len(spec.shape)] == spec.shape
+        and all(start + size <= whole for box in boxes for start, size, whole in box)
+        and sum(math.prod(part.shape) for part in record.parts) == math.prod(shape)
+    )
+
+
+def _holds_text(record: Record) -> bool:
+    """Returns whether the text is that of a Python value of the type, or of an iterator."""
+    spec = record.spec
+    if spec.kind != PYTHON or record.parts:
+        return spec.kind == ITERATOR and not record.parts
+    return type(python_value(spec, record.text)).__name__ == spec.dtype
 
 
 def part_in(saved: Mapping[str, Any]) -> Part:
     """Reads the entry of a part."""
-    return Part(**_with_shapes(saved) | {"start": tuple(saved["start"])})
+    return Part(**_with_shapes(saved) | {"start": _sizes(saved["start"])})
 
 
 def _with_shapes(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {**saved, "shape": tuple(saved["shape"])}  # JSON has lists
+    return {**saved, "shape": _sizes(saved["shape"])}  # JSON has lists
+
+
+def _sizes(numbers: Sequence[int]) -> tuple[int, ...]:
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{numbers!r:.60} are not sizes")
+    return tuple(numbers)
 
 
 def is_step(name: str) -> bool:

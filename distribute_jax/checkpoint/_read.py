@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._mesh import outside_mesh, put
 from distribute_jax._messages import listed
-from distribute_jax.checkpoint._arrays import from_stored, read_arrays, read_bytes
+from distribute_jax.checkpoint._arrays import Sizes, from_stored, read_arrays, read_bytes, size_of
 from distribute_jax.checkpoint._leaves import (
     ARRAY,
     ITERATOR,
@@ -134,12 +133,13 @@ def read_leaves(
     where = directory.path_of(name)
     current = {slot.spec.path: slot.current for slot in slots}
     parts_of = [needed(record, current[record.spec.path]) for record in manifest.leaves]
-    names: dict[str, list[str]] = defaultdict(list)
-    for part in chain(*parts_of):
-        if 0 not in part.shape:
-            names[part.folder].append(part.name)
+    sizes: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    for record, parts in zip(manifest.leaves, parts_of, strict=True):
+        for part in parts:
+            if 0 not in part.shape:
+                sizes[part.folder][part.name] = record.dtype, part.shape
     try:
-        stored = {f: _read_folder(directory, name, manifest, f, names[f]) for f in names}
+        stored = {f: _read_folder(directory, name, manifest, f, sizes[f]) for f in sizes}
     except OSError as error:
         raise CheckpointFileError(f"{where} cannot be read: {error}") from error
 
@@ -163,7 +163,7 @@ def read_leaves(
 
 
 def _read_folder(
-    directory: Directory, name: str, manifest: Manifest, folder: str, names: Sequence[str]
+    directory: Directory, name: str, manifest: Manifest, folder: str, sizes: Sizes
 ) -> Mapping[str, Any]:
     by_bytes = folder.startswith(PARTS)
     files = {
@@ -172,9 +172,10 @@ def _read_folder(
         if file.startswith(f"{folder}/")
     }
     if by_bytes:  # files of parts that this process does not need are left alone
-        files = {file: digest for file, digest in files.items() if file in names}
-    with directory.arrays(name, f"{manifest.arrays}/{folder}", files) as local:
-        return (read_bytes if by_bytes else read_arrays)(local, names)
+        files = {file: digest for file, digest in files.items() if file in sizes}
+    largest = max(size_of(*size) for size in sizes.values()) if by_bytes else None
+    with directory.arrays(name, f"{manifest.arrays}/{folder}", files, largest) as local:
+        return (read_bytes if by_bytes else read_arrays)(local, sizes)
 
 
 def _is_as_saved(leaf: Saved) -> bool:

@@ -96,7 +96,10 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
         CheckpointDamagedError: what is there is not what was saved.
     """
     check_place("load")
-    directory, name = _directory_and_name("load", path)
+    # Below the folder no link is followed; the user's path may be one.
+    directory, name = _directory_and_name(
+        "load", path if is_url(os.fspath(path)) else os.path.realpath(path)
+    )
 
     def manifest() -> Manifest:
         if not directory.holds(name):

@@ -99,9 +99,12 @@ class Directory(Protocol):
         """Removes a file, if it is there."""
 
     def arrays(
-        self, name: str, folder: str, files: Mapping[str, str]
+        self, name: str, folder: str, files: Mapping[str, str], largest: int | None = None
     ) -> AbstractContextManager[Path]:
-        """Opens a folder of arrays on this machine; it is damaged where a file has another sha256."""
+        """Opens a folder of arrays on this machine; it is damaged where a file has another sha256.
+
+        It is damaged too where a file is larger than the largest may be.
+        """
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, so that it is never seen half removed."""

@@ -156,7 +156,7 @@ def test_arrays_that_orbax_does_not_find_are_damaged(
         manager.restore(2, {"x": np.zeros(3, int)})
     save(manager.directory / "other", {"x": np.zeros(4)})
     shutil.copytree(next((manager.directory / "other").glob("arrays-*/whole-0")), arrays)
-    with pytest.raises(dj.CheckpointDamagedError, match=r"float64\[4\] for \['x'\].*int64\[3\]"):
+    with pytest.raises(dj.CheckpointDamagedError, match=r"has the shape \(4,\), not \(3,\)"):
         manager.restore(2, {"x": np.zeros(3, int)})
 
 

@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 49_181,
-    lines_of_tests: 44_787,
+    lines: 49_308,
+    lines_of_tests: 44_988,
     files: 243,
     pieces: 1,
-    private_words: 4,
+    private_words: 6,
     private_imports: 31,
 }
 
