@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from distribute_jax._values import (
     Mirrored,
     PerReplica,
     UnevenPerReplica,
-    mark_mirrored,
     reading,
     step_of,
 )
@@ -63,7 +62,8 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) ->
     What is one array over all replicas, as gradients are, goes through one program.
     """
     axes = _as_axes(axis)
-    leaves = [_summable(op, value, mesh) for value in values]
+    held = [_read(value, mesh) for value in values]
+    leaves, equal = [_summable(op, value, mesh) for value, _ in held], [e for _, e in held]
     results: dict[int, jax.Array] = {}
     by_mesh: dict[Mesh, list[int]] = {}
     with with_all_processes("strategy.reduce", mesh), ExitStack() as stack:
@@ -72,7 +72,7 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) ->
             if _is_global(leaf):
                 by_mesh.setdefault(leaf.mesh, []).append(i)
             else:
-                results[i] = _reduce(op, leaf, axes, num_replicas(mesh))
+                results[i] = _reduce(op, leaf, axes, num_replicas(mesh), equal[i])
         for indices in by_mesh.values():
             totals = _reduce_global(op, [leaves[i] for i in indices], axes)
             results.update(zip(indices, totals, strict=True))
@@ -80,8 +80,8 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) ->
 
 
 def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
-    """Returns a leaf, of a variable its value, that can be summed; logs what it may count too often."""
-    value = check_int_range(_of_variable(value, mesh), "strategy.reduce")
+    """Returns a leaf that can be summed; logs what it may count too often."""
+    value = check_int_range(value, "strategy.reduce")
     if is_key(getattr(value, "global_array", value)):
         raise ArgumentError(
             "strategy.reduce got random keys, which have no sum and no mean. Get each replica's with "
@@ -111,7 +111,8 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Joins one leaf of all replicas along a dim."""
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise ArgumentError(f"strategy.gather: axis must be an int; got {axis!r}.")
-    value = check_int_range(_of_variable(value, mesh), "strategy.gather")
+    value, is_equal = _read(value, mesh)
+    value = check_int_range(value, "strategy.gather")
     with with_all_processes("strategy.gather", mesh), reading(value):
         if _is_global(value):
             return _gather_global(value, axis)
@@ -119,14 +120,14 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
             return _gather_parts(value.values, axis)
         array = jnp.asarray(value)
         dim = checked_dim(array.ndim, axis, _part_text(array), "strategy.gather")
-        if isinstance(value, Mirrored):
+        if is_equal:
             return on_host_device(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
         return array
 
 
 def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
     """Returns this process's parts of one leaf, or None for a value that is not distributed."""
-    value = _of_variable(value, mesh)
+    value, is_equal = _read(value, mesh)
     if isinstance(value, DistributedValues):
         top = _context.entered()
         if top is None or top.replica is None:
@@ -139,26 +140,24 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
                 else uncommitted(jax.device_put(part, first))
                 for part in value.values
             ]
-    if isinstance(value, Mirrored):
+    if is_equal:
         local = len(local_replicas(mesh))
         with reading(value):
-            return [on_host_device(cast("Any", value))] * local
+            return [on_host_device(value)] * local
     return None
 
 
-def _of_variable(value: Any, mesh: Mesh) -> Any:
-    """Returns the value of a variable: one for each replica, or the same on all."""
+def _read(value: Any, mesh: Mesh) -> tuple[Any, bool]:
+    """Returns a value, of a variable what it holds, and whether that is equal on all replicas."""
     if not isinstance(value, nnx.Variable):
-        return value
+        return value, isinstance(value, Mirrored)
     if _context.merging():
-        return _of_traced_variable(value)
+        return _of_traced_variable(value), False
     if isinstance(value, Variable) and value.is_on_read:
         mesh = mesh_of_components(value) or mesh
-        return PerReplica(on_replicas(value, mesh), mesh)
+        return PerReplica(on_replicas(value, mesh), mesh), False
     raw = readable_raw(value)
-    if not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):
-        return raw
-    return mark_mirrored(raw, None)
+    return raw, isinstance(raw, jax.Array) and not isinstance(raw, jax.core.Tracer)
 
 
 def _of_traced_variable(variable: nnx.Variable[Any]) -> Any:
@@ -298,12 +297,12 @@ def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.A
     return as_dtype(total, _result_dtype(op, dtype))
 
 
-def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int) -> jax.Array:
+def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, is_equal: bool) -> jax.Array:
     """Reduces what is not one array over all replicas."""
     if isinstance(value, DistributedValues):
         return _reduce_parts(op, value.values, axes)
     array = jnp.asarray(value)
-    is_equal = replicas == 1 or isinstance(value, Mirrored)
+    is_equal = replicas == 1 or is_equal
     is_zero = isinstance(value, (int, float, np.generic)) and value == 0
     if op is ReduceOp.SUM and not is_equal and not is_zero:
         raise ArgumentError(
