@@ -11,7 +11,7 @@ killed or preempted, the final weights are those of an uninterrupted job, bit fo
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import optax
@@ -38,7 +38,11 @@ def train_step(model: CNN, optimizer: dj.Optimizer, x: jax.Array, y: jax.Array) 
     return dj.get_replica_context().all_reduce("sum", loss)
 
 
-def train(strategy: dj.Strategy, options: argparse.Namespace) -> CNN:
+def train(
+    strategy: dj.Strategy,
+    options: argparse.Namespace,
+    is_preempted: Callable[[], bool] | None = None,
+) -> CNN:
     """Trains until a step, from the newest checkpoint in the directory if there is one."""
     with strategy.scope():
         model = CNN(jax.numpy.float32, rngs=nnx.Rngs(0))
@@ -49,7 +53,7 @@ def train(strategy: dj.Strategy, options: argparse.Namespace) -> CNN:
     state = {"model": model, "optimizer": optimizer}
     with (
         dj.CheckpointManager(options.directory, every_steps=options.every) as manager,
-        manager.preemptible(state, batches) as loop,
+        manager.preemptible(state, batches, termination_watcher_fn=is_preempted) as loop,
     ):
         say(f"Resuming after step {loop.step}, on {strategy.num_replicas_in_sync} replicas.")
         while loop.step < options.steps:

@@ -27,7 +27,26 @@ def add_to(commands: Any) -> None:
     )
     command.set_defaults(run=run, command=command)
     add = command.add_argument
-    add("--processes", type=_at_least(1), default=1, metavar="N", help="number of processes (1)")
+    add(
+        *("--processes", "--max-processes"),
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="number of processes (1)",
+    )
+    add(
+        "--min-processes",
+        type=_at_least(1),
+        metavar="K",
+        help="go on without processes that fail while there are K; default: restart all of them",
+    )
+    add(
+        "--rejoin",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="time with fewer processes after which they save, and those that failed are started again (60)",
+    )
     add(
         "--devices-per-process",
         type=_at_least(1),
@@ -63,11 +82,18 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Launches the program and returns the exit code of the job."""
     check_program(options.program, is_module=options.module)
+    least = options.min_processes or options.processes
+    if least > options.processes:
+        raise ArgumentError(
+            f"launch: --min-processes {least} is above --max-processes {options.processes}."
+        )
     program = ["-m", options.program] if options.module else [options.program]
     return supervise(
         [sys.executable, *program, *options.arguments],
         {**os.environ, CACHE: cache_folder(os.environ)},
         processes=options.processes,
+        least=least,
+        rejoin=options.rejoin,
         devices=options.devices_per_process,
         max_restarts=options.max_restarts,
         longest_pause=options.max_pause,

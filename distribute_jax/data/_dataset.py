@@ -295,6 +295,14 @@ def is_infinite(dataset: DistributedDataset) -> bool:
     return dataset._feed.is_infinite
 
 
+def dealt_to(dataset: DistributedDataset) -> str:
+    """Returns on which replicas and processes it depends what a batch is; empty where it is a global one."""
+    if dataset._feed.divides and not dataset._feed.cuts_batches:
+        return ""
+    processes = {device.process_index for device in dataset._mesh.devices.flat}
+    return f"{num_replicas(dataset._mesh)} replicas in {len(processes)} processes"
+
+
 def start_at(dataset: DistributedDataset, epoch: int) -> None:
     """Makes the next pass over a dataset that of an epoch, whose order a resumed run goes on with."""
     dataset._epoch = epoch

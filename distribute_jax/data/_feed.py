@@ -36,6 +36,8 @@ class Feed(ABC):
     """Whether an epoch has no end."""
     divides: bool
     """Whether an element is one global batch that the replicas divide."""
+    cuts_batches = False
+    """Whether one batch makes several steps."""
 
     @abstractmethod
     def open(self, epoch: int) -> Iterator[HostElement]:
@@ -73,6 +75,7 @@ class GlobalBatches(Feed):
         self._policy = PartialPolicy(options.partial)
         self._replicas = replicas
         self.is_infinite = self._source.is_infinite
+        self.cuts_batches = self._rule is Rule.B and worker.count > 1
 
     def open(self, epoch: int) -> Iterator[HostElement]:
         source = self._source
@@ -85,7 +88,7 @@ class GlobalBatches(Feed):
     def cardinality(self) -> int | None:
         # Nobody knows beforehand which batches DROP will skip, nor in how many steps several processes
         # take a partial batch by rule B.
-        if self._policy is PartialPolicy.DROP or self._cuts_batches:
+        if self._policy is PartialPolicy.DROP or self.cuts_batches:
             return None
         return length_of(self._source)
 
@@ -115,13 +118,8 @@ class GlobalBatches(Feed):
         """Whether every process reads the same batches and takes its part of each."""
         return self._rule is Rule.A
 
-    @property
-    def _cuts_batches(self) -> bool:
-        """Whether one batch makes several steps."""
-        return self._rule is Rule.B and self._worker.count > 1
-
     def _check_seekable(self, method: str) -> None:
-        if self._cuts_batches:
+        if self.cuts_batches:
             raise ArgumentError(
                 f"iterator.{method} counts batches, but where each of {self._worker.count} processes reads "
                 "other files or batches, one batch makes several steps. Let every process read everything "

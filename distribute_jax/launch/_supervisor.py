@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -40,6 +40,7 @@ _AFTER_A_FAILURE = 1.0
 """Seconds that the others have to end by themselves: without the one that failed they cannot save."""
 _LOOPBACK = "127.0.0.1"
 _LONG = 86400.0
+_REJOIN_POLL = 1.0
 _TO_SAY_SO = 1.0
 """Seconds after the grace in which a process that could not save may say so."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -51,6 +52,8 @@ def supervise(
     environment: Mapping[str, str],
     *,
     processes: int,
+    least: int,
+    rejoin: float,
     devices: int | None,
     max_restarts: int,
     longest_pause: float,
@@ -62,6 +65,8 @@ def supervise(
         command: the path of an executable and its arguments.
         environment: that of every process, before the job adds its variables.
         processes: how many.
+        least: with how few of them the job goes on when some fail.
+        rejoin: after how many seconds with fewer it saves, and all are started again.
         devices: how many simulated CPU devices each process has; None for those that JAX finds.
         max_restarts: how many restarts in a row may bring no progress.
         longest_pause: the longest pause before a restart, in seconds.
@@ -79,9 +84,12 @@ def supervise(
         Guard(f"{_supervision.JOB}={name}", folder) as guard,
     ):
         job = LocalJob(processes, devices, command, environment, Path(folder), name)
+        order, used = list(range(processes)), processes  # those that failed last stand last
         while True:
+            places = sorted(order[:used])
             if inbox.stop_signal is None:
-                outcome = Attempt(job, progress.attempt, inbox, grace).run()
+                seconds = rejoin if used < processes else _LONG
+                outcome = Attempt(job, places, progress, inbox, grace, seconds).run()
                 guard.end_all()
             else:  # it came during the pause
                 outcome = AttemptOutcome(stop_signal=inbox.stop_signal)
@@ -90,6 +98,11 @@ def supervise(
                 say(verdict.text)
             if verdict.exit_code is not None:
                 return verdict.exit_code
+            if outcome.failure is not None:
+                order.append(order.pop(order.index(places[outcome.failure.process])))
+            used = processes if outcome.failure is None else max(least, used - 1)
+            if used != len(places):
+                say(f"going on with {used} of {processes} processes")
             inbox.pause(verdict.pause)
             progress = verdict.progress
 
@@ -143,11 +156,27 @@ def signals_into(inbox: Inbox) -> Iterator[None]:
 
 
 class Attempt:
-    """Starts the processes of a job, waits for them, and decides when the rest of them is stopped."""
+    """Starts the processes of a job, waits for them, and decides when the rest of them is stopped.
 
-    def __init__(self, job: LocalJob, number: int, inbox: Inbox, grace: float) -> None:
-        self._inbox, self._grace = inbox, grace
-        self._specs = [job.process(i, number) for i in range(job.processes)]
+    After ``rejoin`` seconds they are asked to save and exit, once there is progress.
+    """
+
+    def __init__(
+        self,
+        job: LocalJob,
+        places: Sequence[int],
+        progress: Progress,
+        inbox: Inbox,
+        grace: float,
+        rejoin: float,
+    ) -> None:
+        self._inbox, self._grace, self._progress = inbox, grace, progress
+        self._rejoin_at, self._rejoins = time.monotonic() + rejoin, False
+        job = replace(job, processes=len(places))
+        self._specs = [
+            job.process(i, progress.attempt, {_supervision.LOCAL_PROCESS_ID: str(place)})
+            for i, place in enumerate(places)
+        ]
         self._lock = threading.Lock()
         self._errors = [Printer(i, sys.stderr.buffer, self._lock) for i in range(job.processes)]
         self._failures: list[ProcessFailure] = []
@@ -158,19 +187,22 @@ class Attempt:
         """Waits until no process is left, and returns how the attempt ended."""
         with ProcessGroup(self._specs, self._sinks, self._inbox.put) as group:
             while group.running and (left := self._limit - time.monotonic()) > 0:
-                self._handle(group, self._inbox.get(min(left, _LONG)))
+                until_rejoin = self._rejoin_at - time.monotonic()
+                self._handle(group, self._inbox.get(min(left, until_rejoin, _LONG)))
+                if time.monotonic() >= self._rejoin_at:
+                    self._rejoin(group)
             while (event := self._inbox.get(0)) is not None:
                 self._handle(group, event)
             killed = [] if self._stop_signal is None else group.running
             group.stop(grace=_AFTER_A_FAILURE if self._stop_signal is None else 0)
-        steps = [read_status(child.spec.status).step for child in group.children]
         codes = [child.code for child in group.children]
         causes = [failure for failure in self._failures if failure.is_cause]
         return AttemptOutcome(
             failure=next(iter(causes or self._failures), None),
-            best=max((step for step in steps if step is not None), default=None),
+            best=_best(group),
             all_saved=all(code == SAVED for code in codes),
             any_saved=SAVED in codes,
+            rejoins=self._rejoins and any(codes),
             stop_signal=self._stop_signal,
             killed=tuple(child.spec.index for child in killed),
         )
@@ -190,10 +222,18 @@ class Attempt:
             return
         elif event.code == SAVED:
             self._end_within(self._grace)
-        elif event.code and self._stop_signal is None:
+        elif event.code and self._stop_signal is None and not self._rejoins:
             self._failures.append(self._failure(event, event.code))
             # A process that ended because of another one may be seen before that one.
             self._end_within(_AFTER_A_FAILURE if event.code == OTHER_FAILED else 0)
+
+    def _rejoin(self, group: ProcessGroup) -> None:
+        self._rejoin_at += _REJOIN_POLL
+        best, before = _best(group), self._progress.best
+        if best is not None and (before is None or best > before) and self._stop_signal is None:
+            self._rejoins, self._rejoin_at = True, float("inf")
+            group.send(signal.SIGTERM)
+            self._end_within(self._grace + _TO_SAY_SO)
 
     def _end_within(self, seconds: float) -> None:
         self._limit = min(self._limit, time.monotonic() + seconds)
@@ -211,6 +251,12 @@ class Attempt:
             step=status.step,
             phase=status.phase,
         )
+
+
+def _best(group: ProcessGroup) -> int | None:
+    """Returns the highest step that a process has reported."""
+    steps = [read_status(child.spec.status).step for child in group.children]
+    return max((step for step in steps if step is not None), default=None)
 
 
 @dataclass(frozen=True)

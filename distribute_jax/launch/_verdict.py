@@ -98,6 +98,8 @@ class AttemptOutcome:
     all_saved: bool = False
     """True if all ended with a saved state after a preemption."""
     any_saved: bool = False
+    rejoins: bool = False
+    """True if the supervisor has ended it in order to start all processes again."""
     stop_signal: int | None = None
     """The signal that asked the supervisor to stop, if one did."""
     killed: tuple[int, ...] = ()
@@ -119,9 +121,11 @@ def decide(
     if outcome.stop_signal is not None:
         return _stopped(outcome, now, outcome.stop_signal)
     failure = outcome.failure
-    if failure is None and not outcome.any_saved:
+    if failure is None and not outcome.any_saved and not outcome.rejoins:
         return Verdict(now, 0, "")
     why = "all processes have saved after a preemption" if failure is None else str(failure)
+    if outcome.rejoins:
+        why = "stopped, to start those that had failed again"
     if now.fruitless >= max_restarts:
         code = SAVED if failure is None else failure.exit_code
         return Verdict(now, code, f"{_gave_up(now, max_restarts)}: {why}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.data import DistributedDataset
+from distribute_jax.data._dataset import dealt_to
 from distribute_jax.strategies import get_replica_context
 
 
@@ -56,6 +57,7 @@ class Batches(Iterator[tuple[Any, ...]]):
 
     def __init__(self, dataset: DistributedDataset, keys: Keys | None = None) -> None:
         self.iterator = iter(dataset)
+        self._dealt_to = dealt_to(dataset)
         self.keys = keys or Keys()
         self.names: list[str] = []
         """The entries of dict batches without keys."""
@@ -74,18 +76,25 @@ class Batches(Iterator[tuple[Any, ...]]):
         return self._next[0]
 
     def position(self) -> str:
-        """Returns the position of the next batch as text; empty where the source cannot seek."""
-        try:
-            return "" if self._next else json.dumps(self.iterator.state())
-        except ArgumentError:
-            return ""
+        """Returns the position of the next batch as text, or what its number depends on."""
+        with suppress(ArgumentError):  # the source cannot seek
+            if not self._next:
+                return json.dumps(self.iterator.state())
+        return self._dealt_to
 
     def resume(self, count: int, position: str) -> None:
         """Goes on after so many batches, by reading them if there is no position."""
-        if position:
+        if position.startswith("{"):
             self.iterator.restore(json.loads(position))
             self.count = count
             return
+        if position != self._dealt_to:
+            raise ArgumentError(
+                f"fit cannot go on in the middle of an epoch: a batch of {position or 'one reader'} and one "
+                f"of {self._dealt_to or 'one reader'} are not the same examples. Distribute global batches "
+                'that every process reads, dj.InputOptions(auto_shard_policy="data"), or save at the end of '
+                "an epoch only."
+            )
         for _ in range(count):
             next(self, None)
 

@@ -163,6 +163,45 @@ def test_processes_that_saved_by_themselves_are_started_again(launch):
     assert "all processes have saved after a preemption; " in line
 
 
+def test_without_a_process_that_failed_the_others_go_on_until_it_is_back(launch):
+    """Two of three, each with its own device; after a while and some progress they save, and all start."""
+    launched = launch(
+        "place = os.environ['DISTRIBUTE_JAX_LOCAL_PROCESS_ID']\n"
+        "of = os.environ['DISTRIBUTE_JAX_NUM_PROCESSES']\n"
+        "print(attempt, place, of)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+        "all_of(int(of))\n"
+        "step(3 + attempt)\n"
+        "if attempt == 0 and process == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if attempt < 2:\n"
+        "    time.sleep(60)",
+        *("--min-processes=2", "--max-processes=3", "--rejoin=0.2"),
+    )
+    assert launched.code == 0
+    assert launched.seconds < 30
+    starts = ["0 0 3", "0 1 3", "0 2 3", "1 0 2", "1 2 2", "2 0 3", "2 1 3", "2 2 3"]
+    assert sorted(line[4:] for line in launched.out) == starts
+    assert "was ended by SIGKILL at step 3; " in launched.said[0]
+    assert launched.said[1] == "distribute-jax: going on with 2 of 3 processes"
+    assert "stopped, to start those that had failed again; " in launched.said[2]
+    assert launched.said[3] == "distribute-jax: going on with 3 of 3 processes"
+
+
+def test_no_fewer_than_the_least_go_on(launch):
+    """With two of three at least, those that failed longest ago take part again."""
+    launched = launch(
+        "print(os.environ['DISTRIBUTE_JAX_LOCAL_PROCESS_ID'])\n"
+        "all_of(int(os.environ['DISTRIBUTE_JAX_NUM_PROCESSES']))\n"
+        "if process == 0: sys.exit(3)\n"
+        "time.sleep(60)",
+        *("--processes=3", "--min-processes=2", "--max-restarts=2", "--max-pause=0"),
+    )
+    assert launched.code == 3
+    # Process 0 is on device 0, then on 1, then on 0 again; device 2 has not failed.
+    assert [sum(line.endswith(f" {i}") for line in launched.out) for i in range(3)] == [2, 2, 3]
+
+
 def test_the_cause_is_named_and_not_who_ended_because_of_it(launch):
     """Even where that one was seen to end first."""
     launched = launch(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import distribute_jax as dj
 
@@ -134,6 +135,44 @@ def test_what_was_trained_on_before_the_backup_is_not_read_again(
     # An endless source shows by its first batch that it is the same one.
     first = [] if steps is None else order[:2]
     assert read[: len(first) + 4] == first + order[4:8]
+
+
+def test_a_backup_within_an_epoch_goes_on_with_other_replicas(tmp_path: Path):
+    """On three replicas, with uneven shares, after one; the losses are those of one."""
+    x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
+    options: Any = {"x": x, "y": x[:, :1], "batch_size": 8, "epochs": 2, "verbose": 0}
+
+    def losses(replicas: int, *callbacks: Any) -> Any:
+        with dj.MirroredStrategy(range(replicas)).scope():
+            model = dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+        model.compile("sgd", loss="mse")
+        return model.fit(callbacks=list(callbacks), **options).history["loss"]
+
+    with pytest.raises(InterruptedRunError):
+        losses(1, backup(tmp_path, save_freq=1), interrupt(on_train_batch_end=0))
+    resumed = losses(3, backup(tmp_path, save_freq=1))
+    np.testing.assert_allclose(resumed, losses(1), rtol=1e-5)
+
+
+def test_batches_of_a_replica_are_not_those_of_another_number(tmp_path: Path):
+    """They are dealt out in turn, so that a number of them is not a place in the data."""
+    for replicas, error, text in (
+        (1, InterruptedRunError, None),
+        (
+            2,
+            ValueError,
+            "a batch of 1 replicas in 1 processes and one of 2 replicas in 1 processes",
+        ),
+    ):
+        strategy = dj.MirroredStrategy(range(replicas))
+        with strategy.scope():
+            model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        model.compile("sgd", loss="mse")
+        batches = [(np.full((1, 1), i, np.float32),) * 2 for i in range(8)]
+        data = strategy.distribute_datasets_from_function(lambda _, batches=batches: batches)
+        callbacks = [backup(tmp_path, save_freq=1), interrupt(on_train_batch_end=1)]
+        with pytest.raises(error, match=text):
+            model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
 
 
 def test_backups_stay_where_they_are_wanted(example: Any, tmp_path: Path):

@@ -1,0 +1,79 @@
+"""A job that loses a process goes on with the others, takes it in again, and computes the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import chain, groupby
+from pathlib import Path
+
+import elastic_program
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+
+pytestmark = pytest.mark.exhaustive
+
+ROOT = Path(__file__).parents[2]
+KILLED_AT = 11
+
+
+def launched(folder: Path, rank: int, drop: float) -> list[list]:
+    """Returns what the first process printed of each step: step, processes, ids, loss."""
+    options = ["--min-processes=2", "--max-processes=3", "--rejoin=1", "--devices-per-process=1"]
+    program = [elastic_program.__file__, str(folder), str(rank), str(KILLED_AT), str(drop)]
+    done = subprocess.run(
+        [sys.executable, "-m", "distribute_jax", "launch", *options, *program],
+        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"process {rank} " in done.stderr
+    start = "[0] step "
+    return [json.loads(x[len(start) :]) for x in done.stdout.splitlines() if x.startswith(start)]
+
+
+def ends(steps: list[list]) -> tuple[int, int]:
+    """Checks the membership of a job; returns after which steps two went on, and then all again."""
+    runs = [(of, [s[0] for s in run]) for of, run in groupby(steps, key=lambda step: step[1])]
+    assert [of for of, _ in runs] == [3, 2, 3]
+    (_, first), (_, second), (_, third) = runs
+    assert (first[0], first[-1]) == (1, KILLED_AT)
+    assert second[0] in (5, 9), "after the newest checkpoint that was complete"
+    assert third[0] == second[-1] + 1, "they were saved at the step that they had come to"
+    return second[0] - 1, second[-1]
+
+
+def assert_same(steps: list[list], wanted: list[tuple]) -> None:
+    """The last time that each step was computed, it had these examples, in this order, and this loss."""
+    last = {step: (ids, loss) for step, _, ids, loss in steps}
+    assert [(i, last[i][0]) for i in sorted(last)] == [(step, ids) for step, ids, _ in wanted]
+    np.testing.assert_allclose(
+        [last[i][1] for i in sorted(last)], [loss for _, _, loss in wanted], rtol=1e-5
+    )
+
+
+def test_the_batches_and_losses_are_those_of_a_job_that_lost_nothing(tmp_path: Path):
+    """Test 13: three processes, two, three; each example once in an epoch, losses within 1e-5."""
+    steps = launched(tmp_path / "job", rank=1, drop=0.0)
+    ends(steps)
+    alone = dj.MirroredStrategy([0, 1, 2])
+    wanted = list(elastic_program.own_loop(alone, tmp_path / "alone", 0.0))
+    assert_same(steps, wanted)
+    per_epoch = len(wanted) // elastic_program.EPOCHS
+    seen = [ids for _, ids, _ in wanted]
+    for epoch in range(elastic_program.EPOCHS):
+        ids = chain.from_iterable(seen[epoch * per_epoch : (epoch + 1) * per_epoch])
+        assert sorted(ids) == list(range(elastic_program.ROWS))
+
+
+def test_dropout_is_that_of_a_run_with_the_same_membership(tmp_path: Path):
+    """Test 14: process 0 is killed; what depends on the number of replicas is that of each number."""
+    steps = launched(tmp_path / "job", rank=0, drop=0.3)
+    saved, rejoined = ends(steps)
+    wanted = []
+    for replicas, until in ((3, saved), (2, rejoined), (3, None)):
+        strategy = dj.MirroredStrategy(range(replicas))
+        wanted += elastic_program.own_loop(strategy, tmp_path / "alone", 0.3, until)
+    assert_same(steps, wanted)
