@@ -100,10 +100,10 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 49_398,
-    lines_of_tests: 45_226,
+    lines_of_tests: 45_259,
     files: 243,
     pieces: 1,
-    private_words: 6,
+    private_words: 5,
     private_imports: 31,
 }
 

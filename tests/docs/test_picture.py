@@ -1,0 +1,33 @@
+"""The picture of the README is what its programs print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def words(picture: Path) -> list[str]:
+    """The words of a picture, without numbers, which a machine's speed and JAX's version change."""
+    lines = re.findall(r">([^<]*)</text>", picture.read_text("utf-8"))
+    text = " ".join(lines).replace("&#160;", " ")
+    return re.sub(r"[\d.,]+(?: m?s\b)?", "0", text).split()
+
+
+@pytest.mark.exhaustive
+def test_the_picture_shows_what_the_programs_of_the_readme_print(tmp_path: Path) -> None:
+    """Drawn again it has the same words; otherwise draw it: python docs/images/terminal.py …"""
+    images, drawn = ROOT / "docs" / "images", tmp_path / "terminal.svg"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in ("XLA_FLAGS", "DISTRIBUTE_JAX_VERIFY"):
+        environment.pop(name, None)
+    command = [sys.executable, str(images / "terminal.py"), str(drawn)]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    assert words(drawn) == words(images / "terminal.svg")
+    assert len(words(drawn)) > 100
