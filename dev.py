@@ -3,6 +3,7 @@
 
     python3 dev.py demo      the main job: train on handwritten digits over 8 replicas
     python3 dev.py test      lint, types and tests; with arguments of pytest, those tests alone
+    python3 dev.py docs      the documentation site, into build/docs; a warning is an error
     python3 dev.py bench     the benchmarks: a quick look, or with --full all of them
     python3 dev.py pythons   the installed Pythons that can be used, newest first
 
@@ -10,7 +11,7 @@ The first run installs the tested versions (constraints/) into `.venv`; later ru
 What dev.py does not know, and all after `--`, goes on to the job. Environment variables:
 
     PYTHON   the Python to use: a path, a command or a version ("3.12"); default: the newest
-    VENV     the folder of the environment; default: .venv; --sources adds "-sources" to it
+    VENV     the folder of the environment; default: .venv; docs and --sources add their names
 
 --sources and --peers install PyTorch. On PyPI it brings several GB of CUDA on Linux; where pip knows
 no other one, type first `export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`.
@@ -35,6 +36,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional
 ROOT = os.path.dirname(os.path.abspath(__file__))
 DEMO = [["examples/digits.py"], ["examples/digits_fit.py"]]
 LINT = [["ruff", "check"], ["ruff", "format", "--check"], ["codespell_lib"], ["mypy"]]
+SITE = ["sphinx", "-W", "--keep-going", "-q", "-j", "2", "docs", "build/docs"]
 BUILD_TOOLS = ["hatchling", "editables"]
 STAMP = "made-by-dev.py"
 
@@ -61,6 +63,7 @@ Contents = NamedTuple("Contents", [("suffix", str), ("packages", List[str]), ("p
 SUITE = Contents("", ["--no-build-isolation", "-e", ".[test]"], "")
 OPTIONAL = ["-r", "constraints/sources-python-3.11.txt"]
 SOURCES = Contents("-sources", OPTIONAL + SUITE.packages, "3.11")
+DOCS = Contents("-docs", ["-r", "constraints/docs.txt", *SUITE.packages[:-1], "."], "")
 
 
 def say(message: str) -> None:
@@ -73,9 +76,9 @@ def numbers(release: str) -> List[int]:
     return list(map(int, re.findall(r"\d+", release)))
 
 
-def matches(release: str, wanted: str) -> bool:
-    """True if a release is the one wanted; "3.12" stands for every 3.12.x, "" for all."""
-    return not wanted or (release + ".").startswith(wanted + ".")
+def matches(release: str, *wanted: str) -> bool:
+    """True if a release is each one wanted; "3.12" stands for every 3.12.x, "" for all."""
+    return all(not one or (release + ".").startswith(one + ".") for one in wanted)
 
 
 def probe(executable: str) -> Optional[Python]:
@@ -116,8 +119,7 @@ def usable(only: str = "") -> List[Python]:
     """Returns the Pythons that can make an environment, newest first, at least one."""
     release, named = wanted()
     found = [named] if named else installed()
-    fitting = [p for p in found if matches(p.release, release) and matches(p.release, only)]
-    able = [python for python in fitting if not python.fault]
+    able = [p for p in found if matches(p.release, release, only) and not p.fault]
     if able:
         return able
     sys.exit(
@@ -154,11 +156,10 @@ def is_ready(folder: str, contents: Contents = SUITE) -> bool:
         with open(os.path.join(folder, STAMP), encoding="utf-8") as file:
             stamp = file.read()
         release = stamp.partition(" ")[0]
-        if stamp != stamp_for(release, contents):
-            return False
+        fits = stamp == stamp_for(release, contents)
     except (OSError, ValueError):
         return False
-    fits = matches(release, wanted()[0]) and matches(release, contents.python)
+    fits = fits and matches(release, wanted()[0], contents.python)
     return fits and os.access(os.path.join(folder, "bin", "python"), os.X_OK)
 
 
@@ -207,8 +208,7 @@ def environment_ready(contents: Contents = SUITE) -> Iterator[str]:
 
 def job_environment(python: str, devices: str = "simulated") -> Dict[str, str]:
     """Returns the variables of a job, cleared of what other jobs and clusters left in the shell."""
-    cleared = r"(TF_CONFIG|PYTHONPATH|PYTHONHOME|PYTHON|VENV)$|SLURM_"
-    cleared += "|JAX_" * (devices == "simulated")
+    cleared = r"(TF_CONFIG|PYTHON(PATH|HOME)?|VENV)$|SLURM_" + "|JAX_" * (devices == "simulated")
     kept = {k: v for k, v in os.environ.items() if not re.match(cleared, k)}
     kept["VIRTUAL_ENV"] = os.path.dirname(os.path.dirname(python))
     kept["PATH"] = os.path.dirname(python) + os.pathsep + kept.get("PATH", os.defpath)
@@ -226,9 +226,8 @@ def run(command: List[str], environment: Dict[str, str]) -> int:
     try:
         return child.wait()
     finally:
-        if child.poll() is None:
-            child.terminate()
-            child.wait()
+        child.terminate()  # does nothing if it has ended
+        child.wait()
 
 
 def work(options: argparse.Namespace, rest: List[str]) -> int:
@@ -243,16 +242,18 @@ def work(options: argparse.Namespace, rest: List[str]) -> int:
 
 
 def test(options: argparse.Namespace, rest: List[str]) -> int:
-    """Runs the checks and the tests, or pytest alone when it is given arguments."""
-    # One worker more than there are cores, since some tests wait.
-    workers = str(min(8, 1 + (os.cpu_count() or 1)))
+    """Runs the checks and the tests, or pytest alone when it is given arguments; or builds the site."""
+    workers = str(min(8, 1 + (os.cpu_count() or 1)))  # one more than cores, since some tests wait
     steps = [["pytest", *(rest or ["-n", workers, "--dist", "worksteal"])]]
-    if options.sources and not rest:
+    contents = SOURCES if options.sources else SUITE
+    if options.command == "docs":
+        steps, contents = [SITE + rest], DOCS
+    elif options.sources and not rest:
         steps = [["pytest", "tests/data/sources"]]
     elif options.lint or not (options.no_lint or rest):
         steps = LINT + steps * (not options.lint)
     failed = []
-    with environment_ready(SOURCES if options.sources else SUITE) as python:
+    with environment_ready(contents) as python:
         # Compiled programs that workers, and later runs, share.
         environment = dict(
             job_environment(python),
@@ -278,7 +279,7 @@ def pythons(options: argparse.Namespace, rest: List[str]) -> int:
 
 def main(arguments: List[str]) -> int:
     """Runs one command and returns the exit status."""
-    jobs = {"demo": work, "test": test, "bench": work, "pythons": pythons}
+    jobs = {"demo": work, "test": test, "docs": test, "bench": work, "pythons": pythons}
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("dev.py", None, __doc__, formatter_class=raw)
     parser.add_argument("command", choices=list(jobs))
@@ -290,10 +291,9 @@ def main(arguments: List[str]) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options, rest = parser.parse_known_args(arguments[:at])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         return jobs[options.command](options, rest + arguments[at + 1 :])
-    except KeyboardInterrupt:
-        return 130
+    return 130
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class DistributedValues:
 class PerReplica(DistributedValues):
     """One global array whose parts belong to the replicas, divided along the mesh axis ``"data"``.
 
-    Making one moves no data. ``run`` splits exactly the ``PerReplica``s among its arguments; every
+    Making one moves no data. ``run`` splits exactly the values of this class among its arguments; every
     other array goes whole to each replica.
 
     Attributes:

@@ -214,6 +214,12 @@ def test_the_optional_libraries_are_pinned_as_cpu_builds() -> None:
     assert not set(pinned) & set(pins_of(CONSTRAINTS[0]))
 
 
+def test_the_site_is_pinned_beside_the_constraints_of_every_python() -> None:
+    pinned = pins_of(REPOSITORY / "constraints" / "docs.txt")
+    assert {"sphinx", "myst-nb", "furo"} <= set(pinned)
+    assert [path for path in CONSTRAINTS if set(pinned) & set(pins_of(path))] == []
+
+
 @pytest.mark.parametrize("contents", PEERS.values(), ids=PEERS)
 def test_the_peers_are_pinned_beside_the_constraints(contents: dev.Contents) -> None:
     text = (REPOSITORY / contents.packages[-1]).read_text()
@@ -451,6 +457,7 @@ def test_a_job_gets_a_clean_environment(monkeypatch: pytest.MonkeyPatch, devices
         (["test", "--no-lint"], ["pytest -n"]),
         (["test", "-k", "stamp", "tests/test_dev.py"], ["pytest -k stamp tests/test_dev.py"]),
         (["test", "--sources", "-x"], ["pytest -x"]),
+        (["docs", "-E"], ["sphinx -W --keep-going -q -j 2 docs build/docs -E"]),
         (["bench"], ["benchmarks --devices simulated"]),
         (
             ["bench", "--full", "--only", "fit", "--devices", "real"],
@@ -543,6 +550,7 @@ def test_ci_runs_the_oldest_and_the_newest_python(tmp_path: Path) -> None:
     status, _, calls = run_ci(tmp_path, r"3.13.0\t/a\n3.12.1\t/b\n3.11.7\t/c\n3.11.2\t/d\n")
     assert status == 0
     assert sorted(calls[:-1]) == [
+        "3.11 .venv-oldest dev.py docs",
         "3.11 .venv-oldest dev.py test",
         "3.11 .venv-oldest dev.py test --sources",
         f"3.11 .venv-oldest {EXHAUSTIVE}",
@@ -556,7 +564,8 @@ def test_ci_on_one_python_says_what_it_skips(tmp_path: Path) -> None:
     assert status == 0
     assert "skipped: the suite on a newer Python (only 3.12 is installed)" in output
     assert "skipped: the sources of TensorFlow, PyTorch and Hugging Face (no Python 3.11)" in output
-    assert calls == ["3.12 .venv-oldest dev.py test", f"3.12 .venv-oldest {EXHAUSTIVE}"]
+    commands = ["dev.py docs", "dev.py test", EXHAUSTIVE]
+    assert sorted(calls) == [f"3.12 .venv-oldest {command}" for command in commands]
 
 
 def test_ci_fails_with_the_tests(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Every code block of the README and the docs runs, and shows what the page says it shows.
 
 In a page, ``python`` blocks are executed and ``pycon`` blocks are doctests, in order and in one
-namespace. In a doctest ``...`` stands for any text, also in an error's message.
+namespace. In a doctest ``...`` stands for any text, also in an error's message. The cells of a
+notebook are executed as the blocks of a page.
 """
 
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import subprocess
@@ -16,8 +18,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import distribute_jax as dj
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 RUNNABLE = {"python", "pycon"}
@@ -33,8 +38,11 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """All code blocks of a page."""
+    """All code blocks of a page, or code cells of a notebook."""
     text = page.read_text(encoding="utf-8")
+    if page in NOTEBOOKS:
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return [Block("python", 0, "".join(cell["source"])) for cell in cells]
     return [
         Block(found["kind"], text.count("\n", 0, found.start("code")), found["code"])
         for found in BLOCK.finditer(text)
@@ -58,8 +66,12 @@ def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_of_a_page_run_in_order_and_show_what_it_says(page: Path) -> None:
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.name)
+def test_blocks_of_a_page_run_in_order_and_show_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page in NOTEBOOKS:
+        monkeypatch.chdir(tmp_path)  # for the files that it writes
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.kind in RUNNABLE:
@@ -78,6 +90,37 @@ def test_no_block_escapes_by_a_language_that_is_not_run(page: Path) -> None:
 def test_links_to_files_of_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_every_page_and_notebook_is_in_the_list_of_the_tour() -> None:
+    """From which the site makes its sidebar; it is built in CI, and fails there without this."""
+    listed = (ROOT / "docs" / "index.md").read_text("utf-8").partition("## All pages")[2]
+    pages = {page.name for page in [*PAGES[1:], *NOTEBOOKS]} - {"index.md"}
+    assert set(re.findall(r"\]\(([\w/.]+)\)", listed)) == pages
+
+
+def test_every_error_has_its_cause_and_its_cure() -> None:
+    """In docs/errors.md, under its name, with the builtin errors that it is."""
+    text = (ROOT / "docs" / "errors.md").read_text("utf-8")
+    told = dict(re.findall(r"^### (\w+)\n\n\((.*?)\) ", text, re.MULTILINE))
+    errors = [getattr(dj, name) for name in dj.__all__ if name.endswith("Error")]
+    bases = {
+        error.__name__: ", ".join(
+            f"`{'json.' * (base.__module__ == 'json.decoder')}{base.__name__}`"
+            for base in error.__bases__
+            if base is not dj.DistributeError
+        )
+        for error in errors
+        if error is not dj.DistributeError
+    }
+    assert told == bases
+
+
+def test_no_notebook_has_outputs() -> None:
+    """Which would age; the site can show those of now."""
+    for page in NOTEBOOKS:
+        cells = json.loads(page.read_text("utf-8"))["cells"]
+        assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
 @pytest.mark.parametrize(
