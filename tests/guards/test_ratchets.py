@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 49_398,
-    lines_of_tests: 45_259,
+    lines_of_tests: 45_314,
     files: 243,
     pieces: 1,
     private_words: 5,
