@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         same_on_all_replicas,
         snapshot,
     )
+    from distribute_jax.servers._ray import Server
     from distribute_jax.strategies import (
         CentralStorageStrategy,
         FullyShardedStrategy,
@@ -134,6 +135,7 @@ else:
             "losses": ("compute_average_loss", "scale_regularization_loss"),
             "coordinator": (),
             "metrics": (),
+            "servers._ray": ("Server",),
             "strategies._parameter_server": ("ParameterServerStrategy", "ServerOptions"),
             "summary": (),
             "testing": ("simulate",),
@@ -215,6 +217,7 @@ __all__ = [
     "ReplicaContext",
     "RingAllReduce",
     "RunOptions",
+    "Server",
     "ServerOptions",
     "ServiceError",
     "SidecarEvaluator",

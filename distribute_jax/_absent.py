@@ -27,7 +27,6 @@ ABSENT: dict[str, dict[str, str]] = {
         "GradientTape": _GRADIENTS,
         "LightningModule": "dj.Model(module), with compile and fit",
         "Module": "nnx.Module",
-        "Server": "nothing: making the strategy connects the processes",
         "Sequential": "nnx.Sequential",
         "Trainer": "dj.Model has fit, evaluate and predict",
         "distribute": "its names are here, as dj.MirroredStrategy",

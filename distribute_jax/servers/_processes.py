@@ -98,8 +98,8 @@ class _Nursery:
         threading.Thread(target=process.wait, daemon=True).start()
         return Connection(here)
 
-    def child(self, kind: str) -> _Child:
-        """Returns a new process, which is a worker or a server."""
+    def child(self, kind: str, number: int) -> _Child:
+        """Returns a new process, which is a worker or a server; its number does not matter."""
         here, there = pair()
         with self._lock, there:
             message = Message(kind, ends=[there.fileno()])
@@ -286,11 +286,11 @@ class Processes(Engine):
         super().__init__(coordinator, self._worker_of)
 
     def _worker_of(self, number: int) -> _Worker:
-        child = self._workers[number] = self._nursery.child("worker")
+        child = self._workers[number] = self._nursery.child("worker", number)
         return _Worker(child, self._stores, self._seconds)
 
     def _serve(self, number: int) -> None:
-        child = self._nursery.child("server")
+        child = self._nursery.child("server", number)
         self._stores[number].attach(child)
         threading.Thread(target=self._watch, args=(number, child), daemon=True).start()
 
@@ -301,7 +301,11 @@ class Processes(Engine):
             return
         self._coordinator.lose_server(number)
         child.control.close()
-        self._serve(number)
+        try:
+            self._serve(number)
+        except BaseException as error:  # nobody replaces it, and all would wait for it
+            self._coordinator.fail_for_good(error)
+            return
         self._coordinator.go_back()
 
     def kill(self, kind: str, number: int) -> None:

@@ -1,25 +1,37 @@
 """Workers and servers that are actors of a Ray cluster: what ``_processes`` has on one machine, on several.
 
-Only bytes travel, one buffer for each message. Ray neither repeats a call nor starts an actor again: that is
-for the coordinator, which knows what was applied.
+That is a cluster that runs, or that of a ``ClusterResolver``: the chief starts it, and tasks join. Only bytes
+travel, one buffer for each message. Ray neither repeats a call nor starts an actor again: that is for the
+coordinator, which knows what was applied.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import os
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from distribute_jax._errors import MissingPackageError
+from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageError
+from distribute_jax._messages import check_int
+from distribute_jax.cluster_resolver import ClusterSpec
+from distribute_jax.cluster_resolver._base import CHIEF, with_port
 from distribute_jax.servers._roles import role_of
 from distribute_jax.servers._wire import Message, WireError, unpacked
 
@@ -27,11 +39,33 @@ _CALLS = 1000
 """How many calls an actor has at once at most: one of each worker, and some of the coordinator."""
 _TRIES = 3
 """How often a worker is started; why it ends then is the error of the run that it takes."""
-_LOCAL = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # for Ray: listen on the loopback address only
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Of Ray, on every system: with 0 it listens on the loopback address only, and nobody can join."""
+_SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+"""Of tasks, when the chief does not answer."""
+_SECONDS_TO_JOIN, _MOMENT = 10.0, 0.2
+_JOBS = {"worker": "worker", "server": "ps"}
+_JOIN = """
+import ctypes, socket, sys, time
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)  # PR_SET_PDEATHSIG: SIGTERM, with which Ray leaves its cluster
+host, port, *options = sys.argv[1:]
+while True:
+    try:
+        with socket.create_connection((host, int(port)), 5) as chief:
+            ip = chief.getpeername()[0]
+        break
+    except OSError:
+        time.sleep(1)
+import ray._private.services, ray.scripts.scripts
+if ip == "127.0.0.1":  # for which Ray would take an address of the network
+    ray._private.services.get_node_ip_address = lambda *_: ip
+sys.argv[1:] = ["start", f"--address={ip}:{port}", "--block", *options]
+ray.scripts.scripts.main()
+"""
+"""Ties a process to its parent, waits until the chief listens, and then is ``ray start``."""
+_LOG = logging.getLogger("distribute_jax")
 
 
 class _Actor:
@@ -162,44 +196,93 @@ class _Child:
             self._ray.kill(self._actor)
 
 
-class Cluster:
-    """Starts actors: in the cluster that is connected, or that of ``RAY_ADDRESS``, or one of this machine."""
+def _ray(is_local: bool) -> Any:
+    """Returns Ray, which reads its settings when it is imported first."""
+    for name, value in {_MACHINES: str(int(not is_local)), **_SETTINGS}.items():
+        os.environ.setdefault(name, value)
+    return _imported()
 
-    def __init__(self) -> None:
+
+def _imported() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackageError(
+            "engine='ray' needs Ray, which is not installed: pip install 'distribute-jax[ray]'."
+        ) from error
+    return ray
+
+
+def _resource(task: str) -> str:
+    """Returns what the machine of a task has and no other."""
+    return f"{task}:JAX-{jax.__version__}"  # no comma, which Ray takes for the end
+
+
+class Cluster:
+    """Starts actors: in the cluster that is connected, or that of ``RAY_ADDRESS``, or one of this machine.
+
+    With a head, the address of the chief, it starts Ray there, and each actor on the machine of its task.
+    """
+
+    def __init__(self, head: str | None = None) -> None:
         """Raises: MissingPackageError."""
-        if "RAY_ADDRESS" not in os.environ:
-            for name, value in _LOCAL.items():  # Ray reads them when it is imported
-                os.environ.setdefault(name, value)
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingPackageError(
-                "engine='ray' needs Ray, which is not installed: pip install 'distribute-jax[ray]'."
-            ) from error
-        self._ray = ray
+        self._is_of_tasks, self._ip, self._port = head is not None, "127.0.0.1", "0"
+        if head is not None:
+            host, _, self._port = with_port(head, "The chief").rpartition(":")
+            self._ip = socket.gethostbyname(host)
+        self._is_new = self._is_of_tasks or "RAY_ADDRESS" not in os.environ
+        self._ray = _ray(self._ip == "127.0.0.1") if self._is_new else _imported()
+        if self._ip == "127.0.1.1":  # what Debian has for the name of this machine
+            self._ip = self._ray.util.get_node_ip_address()
 
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-        if "RAY_ADDRESS" not in os.environ:
-            options.update(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
+        if self._is_new:
+            options.update(address="local", include_dashboard=False, _node_ip_address=self._ip)
         handler, mask = signal.getsignal(signal.SIGTERM), os.umask(0o077)  # for the token's file
+        os.environ["RAY_GCS_SERVER_PORT"] = self._port
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # it starts programs
                 self._ray.init(**options)
         finally:
+            del os.environ["RAY_GCS_SERVER_PORT"]
             os.umask(mask)
             with suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGTERM, handler)
 
-    def child(self, kind: str) -> _Child:
-        """Returns a new actor, which is a worker or a server."""
+    def _joined(self, task: str) -> dict[str, int]:
+        """Waits until a task has joined; returns what its machine has and no other.
+
+        Raises: ClusterError: it has another version of JAX.
+        """
+        wanted, patience = _resource(task), time.monotonic() + _SECONDS_TO_JOIN
+        while self._ray.is_initialized():
+            alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            offered = [name for names in alive for name in names if name.startswith(f"{task}:")]
+            if wanted in offered:
+                return {wanted: 1}
+            if offered:
+                raise ClusterError(
+                    f"A process joined as {offered[0]}, and the chief has JAX {jax.__version__}. Install one "
+                    "version on both."
+                )
+            if time.monotonic() > patience:
+                _LOG.warning("Waiting for task %s, which has not joined: dj.Server(…).join()", task)
+                patience = float("inf")
+            time.sleep(_MOMENT)
+        raise ClusterError(f"Ray was shut down before task {task} joined.")
+
+    def child(self, kind: str, number: int) -> _Child:
+        """Returns a new actor, which is the worker or the server of a number."""
         if not self._ray.is_initialized():
             self._connect()
+        resources = self._joined(f"{_JOBS[kind]}-{number}") if self._is_of_tasks else {}
         platform = jax.default_backend() if kind == "worker" else "cpu"
         actor = self._ray.remote(_Worker if kind == "worker" else _Server).options(
             num_cpus=0,
             num_gpus=int(platform == "gpu"),
+            resources=resources,
             max_concurrency=_CALLS,
             max_restarts=0,
             max_task_retries=0,
@@ -214,3 +297,97 @@ class Cluster:
 
     def close(self) -> None:
         """Leaves the cluster as it is: others may use it."""
+
+
+class Server:
+    """A worker or a server (``ps``) of a cluster: it joins the chief, and does what that schedules.
+
+    The chief makes ``ParameterServerStrategy(cluster_resolver)``. It alone has data, models and steps.
+
+    Args:
+        server_or_cluster_def: the cluster, a ``ClusterSpec`` or a dict, with a ``chief``.
+        job_name: ``"worker"`` or ``"ps"``.
+        task_index: which of them this process is.
+        protocol: what :attr:`target` starts with; it is Ray that connects them.
+        config: accepted for ported code; JAX has no sessions to configure.
+        start: joins at once. The process that does so ends with this one.
+
+    Raises:
+        ValueError: there is no such task in the cluster, or no chief.
+        MissingPackageError: Ray is not installed.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> cluster = {"chief": ["host0:2222"], "worker": ["host1:2222"], "ps": ["host2:2222"]}
+        >>> dj.Server(cluster, job_name="worker", task_index=0, start=False).target
+        'grpc://host1:2222'
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Server
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: Any,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: object = None,
+        start: bool = True,
+    ) -> None:
+        cluster = ClusterSpec(server_or_cluster_def)
+        if job_name is None or job_name not in _JOBS.values():
+            raise ArgumentError(
+                f"Server: job_name must be 'worker' or 'ps'; got {job_name!r:.60}. The chief makes "
+                "ParameterServerStrategy(cluster_resolver), and runs no Server."
+            )
+        index = check_int("Server: task_index", task_index, at_least=0)
+        self._task, self._address = f"{job_name}-{index}", cluster.task_address(job_name, index)
+        self._chief = with_port(
+            cluster.task_address(CHIEF, cluster.task_indices(CHIEF)[0]), "Server: the chief"
+        )
+        self._protocol = protocol or "grpc"
+        self._process: subprocess.Popen[bytes] | None = None
+        if start:
+            self.start()
+
+    @property
+    def target(self) -> str:
+        """The address of this task in the cluster."""
+        return f"{self._protocol}://{self._address}"
+
+    def start(self) -> None:
+        """Joins the cluster of the chief in another process, as soon as that is there."""
+        if self._process is not None:
+            return
+        _imported()
+        # Ray's processes of one machine would take each other's names of files if they start at once. It lets
+        # everybody read its folder, which is therefore in another one.
+        self._folder = tempfile.TemporaryDirectory(prefix="dj-", ignore_cleanup_errors=True)
+        self._output = Path(self._folder.name) / "output"
+        offered = json.dumps({_resource(self._task): 1})
+        host, _, port = self._chief.rpartition(":")
+        options = [f"--resources={offered}", f"--temp-dir={self._folder.name}/ray"]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _JOIN, host, port, *options],
+                env={**_SETTINGS, **_PATIENCE, **os.environ, _MACHINES: "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    def join(self) -> None:
+        """Waits until the cluster of the chief has ended.
+
+        Raises:
+            ClusterError: this task could not join it.
+        """
+        for _ in range(_TRIES):
+            self.start()
+            if self._process is not None:
+                self._process.wait()
+            text = self._output.read_text(errors="replace")
+            if "Ray runtime started" in text:
+                return
+            self._process = None
+        raise ClusterError(f"Task {self._task} could not join {self._chief}:\n{text[-2000:]}")

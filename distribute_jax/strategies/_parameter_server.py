@@ -12,10 +12,10 @@ from typing import Any, final
 import jax
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax._messages import check_choice, check_int
-from distribute_jax.cluster_resolver import ClusterResolver
+from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec
 from distribute_jax.servers import (
     Cluster,
     Coordinator,
@@ -29,6 +29,8 @@ from distribute_jax.servers import (
     threads,
 )
 from distribute_jax.strategies._base import Strategy
+
+_JOBS = ("chief", "worker", "ps", "evaluator")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class ParameterServerStrategy(Strategy):
     thread. The variables of the model hold what the servers had at the last ``join`` or ``run``.
 
     Args:
-        cluster_resolver: not supported yet; None.
+        cluster_resolver: knows the tasks of a cluster: this process is its ``chief``, and its ``worker`` and
+            ``ps`` call ``dj.Server(…).join()``. The engine is Ray. None for workers of this machine.
         variable_partitioner: into how many parts each variable is divided, such as one of
             ``dj.experimental.partitioners``, or a function of their shape and dtype that returns the number
             of parts along each dim. None divides none.
@@ -99,7 +102,6 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         ValueError: an argument is not what it should be.
-        NotImplementedError: an option that is not supported yet.
         MissingPackageError: ``engine="ray"``, and Ray is not installed.
 
     Example:
@@ -127,8 +129,6 @@ class ParameterServerStrategy(Strategy):
         options: ServerOptions | None = None,
     ) -> None:
         name = type(self).__name__
-        if cluster_resolver is not None:
-            raise UnsupportedError(f"{name}: cluster_resolver is not supported yet; leave it out.")
         if not (variable_partitioner is None or callable(variable_partitioner)):
             raise ArgumentTypeError(
                 f"{name}: variable_partitioner must be a function of shape and dtype, as those of "
@@ -136,6 +136,13 @@ class ParameterServerStrategy(Strategy):
             )
         check_choice(f"{name}: sparse", sparse, ("exact", "lazy"))
         check_choice(f"{name}: engine", engine, (None, "threads", "processes", "ray"))
+        chief = None
+        if cluster_resolver is not None:
+            tasks, self._resolver = _checked_cluster(name, cluster_resolver), cluster_resolver
+            chief = tasks.task_address("chief", *tasks.task_indices("chief"))
+            engine = _agreed(name, "engine", engine, "ray")
+            workers = _agreed(name, "workers", workers, tasks.num_tasks("worker"))
+            servers = _agreed(name, "servers", servers, tasks.num_tasks("ps"))
         number = (
             min(4, os.cpu_count() or 1)
             if workers is None
@@ -160,7 +167,7 @@ class ParameterServerStrategy(Strategy):
             raise ArgumentError(f"{name}: options must be dj.ServerOptions; got {options!r:.60}.")
         options = options or ServerOptions()
         if engine in ("processes", "ray"):
-            cluster = Cluster() if engine == "ray" else None
+            cluster = Cluster(chief) if engine == "ray" else None
             remote = [RemoteStore(devices[0]) for _ in range(of_servers)]
             coordinator = Coordinator(
                 number, remote, staleness, devices[0], snapshot_every=options.snapshot_every
@@ -248,6 +255,42 @@ class ParameterServerStrategy(Strategy):
         # A scheduled function may combine what ``run`` returned, if it runs all of it.
         if not in_closure() or self.num_replicas_in_sync > 1:
             super()._enter_method(name)
+
+
+def _checked_cluster(name: str, resolver: Any) -> ClusterSpec:
+    """Returns a cluster of which this process is the chief."""
+    if not isinstance(resolver, ClusterResolver):
+        raise ArgumentTypeError(
+            f"{name}: cluster_resolver must be one of dj.cluster_resolver; got {resolver!r:.60}."
+        )
+    cluster, task = resolver.cluster_spec(), resolver.task_type
+    numbers = {job: cluster.task_indices(job) if job in cluster.jobs else [] for job in _JOBS}
+    others, known = set(cluster.jobs) - set(_JOBS), (*_JOBS, None)
+    gaps = any(numbers[job] != list(range(len(numbers[job]))) for job in ("worker", "ps"))
+    faults = {
+        "The cluster must not be empty.": not cluster,
+        f"Disallowed task type found in cluster spec: {others}. Allowed types are {_JOBS}.": others,
+        f"Unrecognized task_type: {task}, valid task types are: {_JOBS}.": task not in known,
+        "There must be at most one 'chief' job.": len(numbers["chief"]) > 1,
+        "There must be at least one ps.": not numbers["ps"],
+        "There must be at least one worker.": not numbers["worker"],
+        "The cluster needs a 'chief': the others join it at its address.": not numbers["chief"],
+        "The indices of workers and of ps must be 0, 1, …, without gaps.": gaps,
+        f"Task {task} {resolver.task_id} makes no strategy: the chief does. A worker or ps calls "
+        "dj.Server(…).join(), an evaluator dj.SidecarEvaluator(…).start().": task in _JOBS[1:],
+    }
+    for text, is_so in faults.items():
+        if is_so:
+            raise ArgumentError(f"{name}: {text}")
+    return cluster
+
+
+def _agreed(name: str, argument: str, value: Any, of_cluster: Any) -> Any:
+    if value not in (None, of_cluster):
+        raise ArgumentError(
+            f"{name}: {argument}={value!r} contradicts the cluster, which has {of_cluster!r}. Leave it out."
+        )
+    return of_cluster
 
 
 def _checked_staleness(name: str, value: Any) -> float:

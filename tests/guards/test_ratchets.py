@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 49_398,
-    lines_of_tests: 45_314,
+    lines: 49_624,
+    lines_of_tests: 45_506,
     files: 243,
     pieces: 1,
     private_words: 5,
