@@ -63,7 +63,7 @@ Contents = NamedTuple("Contents", [("suffix", str), ("packages", List[str]), ("p
 SUITE = Contents("", ["--no-build-isolation", "-e", ".[test]"], "")
 OPTIONAL = ["-r", "constraints/sources-python-3.11.txt"]
 SOURCES = Contents("-sources", OPTIONAL + SUITE.packages, "3.11")
-DOCS = Contents("-docs", ["-r", "constraints/docs.txt", *SUITE.packages[:-1], "."], "")
+DOCS = Contents("-docs", ["-r", "constraints/docs.txt", *SUITE.packages[:-1], ".[examples]"], "")
 
 
 def say(message: str) -> None:

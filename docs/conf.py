@@ -45,13 +45,17 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
-def modules(package: ModuleType) -> list[ModuleType]:
-    """Returns the package, the public modules that it lists, and theirs."""
-    listed = [getattr(package, name) for name in package.__all__]
-    return [package, *(m for v in listed if inspect.ismodule(v) for m in modules(v))]
+def modules(name: str, package: ModuleType) -> dict[str, ModuleType]:
+    """Returns the package, the public modules that it lists, and theirs, by their public names."""
+    found = {name: package}
+    for key in package.__all__:
+        if inspect.ismodule(value := getattr(package, key)):
+            found |= modules(f"{name}.{key}", value)
+    return found
 
 
-PUBLIC = [vars(m).get(n) for m in modules(distribute_jax) for n in m.__all__]
+MODULES = modules(project, distribute_jax)
+PUBLIC = [getattr(module, name) for module in MODULES.values() for name in module.__all__]
 
 
 def documented(name: str, value: Any) -> str:
@@ -72,29 +76,25 @@ def write(name: str, text: str) -> None:
         path.write_text(text, "utf-8")
 
 
-def write_api() -> list[str]:
-    """Writes a page for each module and for each of its classes; returns the names of the modules.
+def write_api() -> None:
+    """Writes a page for each module and for each of its classes, and the changelog.
 
     The sidebar has the modules only: with all classes in it, the site takes three times as long.
     """
     API.mkdir(exist_ok=True)
-    shown = modules(distribute_jax)
-    for module in shown:
-        objects = {name: getattr(module, name) for name in module.__all__}
-        names = [name for name, value in objects.items() if value not in shown]
+    (API / "changelog.md").write_text((DOCS.parent / "CHANGELOG.md").read_text("utf-8"), "utf-8")
+    for module, value in MODULES.items():
+        names = [name for name in value.__all__ if f"{module}.{name}" not in MODULES]
         table = textwrap.indent("\n".join(names), "   ")
-        parts = [
-            f".. automodule:: {module.__name__}",
-            f".. autosummary::\n   :nosignatures:\n\n{table}",
-        ]
+        parts = [f".. module:: {module}\n\n{inspect.getdoc(value)}"]
+        parts += [f".. autosummary::\n   :nosignatures:\n\n{table}"]
         for name in names:
-            full, value = f"{module.__name__}.{name}", objects[name]
-            if inspect.isclass(value) and not issubclass(value, Exception):
-                write(full, documented(full, value))
+            shown = getattr(value, name)
+            if inspect.isclass(shown) and not issubclass(shown, Exception):
+                write(f"{module}.{name}", documented(f"{module}.{name}", shown))
             else:
-                parts.append(documented(full, value))
-        write(module.__name__, "\n\n".join(parts))
-    return [module.__name__ for module in shown]
+                parts.append(documented(f"{module}.{name}", shown))
+        write(module, "\n\n".join(parts))
 
 
 def help_of(command: str) -> str:
@@ -121,10 +121,10 @@ def complete(app: Any, docname: str, source: list[str]) -> None:
     if docname == "index":
         listed = source[0].partition("## All pages")[2]
         for section in re.split(r"^- ", listed, flags=re.MULTILINE)[1:]:
-            pages = re.findall(r"\]\(([\w/.]+)\)", section)
-            source[0] += "\n" + toctree(pages, section.partition(":")[0])
+            pages, caption = re.findall(r"\]\(([\w/.]+)\)", section), section.partition(":")[0]
+            source[0] += "\n" + toctree(pages + ["api/changelog"] * (caption == "About"), caption)
     elif docname == "reference":
-        source[0] += "\n" + toctree([f"api/{name}" for name in write_api()])
+        source[0] += "\n" + toctree([f"api/{name}" for name in MODULES])
     elif docname == "command_line":
         source[0] += "\n" + "\n".join(map(help_of, ("launch", "plan", "doctor", "demo")))
 

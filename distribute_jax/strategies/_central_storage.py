@@ -28,7 +28,7 @@ class CentralStorageStrategy(Strategy):
     so a nest of parameters that is passed in and returned is stored centrally as well.
 
     Args:
-        compute_devices: ``jax.Device``s, indices, or strings such as ``"gpu:0"``; None or an empty
+        compute_devices: each a ``jax.Device``, an index or a string such as ``"gpu:0"``; None or an empty
             list means all local devices of the default backend.
         parameter_device: where state is stored, named likewise; it need not be a compute device. None
             means the compute device where there is only one, else the host's ``"cpu:0"``.

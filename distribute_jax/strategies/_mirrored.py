@@ -30,7 +30,7 @@ class MirroredStrategy(Strategy):
     devices of this one.
 
     Args:
-        devices: ``jax.Device``s, indices, or strings such as ``"gpu:0"``; None or an empty list means
+        devices: each a ``jax.Device``, an index or a string such as ``"gpu:0"``; None or an empty list means
             all local devices of the default backend.
         cross_device_ops: how ``ReplicaContext.all_reduce`` combines the replicas: one of
             ``NcclAllReduce``, ``HierarchicalCopyAllReduce``, ``ReductionToOneDevice``,
