@@ -7,7 +7,8 @@ from those below it.
 
 from typing import TYPE_CHECKING
 
-from distribute_jax._lazy import lazy_exports
+from distribute_jax import _errors
+from distribute_jax._lazy import lazy_exports, publish
 
 # Everything loads when a name of it is first read: the core at once, for which JAX is imported, so that the
 # supervisor of a job does without; and each part that builds on `run` and the strategies by itself.
@@ -266,6 +267,8 @@ __all__ = [
     "tpu",
     "unpack_x_y_sample_weight",
 ]
+
+publish(vars(_errors), __all__, "distribute_jax")  # they show their names, whoever raises them
 
 
 def __dir__() -> list[str]:

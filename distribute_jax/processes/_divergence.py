@@ -22,7 +22,7 @@ import jax
 
 from distribute_jax._errors import ProcessesDifferError
 
-_FOLDER = "actions/"
+_FOLDER = "news/actions/"
 _KEPT = 2048
 """Actions that are kept to name the first one that differs."""
 _PENDING = 16
@@ -146,13 +146,15 @@ class ActionLog:
             self._number += 1
             self._actions.append(Action(self._number, self._chain.hex(), text))
 
-    def compare(self) -> str | None:
+    def compare(self, entries: dict[str, str]) -> str | None:
         """Compares with the others; the watchdog calls it now and then.
+
+        Args:
+            entries: what is stored about the actions.
 
         Returns:
             The difference, once the main thread has had the time to raise it itself.
         """
-        entries = self._store.under(_FOLDER)
         if self._index == 0:
             self.publish()
             self._judge(entries)

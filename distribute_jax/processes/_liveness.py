@@ -18,10 +18,14 @@ from distribute_jax._supervision import AWAITED
 from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._status import status_writer
 
-TICK = 0.5
-"""Seconds between two heartbeats of a process; its watchdog writes them."""
+_TICK = 0.5
+_MOST_A_SECOND = 100
+"""Processes that write and read a second; each takes 0.4 ms of process 0."""
 
-_HEARTBEATS, _LEFT, _FAILED = "heartbeats/", "left/", "failed/"
+NEWS = "news/"
+"""Where all is that each process reads at each tick: failures, processes that hang, have left or are silent,
+and what process 0 has done last."""
+_HEARTBEATS, _LEFT, _FAILED, _SILENT = "heartbeats/", "left/", "failed", "silent/"
 _MOST_LINES = 64
 _BEFORE = 2.5
 """Seconds before JAX, whose clock is another one, ends the process."""
@@ -46,6 +50,16 @@ class Heartbeat:
         return f"at step {self.step}, {self.phase} for {self.seconds:.0f} s"
 
 
+def tick(job: Job) -> float:
+    """Returns the seconds between two heartbeats of a process; its watchdog writes them."""
+    return min(max(_TICK, job.count / _MOST_A_SECOND), job.options.heartbeat_seconds / 4)
+
+
+def part(news: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Returns the news below a folder, by the rest of their keys."""
+    return {key[len(folder) :]: text for key, text in news.items() if key.startswith(folder)}
+
+
 def send_heartbeat(job: Job, heartbeat: Heartbeat) -> None:
     """Writes what this process is doing."""
     job.store.put(f"{_HEARTBEATS}{job.index}", json.dumps(astuple(heartbeat)))
@@ -59,12 +73,17 @@ def heartbeats(job: Job) -> dict[int, Heartbeat]:
 
 def announce_left(job: Job, step: int) -> None:
     """Announces that this process is done."""
-    job.store.put(f"{_LEFT}{job.index}", str(step))
+    job.store.put(f"{NEWS}{_LEFT}{job.index}", str(step))
 
 
 def last_steps(job: Job) -> dict[str, str]:
     """Returns the last step of each process that is done."""
-    return job.store.under(_LEFT)
+    return job.store.under(NEWS + _LEFT)
+
+
+def some_left(news: Mapping[str, str]) -> bool:
+    """Returns whether a process is done."""
+    return any(key.startswith(_LEFT) for key in news)
 
 
 def announce_failure(job: Job, text: str) -> str | None:
@@ -72,17 +91,14 @@ def announce_failure(job: Job, text: str) -> str | None:
 
     A process that fails takes the others with it, and they may fail in many ways: the first is the cause.
     """
-    job.store.put_first(f"{_FAILED}first", json.dumps([job.index, text]))
-    return failure_of_another(job)
+    job.store.put_first(NEWS + _FAILED, json.dumps([job.index, text]))
+    return failure_of_another(job, job.store.under(NEWS))
 
 
-def failure_of_another(job: Job) -> str | None:
+def failure_of_another(job: Job, news: Mapping[str, str]) -> str | None:
     """Returns which other process has failed, and how; None where none has."""
-    for entry in job.store.under(_FAILED).values():
-        process, text = json.loads(entry)
-        if process != job.index:
-            return f"{job.name_of(process)} failed: {text}"
-    return None
+    process, text = json.loads(news.get(_FAILED, f"[{job.index}, null]"))
+    return None if process == job.index else f"{job.name_of(process)} failed: {text}"
 
 
 def last_seen(job: Job, process: int) -> str:
@@ -103,7 +119,7 @@ def describe_processes() -> str:
         return ""
     try:
         before = heartbeats(job)
-        time.sleep(3 * TICK)
+        time.sleep(_TICK + 2 * tick(job))
         lines = _lines(job, before, heartbeats(job), last_steps(job))
     except jax.errors.JaxRuntimeError:
         return ""  # process 0 is gone
@@ -136,36 +152,45 @@ def _lines(
 
 
 class HeartbeatMonitor:
-    """Reports once a process whose heartbeats stopped, and withdraws the report when they go on."""
+    """Looks, on process 0, for processes whose heartbeats stopped, and reports them on all.
+
+    A report is withdrawn when the heartbeats go on.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._last: dict[int, tuple[int, float]] = {}
         self._reported: set[int] = set()
+        self._shown: set[str] = set()
 
-    def check(self, heartbeats: Mapping[int, Heartbeat]) -> None:
-        """Looks for processes that have written nothing since the last time."""
+    def look(self) -> None:
+        """Notes which processes have written nothing since the last time."""
         now = time.monotonic()
         limit = self._job.options.heartbeat_seconds
-        for process, heartbeat in heartbeats.items():
+        for process, heartbeat in heartbeats(self._job).items():
             number, since = self._last.get(process, (None, now))
+            key = f"{NEWS}{_SILENT}{process}"
             if number != heartbeat.number:
                 self._last[process] = heartbeat.number, now
                 if process in self._reported:
                     self._reported.remove(process)
-                    status_writer().error("")
+                    self._job.store.remove(key)
             elif now - since > max(limit - _BEFORE, limit / 2) and process not in self._reported:
                 self._reported.add(process)
-                if process != self._job.index:
-                    self._report(process, now - since, heartbeat)
+                self._job.store.put(
+                    key,
+                    f"{self._job.name_of(process)} has sent no heartbeat for {now - since:.0f} s; last seen "
+                    f"{heartbeat}. If it is stopped or gone, JAX ends this process with SIGABRT after "
+                    f"{limit} s (ClusterOptions.heartbeat_seconds).",
+                )
 
-    def _report(self, process: int, seconds: float, heartbeat: Heartbeat) -> None:
-        limit = self._job.options.heartbeat_seconds
-        message = (
-            f"{self._job.name_of(process)} has sent no heartbeat for {seconds:.0f} s; last seen {heartbeat}. "
-            f"If it is stopped or gone, JAX ends this process with SIGABRT after {limit} s "
-            "(ClusterOptions.heartbeat_seconds)."
-        )
-        status_writer().error(message)
-        sys.stderr.write(f"distribute_jax: {message}\n")
-        sys.stderr.flush()
+    def show(self, news: Mapping[str, str]) -> None:
+        """Writes each report once, and removes it from the status when none is left."""
+        silent = part(news, _SILENT)
+        for process in silent.keys() - self._shown - {f"{self._job.index}"}:
+            status_writer().error(silent[process])
+            sys.stderr.write(f"distribute_jax: {silent[process]}\n")
+            sys.stderr.flush()
+        if self._shown and not silent:
+            status_writer().error("")
+        self._shown = {*silent}

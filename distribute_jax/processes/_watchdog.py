@@ -35,8 +35,6 @@ _CAUSE_SECONDS = 1.0
 _COMPILING_FACTOR = 10
 _HUNG = "hung/"
 """Where processes that saw no progress tell the others."""
-_WAITED = 1.0
-"""Seconds after which a process that waits looks for heartbeats that stopped."""
 _WAITED_FOR_ANOTHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
 """Errors of a process that waited for another."""
 
@@ -88,7 +86,8 @@ class ExitHandler:
         deadline = time.monotonic() + _CAUSE_SECONDS
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             while time.monotonic() < deadline:
-                if cause := liveness.failure_of_another(self._job):
+                news = self._job.store.under(liveness.NEWS)
+                if cause := liveness.failure_of_another(self._job, news):
                     return cause
                 time.sleep(_POLL_SECONDS)
         return None
@@ -105,7 +104,7 @@ class ExitHandler:
         self._job.actions.publish()
         liveness.announce_left(self._job, activity().step)
         while len(liveness.last_steps(self._job)) < self._job.count:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(liveness.tick(self._job) / 10)
         if difference := self._job.actions.finish():
             exit_process(self._job, DIVERGED, difference)
         self._watchdog.stop()
@@ -142,9 +141,10 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._stop.wait(liveness.TICK):
+        tick = liveness.tick(self._job)
+        while not self._stop.wait(tick):
             # Twice as long, so that the message of this thread comes first where it can run.
-            limit = 2 * self._job.options.step_seconds + liveness.TICK
+            limit = 2 * self._job.options.step_seconds + tick
             faulthandler.dump_traceback_later(limit, exit=True)
             try:
                 self._send_heartbeat()
@@ -163,22 +163,24 @@ class Watchdog:
         liveness.send_heartbeat(self._job, heartbeat)
 
     def _check(self) -> None:
-        if failure := liveness.failure_of_another(self._job):
+        if self._job.index == 0:
+            self._monitor.look()
+        news = self._job.store.under(liveness.NEWS)
+        if failure := liveness.failure_of_another(self._job, news):
             if any(name in failure for name in _WAITED_FOR_ANOTHER):
                 _dump_stacks()  # perhaps it waited for this process
             exit_process(self._job, OTHER_FAILED, _ends_with(failure, self._activity.step))
-        for message in self._job.store.under(_HUNG).values():
+        for message in liveness.part(news, _HUNG).values():
             self._exit_hung(message)
-        if difference := self._job.actions.compare():
+        if difference := self._job.actions.compare(liveness.part(news, "actions/")):
             exit_process(self._job, DIVERGED, difference)
-        if (waiting := self._activity.waiting()) is None:
+        waiting = self._activity.waiting()
+        self._monitor.show({} if waiting is None else news)
+        if waiting is None:
             return
         phase, since = waiting
         seconds = time.monotonic() - since
-        if seconds > _WAITED:
-            # Not before: a thousand processes would read a thousand heartbeats each.
-            self._monitor.check(liveness.heartbeats(self._job))
-        name, limit = self._limit(phase)
+        name, limit = self._limit(phase, liveness.some_left(news))
         if seconds > limit:
             longer = 2 * getattr(self._job.options, name)
             self._exit_hung(
@@ -187,17 +189,17 @@ class Watchdog:
                 f"order. If that may take longer, give it more time: dj.ClusterOptions({name}={longer:g})."
             )
 
-    def _limit(self, phase: str) -> tuple[str, float]:
+    def _limit(self, phase: str, some_left: bool) -> tuple[str, float]:
         """Returns the option that limits a phase, and the seconds."""
         options = self._job.options
         if phase.startswith((COMPILING, RESTORING)):
             return "step_seconds", options.step_seconds * _COMPILING_FACTOR
-        if options.shutdown_seconds < options.step_seconds and liveness.last_steps(self._job):
+        if options.shutdown_seconds < options.step_seconds and some_left:
             return "shutdown_seconds", options.shutdown_seconds  # who has left never comes
         return "step_seconds", options.step_seconds
 
     def _exit_hung(self, message: str) -> None:
-        self._job.store.put(f"{_HUNG}{self._job.index}", message)
+        self._job.store.put(f"{liveness.NEWS}{_HUNG}{self._job.index}", message)
         _dump_stacks()
         exit_process(self._job, HUNG, message)
 

@@ -155,7 +155,9 @@ class Calls:
         self._compared = [i for i, is_mirrored in enumerate(mirrored) if is_mirrored]
         self._state = len(mirrored)
         self._first_data = len(mirrored) + len(program.arrays)
-        self._what = f"runs {entry.step}"
+        avals = [program.traced.jaxpr.in_avals[i] for i in program.order][self._first_data :]
+        shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in avals if aval.ndim)
+        self._what = f"runs {entry.step}{f' on {shapes}' if shapes else ''}"
         self._fingerprint = fingerprint
         self._written_large = 0
 

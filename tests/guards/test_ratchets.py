@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 49_624,
-    lines_of_tests: 45_506,
+    lines: 49_700,
+    lines_of_tests: 45_850,
     files: 243,
     pieces: 1,
-    private_words: 5,
+    private_words: 6,
     private_imports: 31,
 }
 

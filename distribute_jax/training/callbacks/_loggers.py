@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import os
 import time
+import warnings
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +26,29 @@ from distribute_jax.training.callbacks._callback import Callback
 from distribute_jax.training.callbacks._checkpoints import SaveSchedule
 
 
-class CSVLogger(Callback):
+class _Logger(Callback):
+    """Writes while the disk takes it."""
+
+    _is_full = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._is_full = False
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around what writes: a disk that refuses ends the log, with a warning, and not the training."""
+        try:
+            yield
+        except OSError as error:
+            self._is_full = True
+            warnings.warn(
+                f"{type(self).__name__} cannot write any more ({error}); the training goes on without it.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class CSVLogger(_Logger):
     """Writes a line of a CSV file for every epoch, on the chief only.
 
     The columns are ``epoch`` and the names of the first epoch's logs in alphabetical order; an epoch
@@ -46,6 +71,7 @@ class CSVLogger(Callback):
         self._keys: list[str] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
         self._release()
         if not is_chief():
             return
@@ -56,10 +82,12 @@ class CSVLogger(Callback):
         self._file = path.open("a" if self.append else "w", newline="", encoding="utf-8")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._file is None:
-            return
-        logs = logs or {}
-        writer = csv.writer(self._file, delimiter=self.sep)
+        if self._file is not None and not self._is_full:
+            with self._writing():
+                self._write_epoch(self._file, epoch, logs or {})
+
+    def _write_epoch(self, file: TextIO, epoch: int, logs: dict[str, Any]) -> None:
+        writer = csv.writer(file, delimiter=self.sep)
         if self._keys is None:
             self._keys = sorted(logs)
             if not any(key.startswith("val_") for key in self._keys):
@@ -67,14 +95,15 @@ class CSVLogger(Callback):
             if not self._headed:
                 writer.writerow(["epoch", *self._keys])
         writer.writerow([epoch, *(_text(logs.get(key, "NA")) for key in self._keys)])
-        self._file.flush()
+        file.flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._release()
 
     def _release(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of which on_epoch_end has warned
+                self._file.close()
             self._file = None
 
 
@@ -86,7 +115,7 @@ WAITING = 32
 """How many snapshots of batches may be unread."""
 
 
-class TensorBoard(Callback):
+class TensorBoard(_Logger):
     """Writes event files for TensorBoard, on the chief only.
 
     Training goes to ``log_dir/train``, validation to ``log_dir/validation``, with Keras's tags:
@@ -129,6 +158,7 @@ class TensorBoard(Callback):
         self._waiting: deque[tuple[int, Snapshot]] = deque()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
         self._schedule.start()
         self._step = int(np.asarray(self.model.optimizer.step[...]))
         self._waiting.clear()
@@ -162,14 +192,18 @@ class TensorBoard(Callback):
         self._write("train", {**self._learning_rate(), **train}, epoch)
         held_out = {f"epoch_{k[4:]}": v for k, v in logs.items() if k.startswith("val_")}
         self._write("validation", held_out, epoch)
-        if self.histogram_freq and epoch % self.histogram_freq == 0:
-            self._write_weights(epoch)
-        for writer in self._writers.values():
-            writer.flush()
+        if self._is_full:
+            return
+        with self._writing():
+            if self.histogram_freq and epoch % self.histogram_freq == 0:
+                self._write_weights(epoch)
+            for writer in self._writers.values():
+                writer.flush()
 
     def _release(self) -> None:
         for writer in self._writers.values():
-            writer.close()
+            with suppress(OSError):
+                writer.close()
         self._writers.clear()
         self._waiting.clear()
 
@@ -181,8 +215,8 @@ class TensorBoard(Callback):
 
     def _write(self, run: str, numbers: dict[str, Any], step: int) -> None:
         scalars = {name: value for name, value in numbers.items() if not np.ndim(value)}
-        if scalars:
-            with self._writer(run).as_default(step):
+        if scalars and not self._is_full:
+            with self._writing(), self._writer(run).as_default(step):
                 for name, value in scalars.items():
                     summary.scalar(name, value)
 

@@ -33,6 +33,22 @@ def test_a_csv_file_is_continued_or_overwritten(example: Any, tmp_path: Path):
     assert [line.split(",")[0] for line in file.read_text().splitlines()] == ["epoch", "0"]
 
 
+def test_a_full_disk_ends_the_log_and_not_the_training(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One warning each, and all epochs run."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dj.summary, "scalar", refuse)
+    for logger in (dj.callbacks.CSVLogger("/dev/full"), dj.callbacks.TensorBoard(tmp_path)):
+        with pytest.warns(RuntimeWarning, match="cannot write any more.*No space left") as warned:
+            history = example.fit(logger, epochs=3)
+        assert len(warned) == 1
+        assert len(history.epoch) == 3
+
+
 def test_only_the_first_process_writes(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,0 +1,233 @@
+"""Jobs that are killed and stopped again and again end with the weights of one that was left alone.
+
+``pytest -m exhaustive -s tests/launch/test_endurance.py`` prints the figures of the report in
+``benchmarks/reports``; ``ENDURANCE=100`` before it sets the number of kills, of which 20 are the default.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(sys.platform != "linux", reason="/proc")]
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("ENDURANCE", "20"))
+PROGRAM = """
+import hashlib, os, sys, time
+print("pid", os.getpid(), flush=True)
+import jax, numpy as np, optax
+from flax import nnx
+import distribute_jax as dj
+
+directory, kind, steps, width = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+strategy = dj.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(3, width, rngs=rngs), nnx.Dropout(0.5, rngs=rngs),
+                           nnx.Linear(width, 2, rngs=rngs))
+    optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
+    checked = dj.Variable(0.0)
+
+def train_step(x):
+    loss = lambda model: dj.compute_average_loss((model(x) ** 2).sum(axis=-1))
+    gradients = nnx.grad(loss)(model)
+    optimizer.update(model, dj.get_replica_context().all_reduce("sum", gradients))
+
+def evaluate(x):
+    checked.assign(dj.get_replica_context().all_reduce("sum", (model(x) ** 2).sum()))
+
+rows = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+if kind == "arrays":
+    source = dj.data.from_arrays(rows).shuffle(seed=1).batch(8).repeat(steps // 8)
+elif kind == "grain":
+    import grain
+    source = grain.MapDataset.source(rows).seed(1).shuffle().batch(8).repeat(steps // 8)
+else:
+    import tensorflow as tf
+    source = tf.data.Dataset.from_tensor_slices(rows).batch(8).repeat(steps // 8)
+batches = iter(strategy.distribute_dataset(source))
+every = 1 if width > 100 else 10
+state = {"model": model, "optimizer": optimizer, "checked": checked}
+print("compiling", flush=True)
+with dj.CheckpointManager(directory, every_steps=every, max_to_keep=3) as manager, \\
+        manager.preemptible(state, batches) as loop:
+    for x in batches:
+        strategy.run(train_step, args=(x,))
+        if loop.step % 10 == 5:
+            print("evaluating", loop.step, flush=True)
+            strategy.run(evaluate, args=(x,))
+        time.sleep(0.02)
+digest = hashlib.sha256()
+for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
+    raw = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    digest.update(np.asarray(raw.addressable_data(0)).tobytes())
+print("weights", loop.step, digest.hexdigest(), flush=True)
+"""
+
+
+class Run:
+    """A job under the launcher, whose output is read as it comes."""
+
+    def __init__(self, folder, kind="arrays", steps=160, width=8):
+        folder.mkdir(exist_ok=True, parents=True)
+        script = folder / "train.py"
+        script.write_text(PROGRAM)
+        options = [
+            "--processes=2",
+            "--devices-per-process=1",
+            "--max-restarts=9",
+            "--max-pause=0.1",
+        ]
+        arguments = [str(script), str(folder / "steps"), kind, str(steps), str(width)]
+        self.began, self.lines, self.pids = time.monotonic(), [], {}
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "distribute_jax", "launch", *options, *arguments],
+            cwd=ROOT, env={**os.environ, "TMPDIR": str(self.temporary)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.changed = threading.Condition()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self.changed:
+                self.lines.append(line.rstrip())
+                if found := re.match(r"\[(\d)\] pid (\d+)", line):
+                    self.pids[int(found[1])] = int(found[2])
+                self.changed.notify_all()
+
+    def await_line(self, text, count=1):
+        def there():
+            return sum(text in line for line in self.lines) >= count
+
+        with self.changed:
+            assert self.changed.wait_for(there, timeout=120), self.lines[-20:]
+
+    def end(self, code=0):
+        """Waits for the end, and returns what each process said of its weights."""
+        assert self.process.wait(timeout=300) == code, "\n".join(self.lines[-30:])
+        self.reader.join()
+        return {line.partition("weights ")[2] for line in self.lines if "weights " in line}
+
+    def usage(self):
+        """Returns memory, descriptors, threads and listening ports of the supervisor and the processes."""
+        figures = {}
+        for name, pid in {"supervisor": self.process.pid, **self.pids}.items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            figures[name] = [
+                int(re.search(rf"{field}:\s+(\d+)", status)[1]) for field in ("VmRSS", "Threads")
+            ]
+            figures[name].append(len(os.listdir(f"/proc/{pid}/fd")))
+        return figures
+
+
+@functools.cache
+def undisturbed(kind="arrays", steps=160, width=8):
+    """The weights of a job that is left alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        (weights,) = Run(Path(folder), kind, steps, width).end()
+    return {weights}
+
+
+def kill_again_and_again(folder, kills, seed, **what):
+    """Kills random processes at random moments; returns what was used after each restart."""
+    rng, used = random.Random(seed), []
+    run = Run(folder, **what)
+    for number in range(kills):
+        run.await_line("compiling", 2 * (number + 1))
+        time.sleep(rng.uniform(0, 6) if number % 3 else rng.uniform(0, 1))
+        if run.process.poll() is not None or any("weights" in line for line in run.lines):
+            break
+        used.append(run.usage())
+        os.kill(run.pids[rng.randrange(2)], signal.SIGKILL)
+        run.await_line("restarting all", number + 1)
+    weights = run.end()
+    seconds = time.monotonic() - run.began
+    print(f"\nendurance: {len(used)} kills, {what}, {seconds:.0f} s", flush=True)
+    assert [*run.temporary.iterdir()] == []
+    return weights, used
+
+
+def test_random_kills_leave_no_trace_and_nothing_grows(tmp_path):
+    """Tests 1 and 3: rank 0 included, in compiles, steps, evaluations, saves and restores."""
+    steps = 40 * KILLS
+    weights, used = kill_again_and_again(tmp_path, KILLS, seed=1, steps=steps)
+    assert weights == undisturbed(steps=steps)
+    assert len(used) > KILLS / 2
+    for which, unit in enumerate(("kB", "threads", "descriptors")):
+        of_supervisor = [figures["supervisor"][which] for figures in used]
+        print(f"endurance: supervisor {unit}: {of_supervisor[0]} to {of_supervisor[-1]}")
+        assert max(of_supervisor[1:]) <= of_supervisor[1] * 1.1 + 1
+        of_ranks = [max(figures[i][which] for i in (0, 1)) for figures in used]
+        print(f"endurance: processes, most {unit}: {of_ranks[0]} to {of_ranks[-1]}")
+
+
+@pytest.mark.parametrize("kind", ["grain", "tf"])
+def test_other_sources_go_on_at_the_very_next_example(tmp_path, kind):
+    """Test 27: with Grain, and with tf.data where that is installed."""
+    if not importlib.util.find_spec({"tf": "tensorflow"}.get(kind, kind)):
+        pytest.skip("not installed")
+    weights, _ = kill_again_and_again(tmp_path, 3, seed=2, kind=kind)
+    assert weights == undisturbed(kind)
+
+
+def test_either_of_two_processes_killed_in_a_save(tmp_path):
+    """Test 23: each step is saved, and takes longer to save than to run."""
+    kills = max(KILLS // 2, 5)
+    weights, _ = kill_again_and_again(tmp_path, kills, seed=3, steps=80, width=200_000)
+    assert weights == undisturbed(steps=80, width=200_000)
+    left = [path.name for path in (tmp_path / "steps").iterdir()]
+    assert all(name.isdecimal() for name in left), left
+
+
+STOPS = {
+    "Ctrl-C in training": (signal.SIGINT, "evaluating"),
+    "SIGTERM in evaluation": (signal.SIGTERM, "evaluating"),
+    "SIGTERM before step 1": (signal.SIGTERM, "compiling"),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_a_stopped_job_saves_at_one_step_and_goes_on(tmp_path, case):
+    """Test 6: exit code 42, one step that both have saved, and then the weights of one left alone."""
+    number, line = STOPS[case]
+    run = Run(tmp_path)
+    run.await_line(line, 2)
+    time.sleep(0.3 if "training" in case else 0)
+    run.process.send_signal(number)
+    asked = time.monotonic()
+    assert run.end(code=42) == set()
+    print(f"\nendurance: {case}: saved and ended within {time.monotonic() - asked:.1f} s")
+    assert run.lines[-1].endswith("all processes have saved and ended")
+    assert Run(tmp_path).end() == undisturbed()
+
+
+def test_a_killed_supervisor_takes_all_with_it(tmp_path):
+    """At three random moments; started again, the job goes on, and the folders are gone."""
+    rng = random.Random(4)
+    for _ in range(3):
+        run = Run(tmp_path)
+        run.await_line("compiling", 2)
+        time.sleep(rng.uniform(0, 4))
+        run.process.kill()
+        run.end(code=-9)  # its output has ended too, so nobody holds it
+        assert [pid for pid in run.pids.values() if Path(f"/proc/{pid}/cmdline").exists()
+                and Path(f"/proc/{pid}/cmdline").read_bytes()] == []  # fmt: skip
+    assert Run(tmp_path).end() == undisturbed()
+    assert [*run.temporary.iterdir()] == []
