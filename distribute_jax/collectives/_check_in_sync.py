@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,13 +88,11 @@ class Hashes:
     """Hashes that every device computes of its copies; reading them waits, making them does not."""
 
     def __init__(self, leaves: Iterable[_Named]) -> None:
-        groups: dict[tuple[jax.Device, ...], list[_Named]] = {}
-        for name, array in leaves:
-            devices = _devices(array.sharding)
-            part = math.prod(array.sharding.shard_shape(array.shape))
-            if part * len(devices) > array.size:  # some part is on several devices
-                groups.setdefault(devices, []).append((name, array))
-        self._groups = [(of, some, _hashes(of, some)) for of, some in groups.items()]
+        groups: dict[_Copies, list[_Named]] = {}
+        for leaf in leaves:
+            if (copies := _copies(leaf[1].sharding, leaf[1].shape)) is not None:
+                groups.setdefault(copies, []).append(leaf)
+        self._groups = [(of.mesh, some, of.hashes(some)) for of, some in groups.items()]
 
     def check(self) -> None:
         """Raises where devices differ."""
@@ -111,9 +109,45 @@ def hashes_of(tree: PyTree) -> Hashes:
     return Hashes(_arrays(tree))
 
 
-@functools.lru_cache(maxsize=64)
-def _devices(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
-    return tuple(sorted(sharding.device_set, key=_by_id))
+class _Copies(NamedTuple):
+    """The devices that have copies of arrays, as a mesh; ``whole`` if that is the arrays' own."""
+
+    mesh: Mesh
+    whole: bool
+
+    def of(self, array: jax.Array) -> jax.Array:
+        """Presents each device's part as its copy of one array, so that a program can read each."""
+        if self.whole:
+            return array
+        parts = [shard.data for shard in array.addressable_shards]
+        shape = array.sharding.shard_shape(array.shape)
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return jax.make_array_from_single_device_arrays(shape, replicated, parts, dtype=array.dtype)
+
+    def hashes(self, leaves: Sequence[_Named]) -> jax.Array:
+        with outside_mesh():
+            return _hashing(self.mesh)([self.of(array) for _, array in leaves])
+
+
+@functools.lru_cache(maxsize=4096)
+def _copies(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Copies | None:
+    """Returns where the copies of an array are; None if no part of it is on several devices."""
+    devices = sorted(sharding.device_set, key=_by_id)
+    if math.prod(sharding.shard_shape(shape)) * len(devices) == math.prod(shape):
+        return None
+    auto = (AxisType.Auto,)
+    if (
+        isinstance(sharding, NamedSharding)
+        and sharding.is_fully_replicated
+        and {*sharding.mesh.axis_types} == {*auto}
+    ):  # Arrays need not be put together, which takes long.
+        return _Copies(cast("Mesh", sharding.mesh), whole=True)
+    return _Copies(Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=auto), whole=False)
+
+
+def as_bits(array: jax.Array) -> jax.Array:
+    """Returns an array of numbers, also for random keys."""
+    return jax.random.key_data(array) if is_key(array) else array
 
 
 def _arrays(tree: PyTree, root: str = "") -> Iterator[_Named]:
@@ -126,8 +160,7 @@ def _arrays(tree: PyTree, root: str = "") -> Iterator[_Named]:
         elif isinstance(leaf, nnx.Variable):
             yield from _arrays(leaf.get_raw_value(), name)
         elif isinstance(leaf, jax.Array):
-            array = jax.random.key_data(leaf) if is_key(leaf) else leaf
-            yield path_text((), name.lstrip(".")), array
+            yield path_text((), name.lstrip(".")), as_bits(leaf)
 
 
 def _is_branch(node: Any) -> bool:
@@ -138,33 +171,20 @@ def _attribute(part: Any) -> str:
     return f"[{part!r}]" if isinstance(part, int) else f".{part}"
 
 
-@functools.lru_cache(maxsize=16)
-def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
-    return Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _hashes(devices: tuple[jax.Device, ...], leaves: Sequence[_Named]) -> jax.Array:
-    mesh = _mesh(devices)
-    with outside_mesh():
-        return _hashing(mesh)([_as_copies(array, mesh) for _, array in leaves])
-
-
-def _lines(
-    devices: tuple[jax.Device, ...], leaves: Sequence[_Named], hashed: jax.Array
-) -> Iterator[str]:
+def _lines(mesh: Mesh, leaves: Sequence[_Named], hashed: jax.Array) -> Iterator[str]:
     hashes = np.asarray(hashed)
-    if (hashes == hashes[:1]).all():  # that of all leaves, also of divided ones, which differ
+    if (hashes == hashes[:1]).all():  # only parts of divided arrays may differ
         return
     for k, (name, array) in enumerate(leaves):
-        for odd, rest in _differing(devices, array, hashes[:, k]):
+        for odd, rest in _differing(mesh, array, hashes[:, k]):
             yield f"{name}, {leaf_text(array)}: {_names(odd)} not as on {_names(rest)}"
 
 
 def _differing(
-    devices: tuple[jax.Device, ...], array: jax.Array, hashes: Any
+    mesh: Mesh, array: jax.Array, hashes: Any
 ) -> Iterator[tuple[list[jax.Device], list[jax.Device]]]:
     """Yields the devices that differ, and the most that agree, of those that hold the same part."""
-    bits = {device: hashes[i].tobytes() for i, device in enumerate(devices)}
+    bits = {device: hashes[i].tobytes() for i, device in enumerate(mesh.devices.flat)}
     for group in _holders(array):
         # Of two equal halves, those differ that are without the first device.
         usual = Counter(bits[device] for device in group).most_common(1)[0][0]
@@ -191,14 +211,14 @@ def heal(tree: PyTree) -> None:
 def _healed(name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array):
         return value
-    array = jax.random.key_data(value) if is_key(value) else value
-    devices = _devices(array.sharding)
-    if len(devices) == 1:
+    array = as_bits(value)
+    copies = _copies(array.sharding, array.shape)
+    if copies is None:
         return value
+    devices = list(copies.mesh.devices.flat)
     source = list(range(len(devices)))
-    for odd, rest in _differing(
-        devices, array, np.asarray(_hashes(devices, [(name, array)]))[:, 0]
-    ):
+    hashes = np.asarray(copies.hashes([(name, array)]))[:, 0]
+    for odd, rest in _differing(copies.mesh, array, hashes):
         if len(rest) <= len(odd):
             lines = [f"{name}: {_names(odd)} not as on {_names(rest)}, which are not the majority"]
             raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
@@ -206,10 +226,9 @@ def _healed(name: str, value: Any) -> Any:
             source[devices.index(device)] = devices.index(rest[0])
     if source == list(range(len(devices))):
         return value
-    mesh = _mesh(devices)
     with outside_mesh():
-        copies = _taking(mesh)(_as_copies(array, mesh), np.asarray(source))
-    parts = [shard.data for shard in copies.addressable_shards]
+        taken = _taking(copies.mesh)(copies.of(array), np.asarray(source))
+    parts = [shard.data for shard in taken.addressable_shards]
     whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
     if is_key(value):
         return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(value))
@@ -221,18 +240,10 @@ def _taking(mesh: Mesh) -> Callable[[jax.Array, Any], jax.Array]:
     """Returns the program in which each device takes the copy of a device that is named for it."""
 
     def take(local: jax.Array, source: jax.Array) -> jax.Array:
-        copies = jax.lax.all_gather(local, _AXIS)
-        return jnp.asarray(copies[source[jax.lax.axis_index(_AXIS)]])
+        copies = jax.lax.all_gather(local, mesh.axis_names)
+        return jnp.asarray(copies[source[jax.lax.axis_index(mesh.axis_names)]])
 
     return _on_each(mesh, take)
-
-
-def _as_copies(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """Presents each device's part as its copy of one array, so that a program can read each."""
-    parts = [shard.data for shard in array.addressable_shards]
-    shape = array.sharding.shard_shape(array.shape)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_single_device_arrays(shape, replicated, parts, dtype=array.dtype)
 
 
 @functools.lru_cache(maxsize=16)
@@ -241,7 +252,7 @@ def _hashing(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
 
     def hashes(arrays: list[jax.Array]) -> jax.Array:
         local = jnp.stack([bit_hash(array) for array in arrays])
-        return jnp.asarray(jax.lax.all_gather(local, _AXIS))
+        return jnp.asarray(jax.lax.all_gather(local, mesh.axis_names))
 
     return _on_each(mesh, hashes)
 

@@ -27,7 +27,9 @@ _TOO_MANY = """\
 {what}. None of them changed anything: the state is as before the first of them. Look at the batches, \
 lower the learning rate, or clip the gradients: clip_global_norm=1.0."""
 
-_SKIPPED = "Step {step} was skipped: {what}. It changed nothing. In a row: {row}, at most {most}."
+_SKIPPED = (
+    "Step {step} was skipped: {what}. It changed nothing; more than {most} in a row are an error."
+)
 _SEEN = "At step {step} {what}."
 
 _log = logging.getLogger("distribute_jax")
@@ -81,20 +83,22 @@ class Guard(nnx.Module):
 
 def first_replica_of(flag: jax.Array) -> tuple[jax.Array, Any]:
     """Returns whether a flag is True on any replica, and the first one where it is."""
-    frame = _context.entered()
-    replica = frame.replica if frame is not None else None
+    replica = replica_now()
     if replica is None:
         return flag, -1
-    return first_of(replica.all_reduce("sum", mark_of(flag, jnp.float32)))
+    return first_of(replica.all_reduce("sum", mark_of(replica, flag, jnp.float32)))
 
 
-def mark_of(flag: jax.Array, dtype: Any) -> jax.Array:
-    """Returns one number for each replica, which add up to the flags of all of them."""
+def replica_now() -> Any:
+    """Returns the replica context inside ``run``; None elsewhere."""
     frame = _context.entered()
-    replica = frame.replica if frame is not None else None
-    count = replica.num_replicas_in_sync if replica is not None else 1
-    mine = jnp.arange(count) == (replica.replica_id_in_sync_group if replica is not None else 0)
-    return (flag & mine).astype(dtype)
+    return None if frame is None else frame.replica
+
+
+def mark_of(replica: Any, flag: jax.Array, dtype: Any) -> jax.Array:
+    """Returns one number for each replica, which add up to the flags of all of them."""
+    replicas = jnp.arange(replica.num_replicas_in_sync)
+    return jnp.asarray(flag & (replicas == replica.replica_id_in_sync_group), dtype)
 
 
 def first_of(marks: jax.Array) -> tuple[jax.Array, jax.Array]:

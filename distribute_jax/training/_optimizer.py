@@ -10,12 +10,18 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from distribute_jax import _context
 from distribute_jax._absent import answering
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import check_int, leaf_text, promoting
 from distribute_jax.collectives._markers import unreduced
-from distribute_jax.program._undo import Guard, Unconditional, first_of, first_replica_of, mark_of
+from distribute_jax.program._undo import (
+    Guard,
+    Unconditional,
+    first_of,
+    first_replica_of,
+    mark_of,
+    replica_now,
+)
 from distribute_jax.training._batches import hint
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
@@ -206,7 +212,7 @@ class Optimizer(nnx.Optimizer[Any]):
         applied = finite = _finite(jax.tree.leaves(grads))
         if guard is not None:
             applied = guard.judge(finite, replica)
-            if self.loss_scale is None and _replica() is not None:  # run undoes the step
+            if self.loss_scale is None and replica_now() is not None:  # run undoes the step
                 return update(self, model)
         when(applied, update, [(self, _is_updated), (model, self.wrt)])
         if self.loss_scale is not None:
@@ -231,11 +237,6 @@ def _is_node(leaf: Any) -> bool:
 _NOT_FINITE = "the gradients{of} are not finite"
 
 
-def _replica() -> Any:
-    context = _context.entered()
-    return context.replica if context is not None else None
-
-
 def _finite(leaves: Sequence[jax.Array]) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
@@ -245,12 +246,12 @@ def _summed(grads: Any, *, marked: bool = False) -> tuple[Any, Any]:
 
     Returned is, if they are to be ``marked``, which replica is the first whose gradients are not finite.
     """
-    replica = _replica()
+    replica = replica_now()
     if replica is None:
         return grads, -1
     leaves, treedef = jax.tree.flatten(grads)
     # What goes with the gradients needs no other collective.
-    marks = [mark_of(~_finite(leaves), leaves[0].dtype)] if marked else []
+    marks = [mark_of(replica, ~_finite(leaves), leaves[0].dtype)] if marked else []
     if replica.num_replicas_in_sync > 1:
         leaves = unreduced(leaves)
     sums = replica.all_reduce("sum", [*leaves, *marks])

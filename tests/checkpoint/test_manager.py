@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.checkpoint import _disk, _steps, _write, load, save
@@ -224,3 +226,22 @@ def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(name: str, tmp_pa
         dj.CheckpointManager(tmp_path / name)
     with pytest.raises(dj.ArgumentError, match="pattern of names"):
         save(tmp_path / name, {"x": 1})
+
+
+def test_a_save_that_checks_refuses_copies_that_differ(tmp_path: Path) -> None:
+    """Nothing is written then; without a difference it saves as without the check."""
+    strategy = dj.MirroredStrategy([0, 1, 2])
+    with strategy.scope():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    manager = dj.CheckpointManager(tmp_path)
+    assert manager.save(1, {"model": model, "count": 3}, check=True)
+    raw = model.kernel.get_raw_value()
+    parts = [np.asarray(s.data) + (i == 1) for i, s in enumerate(raw.addressable_shards)]
+    parts = [
+        jax.device_put(x, s.device) for x, s in zip(parts, raw.addressable_shards, strict=True)
+    ]
+    odd = jax.make_array_from_single_device_arrays(raw.shape, raw.sharding, parts)
+    model.kernel.set_raw_value(odd)
+    with pytest.raises(dj.OutOfSyncError, match=r"kernel.*: cpu:1 not as on cpu:0, cpu:2"):
+        manager.save(2, {"model": model, "count": 3}, check=True)
+    assert manager.all_steps() == [1]

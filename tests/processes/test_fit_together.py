@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import saving_functions
 from flax import nnx
@@ -93,6 +94,7 @@ def fit_in_job(folder):
         "train": train(strategy, folder / "train"),
         "nan": ended_by_nan(strategy),
         "weights": weights(strategy, folder),
+        "guarded": guarded(strategy),
     }
 
 
@@ -175,6 +177,44 @@ def ended_by_nan(strategy):
         model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[ends, guard])
     told = [str(one.message) for one in caught if "not finite" in str(one.message)]
     return {"ends": ends.ends, "message": guard.message, "warnings": told}
+
+
+def guarded(strategy):
+    """A copy that one process spoils is healed, a bad batch is skipped; too many end all at one batch."""
+    x = X.copy()
+    x[16:17] = np.nan  # of the third batch, on the first replica
+    data = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    model, kernel = made(strategy, skip_nonfinite=True), "first.kernel"
+
+    def spoil(batch, logs):
+        raw = model.module.first.kernel.get_raw_value()
+        shards = raw.addressable_shards
+        parts = [
+            jax.device_put(np.asarray(s.data) + (jax.process_index() == 1 and i == 1), s.device)
+            for i, s in enumerate(shards)
+        ]
+        new = jax.make_array_from_single_device_arrays(raw.shape, raw.sharding, parts)
+        if batch == 1:
+            model.module.first.kernel.set_raw_value(new)
+
+    spoils = dj.callbacks.LambdaCallback(on_train_batch_end=spoil)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        heals = dj.callbacks.CheckInSync(every=2, policy="heal")
+        model.fit(x, Y, callbacks=[spoils, heals], **data)
+    dj.check_in_sync((model.module, model.optimizer))
+    other, ends = made(strategy), test_fit_numbers.Ends()
+    never = dj.Optimizer(other.module, optax.sgd(0.1), skip_nonfinite=True, max_consecutive=0)
+    other.compile(never, loss="mse")
+    x = np.repeat(X[:8], 10, 0) / np.repeat(np.arange(10) != 3, 8)[:, None]  # the fourth batch
+    error = message(lambda: other.fit(x, x[:, :1], callbacks=[ends], **data))
+    return {
+        "warnings": [str(one.message) for one in caught if kernel in str(one.message)],
+        "skipped": model.optimizer.skipped_steps,
+        "weights": model.get_weights(),
+        "error": error,
+        "ends": ends.ends,
+    }
 
 
 def grouped(strategy):
@@ -265,6 +305,20 @@ def test_a_loss_that_is_no_number_ends_all_at_one_batch(two_by_two):
     assert first["message"] == second["message"]
     assert "seen in batch 3" in first["message"]
     assert (first["warnings"], second["warnings"]) == ([first["message"]], [])
+
+
+def test_copies_are_healed_and_bad_batches_skipped_by_all(two_by_two):
+    """With the same weights on both; one of them warns, and the error comes at one batch."""
+    first, second = (told["guarded"] for told in two_by_two)
+    assert second["warnings"] == []
+    assert "of process 1 not as on cpu:0 of process 0" in first["warnings"][0]
+    assert (first["skipped"], second["skipped"]) == (1, 1)
+    np.testing.assert_equal(first["weights"], second["weights"])
+    assert np.isfinite(first["weights"][0]).all()
+    assert first["error"] == second["error"]
+    assert first["error"][0] == "StepsSkippedError"
+    assert "step 3" in first["error"][1]
+    assert first["ends"] == second["ends"] == list(range(7))
 
 
 def test_weights_are_set_saved_and_loaded_by_all(two_by_two):

@@ -238,7 +238,7 @@ _GRACE_SECONDS = 30.0
 
 
 class SaveSchedule:
-    """Decides after which batches to save, never for None; several batches may be in one dispatch."""
+    """Decides after which batches to act, never for None; several batches may be in one dispatch."""
 
     def __init__(self, save_freq: str | int | None) -> None:
         self.each_epoch = save_freq == "epoch"
@@ -259,7 +259,7 @@ class SaveSchedule:
 
     def batch_is_due(self, batch: int) -> bool:
         """Counts the batches up to this one; True if it is time to save."""
-        self._since += batch - self._last
+        self._since += batch - (self._last if batch > self._last else -1)  # or of another epoch
         self._last = batch
         if self._every is None or self._since < self._every:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,12 +16,13 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError, OutOfSyncError
 from distribute_jax._mesh import on_host
 from distribute_jax._messages import check_choice, check_int, is_array
-from distribute_jax.collectives._check_in_sync import Hashes, hashes_of, heal
+from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
 from distribute_jax.processes import current_job, is_chief
 from distribute_jax.program import snapshot
 from distribute_jax.program._compare import copied
 from distribute_jax.program._undo import BEHIND, SKIPPED, Guard
 from distribute_jax.training.callbacks._callback import Callback
+from distribute_jax.training.callbacks._checkpoints import SaveSchedule
 
 
 class ProfilerCallback(Callback):
@@ -175,21 +177,6 @@ def _first_bad(node: nnx.Pytree, root: str = "") -> str | None:
     return None
 
 
-class _Every:
-    """Counts the batches of a training; several may be in one dispatch."""
-
-    def __init__(self, every: int) -> None:
-        self._every, self._since, self._last = check_int("every", every), 0, -1
-
-    def is_due(self, batch: int) -> bool:
-        """Counts up to this batch of an epoch; True where so many have passed."""
-        self._since += batch - self._last if batch > self._last else batch + 1
-        self._last = batch
-        is_due = self._since >= self._every
-        self._since %= self._every
-        return is_due
-
-
 class CheckInSync(Callback):
     """Checks regularly that all devices hold the same bits, as ``dj.check_in_sync`` does.
 
@@ -218,21 +205,34 @@ class CheckInSync(Callback):
         self.every, self.policy = check_int("every", every), policy
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._schedule = _Every(self.every)
+        self._schedule = SaveSchedule(self.every)
         self._hashes: Hashes | None = None
         self._batches = 0
+        self._variables: list[tuple[str, nnx.Variable[Any]]] = []
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._batches += 1
         if self._hashes is not None and self._batches >= BEHIND:
             self._compare()
-        if self._schedule.is_due(batch):
+        if self._schedule.batch_is_due(batch):
             self._compare()
-            self.model.strategy._settle()
-            self._hashes, self._batches = hashes_of(self._tree()), 0
+            self._hashes, self._batches = Hashes(self._leaves()), 0
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._compare()
+
+    def _leaves(self) -> Iterator[tuple[str, jax.Array]]:
+        # Found once: to go through hundreds of layers takes longer than a small step.
+        self._variables = self._variables or [
+            (".".join(map(str, (root, *path))), variable)
+            for root, node in self._tree().items()
+            for path, variable in nnx.iter_graph(node)
+            if isinstance(variable, nnx.Variable)
+        ]
+        for name, variable in self._variables:
+            for leaf in jax.tree.leaves(variable.get_raw_value()):
+                if isinstance(leaf, jax.Array):
+                    yield name, as_bits(leaf)
 
     def _tree(self) -> dict[str, Any]:
         setup = self.model.trainer.setup
@@ -278,10 +278,10 @@ class ReplaySteps(Callback):
         self.every = check_int("every", every)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._schedule = _Every(self.every)
+        self._schedule = SaveSchedule(self.every)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._schedule.is_due(batch):
+        if self._schedule.batch_is_due(batch):
             trainer = self.model.trainer
             trainer.strategy._settle()
             trainer.replayed(trainer.batches.peek())
@@ -337,18 +337,19 @@ class LossSpike(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._late: deque[Any] = deque()
-        self._schedule = _Every(self.window)
+        self._schedule = SaveSchedule(self.window)
         self._kept: Any = None
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy == "rollback" and self._kept is None:
+            self.spikes = self._losses.guard.skipped  # before an interruption
             self._keep()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy != "rollback":
             return
         self._late += copied([self._losses.guard.counts.get_raw_value()])
-        is_due = self._schedule.is_due(batch)
+        is_due = self._schedule.batch_is_due(batch)
         if not self._went_back(0 if is_due else BEHIND) and is_due:
             self._keep()
 
