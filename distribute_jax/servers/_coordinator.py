@@ -21,6 +21,7 @@ from flax import nnx
 from distribute_jax import _context
 from distribute_jax._errors import (
     CancelledError,
+    ClusterError,
     ContextError,
     DeadlineExceededError,
     StepFailedError,
@@ -310,6 +311,8 @@ class Coordinator:
             self._awaited_changed.notify_all()
 
     def _check_servers(self) -> None:
+        if isinstance(self._lost, ClusterError):
+            raise ClusterError(str(self._lost)) from self._lost
         if self._lost is not None:
             raise StepFailedError(_LOST.format(reason=error_text(self._lost))) from self._lost
 

@@ -387,7 +387,13 @@ class Server:
             if self._process is not None:
                 self._process.wait()
             text = self._output.read_text(errors="replace")
-            if "Ray runtime started" in text:
+            if "Ray runtime started" in text or not self._chief_listens():
                 return
             self._process = None
         raise ClusterError(f"Task {self._task} could not join {self._chief}:\n{text[-2000:]}")
+
+    def _chief_listens(self) -> bool:
+        host, _, port = self._chief.rpartition(":")
+        with suppress(OSError), socket.create_connection((host, int(port)), _SECONDS_TO_JOIN):
+            return True
+        return False

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 49_717,
+    lines: 49_726,
     lines_of_tests: 45_928,
     files: 243,
     pieces: 1,
