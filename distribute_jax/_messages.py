@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -26,7 +27,30 @@ def leaf_text(leaf: Any) -> str:
     """Describes a leaf in a few words: ``float32[8,3]`` for an array, else its type."""
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return f"{type(leaf).__name__} {leaf!r:.60}"
+    return f"{type(leaf).__name__} {leaf!r:.60}" if _is_short(leaf) else f"a {type(leaf).__name__}"
+
+
+def brief(value: Any) -> str:
+    """Describes an argument: its repr where that is short, else its type, never a whole model."""
+    if isinstance(value, str):
+        return f"{value!r:.60}"
+    return repr(value) if _is_short(value) else leaf_text(value)
+
+
+def _is_short(value: Any) -> bool:
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return False
+    text = repr(value)
+    return len(text) <= 80 and "\n" not in text
+
+
+def not_a_name(what: str, name: Any, names: Iterable[str]) -> str:
+    """Begins the error for a name that does not exist: the nearest ones, or else all."""
+    known = sorted(names)
+    near = get_close_matches(str(name), known)
+    if near:
+        return f"{name!r} is not the name of {what}. Did you mean {' or '.join(map(repr, near))}?"
+    return f"{name!r} is not the name of {what}. The names are {', '.join(known)}."
 
 
 def error_text(error: BaseException) -> str:
@@ -51,14 +75,14 @@ def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None
         number = at_least - 1
     if isinstance(value, bool) or number < at_least or (below is not None and number >= below):
         limit = "" if below is None else f" and < {below}"
-        raise ArgumentError(f"{name} must be an integer >= {at_least}{limit}; got {value!r:.60}.")
+        raise ArgumentError(f"{name} must be an integer >= {at_least}{limit}; got {brief(value)}.")
     return number
 
 
 def check_bool(name: str, value: Any) -> bool:
     """Returns an argument that must be a bool; else an ``ArgumentError``."""
     if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be a bool; got {value!r:.60}.")
+        raise ArgumentError(f"{name} must be a bool; got {brief(value)}.")
     return value
 
 
@@ -69,7 +93,7 @@ def as_member(name: str, value: Any, kind: type[_E]) -> _E:
     if not isinstance(value, kind):
         names = ", ".join(repr(member.lower()) for member in kind.__members__)
         raise ArgumentError(
-            f"{name} must be one of {names}, or a {kind.__name__}; got {value!r:.60}."
+            f"{name} must be one of {names}, or a {kind.__name__}; got {brief(value)}."
         )
     return value
 
@@ -78,7 +102,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises an ``ArgumentError`` unless an argument is one of the choices."""
     if value not in choices:
         allowed = ", ".join(map(repr, choices))
-        raise ArgumentError(f"{name} must be one of {allowed}; got {value!r:.60}.")
+        raise ArgumentError(f"{name} must be one of {allowed}; got {brief(value)}.")
 
 
 def real_array(called: str, name: str, value: Any) -> jax.Array:

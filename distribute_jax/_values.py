@@ -36,7 +36,8 @@ class Layout(enum.Enum):
 
 def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
     raise PerReplicaTypeError(
-        f"{self!r} holds one value for each replica, so it cannot be used like one array here.\n"
+        f"{self._described()} holds one value for each replica, so it cannot be used like one array "
+        "here.\n"
         "Use strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) for one "
         "array, strategy.experimental_local_results(value) for a tuple of them, or do the "
         "arithmetic inside the function given to strategy.run."
@@ -45,7 +46,7 @@ def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
 
 def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
     raise PerReplicaError(
-        f"{self!r} holds one value for each replica and cannot be turned into one array.\n"
+        f"{self._described()} holds one value for each replica and cannot be turned into one array.\n"
         "Say how to combine them: strategy.reduce('mean', value, axis=None), "
         "strategy.gather(value, axis=0), or strategy.experimental_local_results(value)."
     )
@@ -55,6 +56,10 @@ _ARRAY_ATTRIBUTES = frozenset(
     {"numpy", "item", "tolist", "shape", "ndim", "size", "astype", "mean", "sum", "min", "max", "T"}
 )
 """What one array has, and a value for each replica has not."""
+
+
+_MOST_SHOWN = 64
+"""How many numbers a repr shows."""
 
 
 class DistributedValues:
@@ -72,8 +77,8 @@ class DistributedValues:
         raise NotImplementedError(f"{type(self).__name__}.values is not defined")
 
     def __repr__(self) -> str:
-        """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``; while a trace is made, its type alone."""
-        if not at_top_level():
+        """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``; shapes alone of a batch, or in a trace."""
+        if not at_top_level() or self._size() > _MOST_SHOWN:
             return self._described()
         try:
             shown = [v if is_key(v) else np.asarray(v) for v in self.values]
@@ -104,6 +109,9 @@ class DistributedValues:
 
     def _described(self) -> str:
         return type(self).__name__
+
+    def _size(self) -> int:
+        return 0
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _no_arithmetic
@@ -176,6 +184,9 @@ class PerReplica(DistributedValues):
         shape = ",".join(map(str, self.part_shape))
         return f"PerReplica of {num_replicas(self.mesh)} × {self.dtype}[{shape}]"
 
+    def _size(self) -> int:
+        return int(self.global_array.size)
+
     def check_rows_known(self) -> None:
         """Raises where it could not be found out which rows of a result are real examples."""
         if self.ambiguous is not None:
@@ -210,6 +221,9 @@ class UnevenPerReplica(PerReplica):
 
     def _described(self) -> str:
         return f"PerReplica of {', '.join(map(leaf_text, self.parts))}"
+
+    def _size(self) -> int:
+        return sum(part.size for part in self.parts)
 
 
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:

@@ -134,7 +134,7 @@ class CheckpointManager:
             OutOfSyncError: copies of an array differ, and ``check`` is True; nothing is saved.
             CheckpointFileError: the save before this one could not be written.
         """
-        number = _steps.checked_step(step)
+        number = _steps.checked_step(_SAVE, step, tree)
         check_place(_SAVE)
         if current_job().is_alone and not self._background.is_running:
             # In a job the errors are exchanged where all are about to save.
@@ -305,7 +305,7 @@ class CheckpointManager:
                 or dtype: all are listed.
             CheckpointDamagedError: what is on the disk is not what was saved.
         """
-        number = _steps.checked_step(step)
+        number = _steps.checked_step(_RESTORE, step, tree)
 
         def check_exists() -> None:
             if not self._directory.holds(str(number)):

@@ -113,6 +113,13 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     return restore_tree(directory, name, manifest, tree, "load")
 
 
+def saved_paths(path: str | os.PathLike[str]) -> set[str]:
+    """Returns the paths of the leaves of a checkpoint; none where there is no checkpoint."""
+    directory, name = _directory_and_name("load", path)
+    leaves = manifest_of(directory, name).leaves if directory.holds(name) else ()
+    return {leaf.spec.path for leaf in leaves}
+
+
 def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:
     text = os.fspath(path)
     if is_url(text):

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
-from distribute_jax._messages import check_int
+from distribute_jax._messages import brief, check_int
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint._manifest import Manifest, is_step
 from distribute_jax.checkpoint._read import manifest_of
@@ -20,8 +20,13 @@ from distribute_jax.processes import Preemption
 from distribute_jax.processes._status import report_step
 
 
-def checked_step(step: SupportsIndex) -> int:
-    """Returns the number of a step that a user passed."""
+def checked_step(method: str, step: SupportsIndex, tree: Any) -> int:
+    """Returns the number of a step that a user passed, before a tree."""
+    if not isinstance(step, SupportsIndex) and isinstance(tree, SupportsIndex):
+        raise ArgumentError(
+            f"{method}(step, tree): step must be an int, and the tree comes second; got a "
+            f"{type(step).__name__} and the number {tree}. Did you swap them?"
+        )
     number = operator.index(step) if isinstance(step, SupportsIndex) else step
     check_int("step", number, at_least=0)
     return number
@@ -106,7 +111,7 @@ class Preemptible:
         method = "CheckpointManager.preemptible"
         if not isinstance(iterator, DistributedIterator):
             raise ArgumentError(
-                f"{method}: iterator must be iter(strategy.distribute_dataset(...)); got {iterator!r:.60}."
+                f"{method}: iterator must be iter(strategy.distribute_dataset(...)); got {brief(iterator)}."
             )
         if not isinstance(tree, dict):
             raise ArgumentError(f"{method}: tree must be a dict; got {type(tree).__name__}.")

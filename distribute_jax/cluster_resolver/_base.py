@@ -65,6 +65,11 @@ class ClusterResolver(abc.ABC):
         """
         return bool(cls.variables) and all(name in os.environ for name in cls.variables)
 
+    _SET_TASK = (
+        "Set both on the resolver, for example resolver.task_type, resolver.task_id = 'worker', 0."
+    )
+    """What to do where the cluster is known and this process's task is not."""
+
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Returns the jobs and the addresses of their tasks; an empty ``ClusterSpec`` without a cluster."""
@@ -257,8 +262,7 @@ class ClusterResolver(abc.ABC):
         if self.task_type is None or self.task_id is None:
             raise ClusterError(
                 f"{type(self).__name__}: the cluster is known, but not which of its tasks this process "
-                f"is (task_type={self.task_type!r}, task_id={self.task_id!r}). Set both on "
-                "the resolver, for example resolver.task_type, resolver.task_id = 'worker', 0."
+                f"is (task_type={self.task_type!r}, task_id={self.task_id!r}). {self._SET_TASK}"
             )
         return self.task_type, self.task_id
 

@@ -22,6 +22,12 @@ from distribute_jax.cluster_resolver._spec import ClusterSpec
 TF_CONFIG = "TF_CONFIG"
 
 
+_EXAMPLE = (
+    'TF_CONFIG=\'{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}\''
+)
+
+
 class TFConfigClusterResolver(ClusterResolver):
     """The cluster that the environment variable ``TF_CONFIG`` describes, read at each call.
 
@@ -65,6 +71,11 @@ class TFConfigClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
         self._fixed_environment = environment
 
+    _SET_TASK = (
+        'Add "task": {"type": "worker", "index": 0}, with the index of this process, to TF_CONFIG, as in '
+        f"{_EXAMPLE}."
+    )
+
     @classmethod
     def is_present(cls) -> bool:
         """Returns whether TF_CONFIG describes a cluster; ``{}`` does not, and malformed text raises."""
@@ -105,12 +116,6 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def _detected_rpc_layer(self) -> str | None:
         return _read().rpc_layer
-
-
-_EXAMPLE = (
-    'TF_CONFIG=\'{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
-    '"task": {"type": "worker", "index": 0}}\''
-)
 
 
 @dataclass(frozen=True)

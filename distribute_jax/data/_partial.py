@@ -101,8 +101,8 @@ class Divider:
 def warn_of_idle_replicas(n: int, replicas: int) -> None:
     """Warns that a full batch leaves replicas without any example."""
     warn_user(
-        f"The global batch has {n} examples for {replicas} replicas, so {replicas - n} of them get "
-        "only padding and their work is lost. distribute_dataset takes global batches: batch with "
+        f"The global batch has {n} examples for {replicas} replicas, so {replicas - n} of the replicas "
+        "get only padding and their work is lost. distribute_dataset takes global batches: batch with "
         f"at least {replicas}, for example replicas × the batch size of one replica, or use fewer "
         "devices."
     )

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import error_text, leaf_text
+from distribute_jax._messages import brief, error_text, leaf_text, not_a_name
 from distribute_jax.losses import _crossentropy, _regression
 from distribute_jax.losses._loss import FormulaLoss, Loss, one_for_each
 from distribute_jax.losses._shapes import same_rank
@@ -68,8 +69,8 @@ def get(identifier: Any) -> Loss:
     if callable(identifier) and not isinstance(identifier, (type, nnx.metrics.Metric)):
         return FunctionLoss(identifier)
     raise ArgumentError(
-        f"{identifier!r:.80} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) with "
-        'one loss for each example, or a name, as "mse".'
+        f"{brief(identifier)} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) "
+        'with one loss for each example, or a name, as "mse".'
     )
 
 
@@ -80,8 +81,8 @@ def from_name(name: str, **options: Any) -> Loss:
     if name in _BY_CLASS_NAME:
         return _BY_CLASS_NAME[name](**options)
     raise ArgumentError(
-        f"{name!r} is not the name of a loss. The names are {', '.join(sorted(BY_NAME))}; or pass a "
-        "function of (y_true, y_pred) with one loss for each example."
+        f"{not_a_name('a loss', name, BY_NAME)} Or pass a function of (y_true, y_pred) with one loss for "
+        "each example."
     )
 
 
@@ -100,6 +101,8 @@ class FunctionLoss(Loss):
     def __init__(self, function: Callable[..., Any], what: str = "loss") -> None:
         super().__init__(_function_name(function) or what)
         self.function = function
+        of_optax = optax.softmax_cross_entropy_with_integer_labels
+        self.takes_class_numbers = _unwrapped(function) is of_optax
         self._what = f"The {what} {self.name}"
         self._call, self.from_logits = ordered(function, self._what)
 
@@ -107,6 +110,8 @@ class FunctionLoss(Loss):
         """Calls the function, with a last dim of 1 that only one of the two has added or removed."""
         if hasattr(y_true, "ndim") and hasattr(y_pred, "ndim"):
             y_true, y_pred = same_rank(y_true, y_pred)
+        if self.takes_class_numbers and hasattr(y_pred, "shape") and y_pred.shape:
+            _crossentropy.check_labels(self.name, y_pred.shape[-1])
         try:
             losses = self._call(y_true, y_pred)
         except Exception as error:

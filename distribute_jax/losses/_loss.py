@@ -55,6 +55,8 @@ class Loss:
 
     from_logits: bool = False
     """Whether predictions are logits, where a loss has the choice."""
+    takes_class_numbers: bool = False
+    """Whether labels are class numbers, which must be among the classes."""
     _expects: ClassVar[str | None] = None
     """What the predictions are if they are not logits; see ``expects``."""
 

@@ -10,9 +10,16 @@ from typing import Any
 import flax
 import jax
 import numpy as np
+from flax import linen, nnx
 
-from distribute_jax._errors import ArgumentError, StaleCaptureError, TracedValueError
+from distribute_jax._errors import (
+    ArgumentError,
+    DistributeError,
+    StaleCaptureError,
+    TracedValueError,
+)
 from distribute_jax._mesh import DATA
+from distribute_jax._messages import is_array, leaf_text
 
 _NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -29,6 +36,7 @@ given in args and the replica id have no value yet: one program serves every val
 To choose between arrays use jnp.where(condition, a, b) or jax.lax.cond, also with the replica id. For \
 a number that Python needs (a size, a number of layers, a flag), close over it or bind it with \
 functools.partial(step, size=3): then it is a constant of the program.
+To print it write jax.debug.print("{{}}", value), or return it from the step.
 JAX says: {reason}"""
 
 
@@ -74,6 +82,13 @@ Write axis_name={known}, or give the axis its name, as in dj.MirroredStrategy(ax
 dj.get_replica_context().all_reduce needs no name."""
 
 
+_LINEN = """\
+{fn} calls a Linen module, which holds no weights. Create them in the scope, \
+variables = module.init(jax.random.key(0), x), pass them in args and write module.apply(variables, x); or \
+let dj.Model(module, sample_input=x[:1]) hold them.
+Flax says: {reason}"""
+
+
 _ORDERED = """\
 {fn} prints or calls back with ordered=True, but its replicas run at the same time, so there is no order \
 between them.
@@ -109,11 +124,14 @@ def explained(call: Any) -> Iterator[None]:
         NameError,
         TypeError,
         ValueError,
+        flax.errors.FlaxError,
         flax.errors.TraceContextError,
         *_NEEDS_A_VALUE,
     ) as error:
         explanation = _explanation(call, error)
         if explanation is None:
+            if note := module_hint(error):
+                error.add_note(note)
             raise
         raise explanation.with_traceback(error.__traceback__) from None
 
@@ -130,11 +148,38 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
     if isinstance(error, NameError) and (axis := _UNBOUND.search(text)) is not None:
         known = repr(getattr(call.strategy, "axis_name", DATA))
         return ArgumentError(_NO_AXIS.format(fn=name, axis=axis[1], known=known))
+    if isinstance(error, flax.errors.CallCompactUnboundModuleError):
+        return ArgumentError(_LINEN.format(fn=name, reason=reason))
     out_of_sight = isinstance(error, ValueError) and any(part in text for part in _OUT_OF_SIGHT)
     if out_of_sight or isinstance(error, flax.errors.TraceContextError):
         message = next((t for part, t in _BY_WORDS.items() if part in text), _UNSEEN)
         return StaleCaptureError(message.format(fn=name, reason=reason))
     return None
+
+
+_HAPPENED = "This happened in "
+
+
+def module_hint(error: Exception) -> str:
+    """Returns which Flax module could not take its inputs, with their shapes; empty if none is known."""
+    modules: list[Any] = []
+    inputs: list[Any] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__call__" and isinstance(module, (nnx.Module, linen.Module)):
+            modules.append(module)
+            names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+            inputs = [frame.f_locals.get(name) for name in names]
+    shapes = [leaf_text(x) for x in jax.tree.leaves(inputs) if is_array(x)]
+    noted = any(note.startswith(_HAPPENED) for note in getattr(error, "__notes__", ()))
+    if noted or not modules or not shapes or isinstance(error, DistributeError):
+        return ""
+    calls = " -> ".join(dict.fromkeys(type(module).__name__ for module in modules))
+    width = getattr(modules[-1], "in_features", None)
+    wanted = f" Its inputs have {width} features in the last dim." if width is not None else ""
+    return f"{_HAPPENED}{calls}, called with {', '.join(shapes)}.{wanted}"
 
 
 def _large_numpy(call: Any, error: Exception) -> list[str]:

@@ -53,7 +53,13 @@ def find_device(name: Any) -> jax.Device:
         if 0 <= name < len(devices):
             return devices[name]
     elif isinstance(name, str) and (match := _NAME.match(name)):
-        devices = devices_of(_KINDS.get(match["kind"].lower(), ""))
+        kind = _KINDS.get(match["kind"].lower(), "")
+        devices = devices_of(kind)
+        if kind == "gpu" and not devices:
+            raise ArgumentError(
+                f"There is no device {name!r}: JAX sees no GPU. Install it for one, pip install "
+                "'distribute-jax[cuda13]'; distribute-jax doctor checks the installation."
+            )
         index = int(match["index"] or 0)
         if index < len(devices):
             return devices[index]

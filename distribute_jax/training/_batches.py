@@ -56,6 +56,7 @@ class Batches(Iterator[tuple[Any, ...]]):
     """The batches of one epoch as arguments of a step, counted, with a look ahead."""
 
     def __init__(self, dataset: DistributedDataset, keys: Keys | None = None) -> None:
+        self.dataset = dataset
         self.iterator = iter(dataset)
         self._dealt_to = dealt_to(dataset)
         self.keys = keys or Keys()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_int
+from distribute_jax._messages import brief, check_int
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
 from distribute_jax.training._batches import Batches, Keys
@@ -209,4 +209,8 @@ def validation_dataset(
         x, y, weight = (*data, None)[:3]
         arrays = arrays_of("fit(validation_data)", x, y, weight)
         return dataset_of(strategy, "fit(validation_data)", arrays, batch_size)
+    if hasattr(data, "shape"):
+        raise ArgumentError(
+            f"fit(validation_data) must be (x, y), (x, y, sample_weight) or a dataset; got {brief(data)}."
+        )
     return dataset_of(strategy, "fit(validation_data)", data, None)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree, leaf_text, listed
+from distribute_jax._messages import PyTree, brief, check_int, leaf_text, listed
 from distribute_jax.data import DatasetCreator, DistributedDataset, from_arrays
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import MISTAKES
@@ -86,7 +86,9 @@ def dataset_of(
     if isinstance(data, Arrays):
         rows = from_arrays(data.tree)
         shuffled = rows if seed is None else rows.shuffle(seed=seed)
-        size = 32 if batch_size is None else batch_size  # as in Keras
+        size = (
+            32 if batch_size is None else check_int(f"{called}(batch_size)", batch_size)
+        )  # as in Keras
         return strategy.distribute_dataset(shuffled.batch(size))
     if batch_size is not None:
         raise ArgumentError(
@@ -132,14 +134,24 @@ def _has_rows(x: Any) -> bool:
 
 
 def several_inputs_hint(called: str, x: Any, y: Any, error: Exception) -> str:
-    """Returns what to write if a list of equally long arrays was meant as a list of batches."""
+    """Returns what to write if a list of equally long arrays was meant as targets too, or as batches."""
     if y is not None or not _is_several(x) or not isinstance(error, MISTAKES):
         return ""
+    with_targets = "" if called == "predict" else f"For inputs and targets call {called}(x, y). "
     return (
         f"{called} got {len(x)} arrays of equal length in a {type(x).__name__}, and passed them to the "
-        f"module as one tuple: the {len(x)} inputs of each example, as in Keras. If they are batches, put "
-        f"each into a tuple: {called}([(batch,) for batch in x])."
+        f"module as one tuple: the {len(x)} inputs of each example, as in Keras. {with_targets}If they are "
+        f"batches, put each into a tuple: {called}([(batch,) for batch in x])."
     )
+
+
+def check_batch_size(called: str, batch_size: Any) -> None:
+    """Raises where targets came in the place of the batch size."""
+    if hasattr(batch_size, "shape") or isinstance(batch_size, (list, tuple)):
+        raise ArgumentError(
+            f"The second argument of {called} is batch_size, an int; got {brief(batch_size)}. It takes no "
+            "targets: evaluate(x, y) compares with them."
+        )
 
 
 def _as_arrays(called: str, name: str, tree: Any) -> Any:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import put
-from distribute_jax._messages import promoting
+from distribute_jax._messages import brief, not_a_name, promoting
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 
@@ -104,9 +104,14 @@ def optimizer(identifier: Any) -> optax.GradientTransformation:
         fixed = set(inspect.signature(make).parameters) - {"learning_rate"}
         adjustable = optax.inject_hyperparams(make, static_args=fixed)
         return adjustable(learning_rate=learning_rate, **options)
+    if isinstance(identifier, str):
+        raise ArgumentError(
+            f"{not_a_name('an optimizer', identifier, KERAS)} Or pass an optax transformation, as "
+            "optax.adam(1e-3)."
+        )
     raise ArgumentError(
         "optimizer must be an optax transformation, as optax.adam(1e-3) with its parentheses, or one of "
-        f"Keras's names, {', '.join(sorted(KERAS))}; got {identifier!r:.80}."
+        f"Keras's names, {', '.join(sorted(KERAS))}; got {brief(identifier)}."
     )
 
 

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import promoting
+from distribute_jax._messages import brief, not_a_name, promoting
 from distribute_jax.losses import Loss
 from distribute_jax.losses._get import BY_NAME, CLASSES, FunctionLoss, from_name
 from distribute_jax.metrics import AUC, Average, Precision, Recall
@@ -31,6 +31,10 @@ _CLASS_NAMES = {
     for name in (*_FORMULAS, "binary_accuracy")
 }
 """The names of Keras's classes, which strings may also have."""
+_OF_STATE = {"auc": AUC, "precision": Precision, "recall": Recall}
+"""Names of metrics that are not a mean over the examples."""
+_NAMES = {*_BY_SHAPE, *_FORMULAS, "binary_accuracy", *BY_NAME, *_OF_STATE}
+_CLASSES = {*_CLASS_NAMES, *(cls.__name__ for cls in CLASSES)}
 
 
 def per_example(identifier: Any, loss: Any, y_true: Any, y_pred: Any) -> PerExample:
@@ -59,13 +63,19 @@ def _from_name(name: str, logits: bool, y_true: Any, y_pred: Any) -> PerExample:
         return binary
     if formula in _FORMULAS:
         return _FORMULAS[formula]
-    if name in BY_NAME or name in {cls.__name__ for cls in CLASSES}:
+    if name in BY_NAME or name in _CLASSES:
         loss = from_name(name)
         if "from_logits" in vars(loss):
             loss = from_name(name, from_logits=logits)
         return loss.per_example
-    names = sorted({*_BY_SHAPE, *_FORMULAS, "binary_accuracy", *BY_NAME})
-    raise ArgumentError(f"The name of a metric must be one of {', '.join(names)}; got {name!r}.")
+    raise unknown_metric(name)
+
+
+def unknown_metric(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{not_a_name('a metric', name, _NAMES)} Or pass a function of (y_true, y_pred), or a metric of "
+        "dj.metrics."
+    )
 
 
 def _of_shapes(name: str, binary: PerExample, y_true: Any, y_pred: Any) -> PerExample:
@@ -101,9 +111,6 @@ class FunctionMean(Average):
         self.update(values=function(y, outputs), sample_weight=weight if self.weighted else None)
 
 
-_OF_STATE = {"auc": AUC, "precision": Precision, "recall": Recall}
-"""Names of metrics that are not a mean over the examples."""
-
 _BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """The start of a word in the name of a class; AUC is one word."""
 
@@ -126,6 +133,8 @@ def metric_slots(
 def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple[str, Any]:
     if isinstance(metric, str) and metric.lower() in _OF_STATE:
         return metric, _OF_STATE[metric.lower()]()
+    if isinstance(metric, str) and metric.lower() not in _NAMES and metric not in _NAMES | _CLASSES:
+        raise unknown_metric(metric)
     if isinstance(metric, nnx.metrics.Metric):
         name = getattr(metric, "name", None)
         in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
@@ -136,5 +145,5 @@ def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple
         return name, FunctionMean(metric, objective, key, weighted)
     raise ArgumentError(
         "metrics must be metrics of dj.metrics or nnx, functions of (y_true, y_pred), or names "
-        f'such as "accuracy"; got {metric!r:.60}.'
+        f'such as "accuracy"; got {brief(metric)}.'
     )

@@ -14,13 +14,20 @@ from distribute_jax._absent import answering, answering_keywords
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._user_frames import frames_hidden
+from distribute_jax.program._trace_errors import module_hint
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
 from distribute_jax.strategies._devices import note_default_strategy
 from distribute_jax.training import _steps
 from distribute_jax.training._batches import Batches, Keys, hint
 from distribute_jax.training._compile import Setup
 from distribute_jax.training._fit import Fit, check_ends, class_weights, without_keys
-from distribute_jax.training._inputs import arrays_of, check_placed, dataset_of, several_inputs_hint
+from distribute_jax.training._inputs import (
+    arrays_of,
+    check_batch_size,
+    check_placed,
+    dataset_of,
+    several_inputs_hint,
+)
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.training._objective import as_nnx
 from distribute_jax.training._progress import progress
@@ -88,7 +95,8 @@ class Model(Stored):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, as ``model.module(x)``."""
         module: Any = self.module
-        return module(*args, **kwargs)
+        with hint(module_hint):
+            return module(*args, **kwargs)
 
     @frames_hidden
     @answering_keywords("dj.Model.compile")
@@ -292,6 +300,7 @@ class Model(Stored):
         Raises:
             ValueError: data or arguments that do not fit.
         """
+        check_batch_size("predict", batch_size)
         trainer = self._predicting_trainer()
         with self._running(
             trainer, "predict", (x, None, None), Keys(x_key), batch_size, steps, callbacks, verbose

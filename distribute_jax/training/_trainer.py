@@ -21,6 +21,7 @@ from distribute_jax._mesh import is_local, on_host
 from distribute_jax._messages import listed
 from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
+from distribute_jax.losses._crossentropy import LABELS, LabelRange
 from distribute_jax.losses._shapes import check_probabilities
 from distribute_jax.processes import current_job
 from distribute_jax.program import RunOptions, library_options
@@ -54,6 +55,10 @@ class Trainer:
     _steps: dict[Any, Step] = field(default_factory=dict)
     _sizes: dict[str, StepsPerExecution] = field(default_factory=dict)
     _checked: bool = False
+    _classes: int | None = None
+    """Into how many classes the model sorts, once it was traced."""
+    _labelled: weakref.ref[Any] | None = None
+    """The dataset whose labels were checked last."""
     _verified: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -125,7 +130,8 @@ class Trainer:
         with hint(partial(dict_hint, "fit", batches)), mode(self.module, training=True):
             self._check_first(batches)
             consume = None if self.model is None else self.step_logs.add
-            done = self._loop("train", batches, callbacks, self.logs, limit, done, consume)
+            with self._labels_checked(batches):
+                done = self._loop("train", batches, callbacks, self.logs, limit, done, consume)
         return done, self.logs()
 
     def logs(self) -> dict[str, Any]:
@@ -145,7 +151,8 @@ class Trainer:
         with hint(partial(dict_hint, "evaluate", batches)), mode(self.module, training=False):
             self._check_first(batches)
             callbacks.call("on_test_begin")
-            done = self._loop("test", batches, callbacks, self._tested, limit)
+            with self._labels_checked(batches):
+                done = self._loop("test", batches, callbacks, self._tested, limit)
         if limit is not None and done < limit:
             warn_of_early_end("evaluation", done, limit)
         logs = self._tested()
@@ -222,6 +229,33 @@ class Trainer:
             values = self.strategy.gather(at(outputs, key, "outputs"), axis=0)
             check_probabilities(losses[key], np.asarray(values))
         self._checked = True
+
+    @contextmanager
+    def _labels_checked(self, batches: Batches) -> Iterator[None]:
+        """Raises for class numbers of the first batch that are not classes, when the step is traced."""
+        labels = self._label_range(batches)
+        token = LABELS.set(labels)
+        try:
+            if labels is not None and self._classes is not None:  # the step may be compiled
+                labels.check(self.setup.objective.losses[None].name, self._classes)
+            yield
+        finally:
+            LABELS.reset(token)
+            self._classes = self._classes if labels is None else labels.classes
+
+    def _label_range(self, batches: Batches) -> LabelRange | None:
+        """Returns the class numbers of the first batch of a new dataset, where they are known."""
+        loss = self.setup.objective.losses.get(None)
+        is_new = self._labelled is None or self._labelled() is not batches.dataset
+        if loss is None or not loss.takes_class_numbers or not is_new or self.model is not None:
+            return None
+        self._labelled = weakref.ref(batches.dataset)
+        _, y, *_ = (*(batches.peek() or ()), None, None)
+        if not isinstance(y, PerReplica):
+            return None
+        labels = np.asarray(self.strategy.gather(y, axis=0))
+        labels = labels[labels != getattr(loss, "ignore_class", None)]
+        return LabelRange(int(labels.min()), int(labels.max())) if labels.size else None
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import jax
@@ -14,9 +14,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, CheckpointError
 from distribute_jax._mesh import on_host, put
 from distribute_jax._messages import is_array, is_key, listed, size_text
+from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.processes import is_chief
 from distribute_jax.strategies import Strategy
 from distribute_jax.variables import Variable
@@ -238,7 +239,7 @@ class Stored(ABC):
             CheckpointError: there is none, or its leaves are not those of this model: all are listed.
             CheckpointDamagedError: what is there is not what was saved.
         """
-        with self.strategy.scope():
+        with self.strategy.scope(), _other_method("load", "load_weights", path):
             checkpoint.load(path, self._state())
 
     def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
@@ -248,5 +249,22 @@ class Stored(ABC):
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Loads what ``save_weights`` saved; see ``load``."""
-        with self.strategy.scope():
+        with self.strategy.scope(), _other_method("load_weights", "load", path):
             checkpoint.load(path, {"module": self.module})
+
+
+@contextmanager
+def _other_method(called: str, other: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Replaces an error that lists all leaves of an optimizer, which only ``save`` writes."""
+    try:
+        yield
+    except CheckpointError:
+        saved = saved_paths(path)
+        has_optimizer = any(leaf.startswith("['optimizer']") for leaf in saved)
+        if not saved or has_optimizer == (called == "load"):
+            raise
+        writer = "save" if has_optimizer else "save_weights"
+        raise CheckpointError(
+            f"{os.fspath(path)} was written by Model.{writer}, and {called} reads what "
+            f"{called.replace('load', 'save')} wrote. Call model.{other}(path)."
+        ) from None

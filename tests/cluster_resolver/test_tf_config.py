@@ -86,6 +86,13 @@ def test_a_single_task_has_no_master_and_a_session_master_always_has(tf_config):
     assert TFConfigClusterResolver().master("worker", 0) == "s:1"
 
 
+def test_a_cluster_without_a_task_says_what_to_add(tf_config):
+    """The user wrote the variable, and has no resolver to set anything on."""
+    tf_config({"cluster": {"worker": ["a:1", "b:2"]}})
+    with pytest.raises(dj.ClusterError, match=r'Add "task": \{"type": "worker", "index": 0\}'):
+        _ = TFConfigClusterResolver().process_id
+
+
 def test_a_cluster_by_index_keeps_its_indices(tf_config):
     """JSON has strings for keys; they are indices all the same."""
     tf_config({"cluster": {"worker": {"0": "a:1", "3": "b:1"}}})

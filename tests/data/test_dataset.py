@@ -105,12 +105,16 @@ def test_reduce_folds_over_the_elements():
     assert distribute([], 2).reduce("start", add) == "start"
 
 
-def test_there_is_no_map_and_no_len():
-    """Acceptance 105: as in TF, a distributed dataset has neither map nor len."""
+def test_there_is_no_map_and_a_length_where_the_source_has_one():
+    """No map, as in TensorFlow; len, for Keras programs. A dataset is true also without elements."""
     dataset = distribute(batches(5, 2), 2)
     assert not hasattr(dataset, "map")
-    with pytest.raises(TypeError):
-        len(dataset)
+    assert len(dataset) == len(list(dataset)) == 3
+    assert distribute([], 2)
+    endless = distribute(iter(batches(5, 2)), 2)
+    with pytest.raises(TypeError, match="not known before its end"):
+        len(endless)
+    assert len(list(endless)) == 3
 
 
 def test_every_way_to_advance_an_iterator():

@@ -127,7 +127,7 @@ def test_an_optax_function_without_telling_names_is_known_by_its_module():
 
 
 REFUSED = {
-    "a name": ("categorical", "mean_squared_error, mean_squared_logarithmic_error, mse, msle"),
+    "a name": ("categorical", "Did you mean 'categorical_hinge' or"),
     "nothing": (None, "not a loss"),
     "a number": (3, "not a loss"),
     "a class": (Difference, "not a loss"),

@@ -219,3 +219,9 @@ def test_statistics_of_each_replica_say_how_to_become_one(s4: dj.MirroredStrateg
     averaged = s4.reduce("mean", stats, axis=None)
     out = Net().apply({"params": state.params, "batch_stats": averaged}, X[0], train=False)
     assert np.isfinite(out).all()
+
+
+def test_a_module_that_is_called_without_weights_says_how_to_hold_them(s2: dj.MirroredStrategy):
+    """Flax's error speaks of an unbound module."""
+    with pytest.raises(dj.ArgumentError, match=r"module\.apply\(variables, x\).*sample_input"):
+        s2.run(lambda x: nn.Dense(2)(x), args=(jnp.zeros((4, 3)),))

@@ -53,6 +53,10 @@ def test_values_that_differ_come_out_per_replica(s2: dj.MirroredStrategy):
     assert isinstance(ids, dj.DistributedValues)
     assert [float(v) for v in s2.experimental_local_results(ids)] == [0.0, 1.0]
     assert repr(ids) == "PerReplica:{0: array(0., dtype=float32), 1: array(1., dtype=float32)}"
+    with pytest.raises(TypeError, match=r"^PerReplica of 2 × float32\[\] holds one value"):
+        f"{ids:.3f}"
+    (batch,) = s2.distribute_dataset([np.zeros((80, 3), np.float32)])
+    assert repr(batch) == "PerReplica of 2 × float32[40,3]"
 
 
 @pytest.mark.parametrize("value", [5, None, "a", 1.5, True, (), enum.Enum("E", "A").A])

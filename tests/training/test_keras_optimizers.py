@@ -57,7 +57,7 @@ def test_a_transformation_without_a_rate_is_returned_and_a_name_is_looked_up_in_
         assert list(state.hyperparams) == ["learning_rate"], "the only one that is Keras's to set"
 
 
-@pytest.mark.parametrize("identifier", ["adamm", None, 0.1, optax.adam])
+@pytest.mark.parametrize("identifier", [None, 0.1, optax.adam])
 def test_what_is_no_optimizer_is_refused(identifier: Any):
     with pytest.raises(dj.ArgumentError, match=r"optax.adam\(1e-3\).* adagrad, adam, adamax"):
         optimizer(identifier)

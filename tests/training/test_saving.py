@@ -60,7 +60,7 @@ def test_weights_alone_and_what_does_not_fit(tmp_path: Path):
     other.load_weights(tmp_path / "weights")
     assert float(other.get_weights()[0][0]) == pytest.approx(0.49)
     assert int(other.optimizer.step[...]) == 0
-    with pytest.raises(dj.CheckpointError, match="optimizer"):
+    with pytest.raises(dj.CheckpointError, match=r"model\.load_weights"):
         other.load(tmp_path / "weights")
     with dj.MirroredStrategy([0]).scope():
         linear = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))

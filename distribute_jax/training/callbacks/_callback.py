@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_choice
+from distribute_jax._messages import brief, check_choice
 
 
 class Callback:
@@ -162,7 +162,7 @@ def _flat(callbacks: Any) -> Iterator[Callback]:
     elif callbacks is not None:
         raise ArgumentError(
             "callbacks must be objects of dj.callbacks.Callback, as EarlyStopping(), or for a function "
-            f"LambdaCallback(on_epoch_end=function); got {callbacks!r:.80}."
+            f"LambdaCallback(on_epoch_end=function); got {brief(callbacks)}."
         )
 
 

@@ -1,0 +1,131 @@
+"""Everyday mistakes with a model: the message says what is wrong, with what, and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import distribute_jax as dj
+
+X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int32)
+SPARSE = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
+OPTAX = optax.softmax_cross_entropy_with_integer_labels
+
+
+def classifier(strategy: dj.Strategy, width: int = 3, **compiled: Any) -> dj.Model:
+    with strategy.scope():
+        rngs = nnx.Rngs(0)
+        layers = nnx.Linear(width, 4, rngs=rngs), nnx.relu, nnx.Linear(4, 2, rngs=rngs)
+        model = dj.Model(nnx.Sequential(*layers))
+    model.compile(**{"optimizer": "sgd", "loss": SPARSE} | compiled)
+    return model
+
+
+def linen_model(strategy: dj.Strategy) -> dj.Model:
+    with strategy.scope():
+        model = dj.Model(linen.Dense(2), sample_input=X[:1])
+    model.compile("sgd", SPARSE)
+    return model
+
+
+def save(strategy: dj.Strategy, folder: Path, weights: bool) -> str:
+    model = classifier(strategy)
+    path = str(folder / "model")
+    (model.save_weights if weights else model.save)(path)
+    return path
+
+
+Mistake = Callable[[dj.Strategy, Path], Any]
+WRONG: dict[str, tuple[Mistake, str]] = {
+    "labels from 1": (
+        lambda s, _: classifier(s).fit(X, Y + 1, verbose=0),
+        "got labels from 1 to 2, and the model has 2 outputs for the classes 0 to 1",
+    ),
+    "labels below 0": (lambda s, _: classifier(s).evaluate(X, Y - 1, verbose=0), "from -1 to 0"),
+    "labels for optax": (
+        lambda s, _: classifier(s, loss=OPTAX).fit(X, Y[:, None] + 1, verbose=0), "from 1 to 2"
+    ),
+    "labels to validate on": (
+        lambda s, _: classifier(s).fit(X, Y, validation_data=(X, Y + 1), verbose=0), "from 1 to 2"
+    ),
+    "width in fit": (
+        lambda s, _: classifier(s, 5).fit(X, Y, verbose=0),
+        r"in Sequential -> Linear, called with float32\[8,3\]. Its inputs have 5 features",
+    ),
+    "width in predict": (lambda s, _: classifier(s, 5).predict(X), r"float32\[8,3\]. Its inputs"),
+    "width in a call": (lambda s, _: classifier(s, 5)(X), r"float32\[16,3\]. Its inputs"),
+    "width of Linen": (
+        lambda s, _: linen_model(s).fit(X[:, :2], Y, verbose=0), r"Dense, called with float32\[8,2\]"
+    ),
+    "one tuple": (lambda s, _: classifier(s).fit((X, Y), verbose=0), r"call fit\(x, y\)\. If they are"),
+    "predict with targets": (
+        lambda s, _: classifier(s).predict(X, Y),
+        r"second argument of predict is batch_size, an int; got int32\[16\]\. It takes no targets",
+    ),
+    "validation without targets": (
+        lambda s, _: classifier(s).fit(X, Y, validation_data=X, verbose=0),
+        r"fit\(validation_data\) must be \(x, y\).*got float32\[16,3\]",
+    ),
+    "an array for verbose": (lambda s, _: classifier(s).fit(X, Y, 32, 1, (X, Y)), "got a tuple.$"),
+    "metric": (lambda s, _: classifier(s, metrics=["accurate"]), r"Did you mean 'accuracy'\?"),
+    "metric of an output": (
+        lambda s, _: classifier(s, loss=[SPARSE], metrics={0: ["f1"]}), "The names are .*acc, accuracy"
+    ),
+    "loss": (lambda s, _: classifier(s, loss="mean_square_error"), "mean 'mean_squared_error' or"),
+    "optimizer": (lambda s, _: classifier(s, optimizer="adamm"), "mean 'adam' or 'nadam'"),
+    "swapped": (
+        lambda s, path: dj.CheckpointManager(path).save({"m": classifier(s).module}, 3),  # type: ignore[arg-type]
+        r"save\(step, tree\).*got a dict and the number 3. Did you swap them\?",
+    ),
+    "weights of a model": (
+        lambda s, path: classifier(s).load_weights(save(s, path, weights=False)),
+        r"was written by Model\.save, .* Call model\.load\(path\)",
+    ),
+    "a model of weights": (
+        lambda s, path: classifier(s).load(save(s, path, weights=True)),
+        r"was written by Model\.save_weights, .* Call model\.load_weights\(path\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_message_says_what_to_write(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
+    """In the text or in a note, which stands last; no message holds a model or an array."""
+    make, words = WRONG[mistake]
+    with pytest.raises((ValueError, TypeError, linen.module.errors.FlaxError)) as caught:
+        make(s2, tmp_path)
+    notes = getattr(caught.value, "__notes__", [])
+    text = "\n".join([str(caught.value), *notes])
+    caught.match(words)
+    assert len(str(caught.value)) < 900
+    assert not any(part in text for part in ("Param(", "# Param", "array([")), text
+
+
+def test_labels_are_checked_in_every_fit_before_a_step(s2: dj.MirroredStrategy):
+    """Also where the step is compiled already; not those of ``ignore_class``. Weights do not change."""
+    model = classifier(s2)
+    model.fit(X, Y, verbose=0)
+    before = model.get_weights()
+    with pytest.raises(dj.ArgumentError, match="labels from 1 to 2"):
+        model.fit(X, Y + 1, verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, before, model.get_weights())
+    ignoring = dj.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    history = classifier(s2, loss=ignoring).fit(X, np.where(Y > 0, 1, -1), verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+
+
+def test_a_checkpoint_of_another_optimizer_lists_what_differs(
+    s2: dj.MirroredStrategy, tmp_path: Path
+):
+    """It was written by ``save``, so that to load the weights alone is not the advice."""
+    path = save(s2, tmp_path, weights=False)
+    with pytest.raises(dj.CheckpointError, match="not in the checkpoint"):
+        classifier(s2, optimizer="adam").load(path)
