@@ -34,7 +34,7 @@ myst_heading_anchors = 4
 nb_execution_mode = (
     "off"  # a test runs them; `dev.py docs -D nb_execution_mode=force` shows outputs
 )
-nb_execution_raise_on_error = True
+nb_execution_raise_on_error, nb_execution_timeout = True, 600
 autosummary_generate = False
 llms_txt_summary = "TensorFlow's tf.distribute, natively on JAX, for Flax models."
 llms_txt_uri_template = "_sources/{docname}{suffix}{sourcelink_suffix}"
