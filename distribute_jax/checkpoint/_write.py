@@ -171,7 +171,8 @@ def _explained(draft: Draft) -> Iterator[None]:
         free = draft.directory.free_bytes()
         left = "" if free is None else f", and {free} are free there"
         text = error_text(error)  # at whose end Orbax says what the system said
-        reason = f"{type(error).__name__}: {text if len(text) < 300 else '… ' + text[-200:]}"
+        text = text if len(text) < 300 else f"{text[:100]} … {text[-200:]}"
+        reason = f"{type(error).__name__}: {text}"
         raise CheckpointFileError(
             f"The checkpoint {draft.directory.path_of(draft.name)} could not be written: {reason}\nIt needs "
             f"{draft.bytes} bytes{left}. Nothing of it was left behind, and older checkpoints are as they "

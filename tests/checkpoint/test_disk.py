@@ -162,6 +162,12 @@ def test_the_end_of_the_with_block_tells(tmp_path: Path, monkeypatch: pytest.Mon
         failing()
 
 
+def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
+    """With what the system says of it."""
+    with pytest.raises(dj.CheckpointFileError, match=r"(?s)x{300}.*too long"):
+        save(tmp_path / ("x" * 300) / "model", {"a": 1})
+
+
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_directory_that_is_a_file_is_told_by_the_policy(name: str, tmp_path: Path) -> None:
     """With its path and the bytes that are needed; also when steps are looked for."""

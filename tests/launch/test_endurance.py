@@ -105,12 +105,16 @@ class Run:
         self.reader.start()
 
     def _read(self):
-        for line in self.process.stdout:
-            with self.changed:
-                self.lines.append(line.rstrip())
-                if found := re.match(r"\[(\d)\] pid (\d+)", line):
-                    self.pids[int(found[1])] = int(found[2])
-                self.changed.notify_all()
+        with self.process.stdout as output:
+            for line in output:
+                self._take(line)
+
+    def _take(self, line):
+        with self.changed:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"\[(\d)\] pid (\d+)", line):
+                self.pids[int(found[1])] = int(found[2])
+            self.changed.notify_all()
 
     def await_line(self, text, count=1):
         def there():
