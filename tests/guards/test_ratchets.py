@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 49_970,
-    lines_of_tests: 46_083,
+    lines: 49_971,
+    lines_of_tests: 46_093,
     files: 243,
     pieces: 1,
     private_words: 6,
