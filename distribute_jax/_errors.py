@@ -16,8 +16,8 @@ Each also derives from the builtin that a TensorFlow user would catch::
     ├── BackendStartedError(RuntimeError)   JAX had started before the call that chooses devices
     ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value
     │   ├── TFConfigError(…, json.JSONDecodeError)  TF_CONFIG is not JSON
+    │   ├── ArgumentTypeError(…, TypeError) an argument has a wrong type
     │   └── TaskConflictError(…, KeyError)  two clusters have different addresses for a task
-    ├── ArgumentTypeError(TypeError)        an argument has a wrong type
     ├── ClusterError(RuntimeError)          the environment does not describe the cluster correctly
     │   ├── NoClusterError                  no cluster was detected
     │   ├── ProcessesDifferError            processes differ where they must be equal
@@ -117,7 +117,7 @@ class TaskConflictError(ArgumentError, KeyError):
     __str__ = Exception.__str__  # a KeyError would show the text in quotes
 
 
-class ArgumentTypeError(DistributeError, TypeError):
+class ArgumentTypeError(ArgumentError, TypeError):
     """An argument has a wrong type."""
 
 

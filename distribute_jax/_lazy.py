@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from distribute_jax._absent import missing
+from distribute_jax._checks import check_methods, checked
 
 
 def lazy_exports(
@@ -48,9 +50,14 @@ def lazy_exports(
 
 
 def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> None:
-    """Sets ``__module__`` of functions and classes that are listed in a public package and loaded."""
+    """Sets ``__module__`` of what a public package lists and has loaded, and has its arguments checked."""
     for name in names:
         value = namespace.get(name)
         package, *inner = str(getattr(value, "__module__", "")).split(".")
         if package == "distribute_jax" and any(part.startswith("_") for part in inner):
             value.__module__ = module
+            if isinstance(value, type):
+                check_methods(value)
+            elif isinstance(value, FunctionType):
+                namespace[name] = checked(value)
+                namespace[name].__module__ = module

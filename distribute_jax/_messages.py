@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import functools
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-
-_E = TypeVar("_E", bound=enum.Enum)
 
 
 def path_text(path: KeyPath, root: str = "") -> str:
@@ -28,13 +24,6 @@ def leaf_text(leaf: Any) -> str:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     return f"{type(leaf).__name__} {leaf!r:.60}" if _is_short(leaf) else f"a {type(leaf).__name__}"
-
-
-def brief(value: Any) -> str:
-    """Describes an argument: its repr where that is short, else its type, never a whole model."""
-    if isinstance(value, str):
-        return f"{value!r:.60}"
-    return repr(value) if _is_short(value) else leaf_text(value)
 
 
 def _is_short(value: Any) -> bool:
@@ -65,44 +54,6 @@ def listed(lines: list[str], most: int = 10) -> str:
     if len(lines) > most:
         shown.append(f"  … and {len(lines) - most} more")
     return "\n".join(shown)
-
-
-def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None) -> int:
-    """Returns an argument that must be an integer of at least so much; else an ``ArgumentError``."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = at_least - 1
-    if isinstance(value, bool) or number < at_least or (below is not None and number >= below):
-        limit = "" if below is None else f" and < {below}"
-        raise ArgumentError(f"{name} must be an integer >= {at_least}{limit}; got {brief(value)}.")
-    return number
-
-
-def check_bool(name: str, value: Any) -> bool:
-    """Returns an argument that must be a bool; else an ``ArgumentError``."""
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be a bool; got {brief(value)}.")
-    return value
-
-
-def as_member(name: str, value: Any, kind: type[_E]) -> _E:
-    """Returns the member that an argument is, or names in any letter case; else an ``ArgumentError``."""
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    if not isinstance(value, kind):
-        names = ", ".join(repr(member.lower()) for member in kind.__members__)
-        raise ArgumentError(
-            f"{name} must be one of {names}, or a {kind.__name__}; got {brief(value)}."
-        )
-    return value
-
-
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises an ``ArgumentError`` unless an argument is one of the choices."""
-    if value not in choices:
-        allowed = ", ".join(map(repr, choices))
-        raise ArgumentError(f"{name} must be one of {allowed}; got {brief(value)}.")
 
 
 def real_array(called: str, name: str, value: Any) -> jax.Array:

@@ -20,9 +20,9 @@ _logged: set[Hashable] = set()
 _PACKAGE = str(Path(__file__).parent)
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line outside of this library."""
-    warnings.warn(text, stacklevel=_users_frame()[0])
+    warnings.warn(text, category, stacklevel=_users_frame()[0])
 
 
 def log_once(text: str, *named: object, about: Hashable = None) -> None:

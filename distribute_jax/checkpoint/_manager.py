@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
+from distribute_jax._checks import check_choice, check_int, check_number
 from distribute_jax._errors import (
-    ArgumentError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointFileError,
 )
-from distribute_jax._messages import check_choice, check_int
 from distribute_jax._supervision import GRACE_SECONDS
+from distribute_jax._user_frames import warn_user
 from distribute_jax.checkpoint import _steps
 from distribute_jax.checkpoint._agreement import (
     Background,
@@ -188,7 +187,7 @@ class CheckpointManager:
         if error is not None and not self._warns:
             raise error
         if error is not None and is_chief():
-            warnings.warn(f"{error}\nThe training goes on.", RuntimeWarning, stacklevel=3)
+            warn_user(f"{error}\nThe training goes on.", RuntimeWarning)
 
     def wait(self) -> None:
         """Returns when what was saved is on the disk.
@@ -265,10 +264,7 @@ class CheckpointManager:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
         """
-        if not grace_seconds > 0:
-            raise ArgumentError(
-                f"CheckpointManager.preemptible: grace_seconds must be above 0; got {grace_seconds!r}."
-            )
+        check_number("CheckpointManager.preemptible: grace_seconds", grace_seconds)
         preemption = Preemption(grace_seconds, termination_watcher_fn)
         return Preemptible(self, tree, iterator, preemption)
 
@@ -369,19 +365,17 @@ class CheckpointManager:
             return
         aside = self._directory.set_aside(str(step))
         where = f"set aside as {aside}" if aside else "left where it is, for want of rights"
-        warnings.warn(
-            f"The checkpoint of step {step} is damaged and was {where}; the step before it is used.\n"
-            f"{error}",
-            RuntimeWarning,
-            stacklevel=5,
+        text = (
+            f"The checkpoint of step {step} is damaged and was {where}; the step before it is used."
         )
+        warn_user(f"{text}\n{error}", RuntimeWarning)
 
 
 def finish_alone(manager: CheckpointManager) -> None:
     """Waits for what this process writes, where others may not come any more; warns where it failed."""
     error = manager._background.pop_error()
     if error is not None:
-        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+        warn_user(str(error), RuntimeWarning)
 
 
 def delete_all(manager: CheckpointManager) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from distribute_jax._checks import check_number
 from distribute_jax._errors import ArgumentError
 from distribute_jax._supervision import GRACE_SECONDS, SAVED
 from distribute_jax.checkpoint._manager import CheckpointManager
@@ -56,10 +57,8 @@ class TerminationConfig:
     save_fn: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
-        if not (self.grace_period is None or self.grace_period >= 0):
-            raise ArgumentError(
-                f"TerminationConfig: grace_period must not be negative; got {self.grace_period!r}."
-            )
+        if self.grace_period is not None:
+            check_number("TerminationConfig: grace_period", self.grace_period, at_least=0)
 
 
 class PreemptionCheckpointHandler:

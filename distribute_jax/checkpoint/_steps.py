@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
+from distribute_jax._checks import brief, check_int, check_number
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
-from distribute_jax._messages import brief, check_int
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint._manifest import Manifest, is_step
 from distribute_jax.checkpoint._read import manifest_of
@@ -27,9 +26,7 @@ def checked_step(method: str, step: SupportsIndex, tree: Any) -> int:
             f"{method}(step, tree): step must be an int, and the tree comes second; got a "
             f"{type(step).__name__} and the number {tree}. Did you swap them?"
         )
-    number = operator.index(step) if isinstance(step, SupportsIndex) else step
-    check_int("step", number, at_least=0)
-    return number
+    return check_int("step", step, at_least=0)
 
 
 def folders(directory: Directory) -> list[int]:
@@ -80,8 +77,8 @@ class Schedule:
 
     def __init__(self, every_steps: int | None, every_minutes: float | None) -> None:
         for name, every in {"every_steps": every_steps, "every_minutes": every_minutes}.items():
-            if every is not None and not every > 0:
-                raise ArgumentError(f"CheckpointManager: {name} must be above 0; got {every!r}.")
+            if every is not None:
+                check_number(f"CheckpointManager: {name}", every)
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self.has_intervals = every_steps is not None or every_minutes is not None
         self.reads_clock = every_minutes is not None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
+from distribute_jax._checks import refuse
 from distribute_jax._errors import ClusterError
 from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._http import google_service, metadata_server
@@ -63,6 +64,8 @@ class GCEClusterResolver(ClusterResolver):
         *,
         timeout: float = 10.0,
     ) -> None:
+        if service is not None and not hasattr(service, "instanceGroups"):
+            refuse("GCEClusterResolver: service", "a client of the Compute Engine API", service)
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port

@@ -106,7 +106,9 @@ class KubernetesClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
         self._client = override_client
         self._is_off_cluster = executable_location is KubernetesExecutableLocation.OFF_CLUSTER
-        self._may_be_indexed = not (job_to_label_mapping or override_client or self._is_off_cluster)
+        self._may_be_indexed = not (
+            job_to_label_mapping or override_client is not None or self._is_off_cluster
+        )
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the pods as they are now."""

@@ -44,10 +44,6 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        if not isinstance(cluster_spec, ClusterSpec):
-            raise ArgumentTypeError(
-                f"cluster_spec must be a dj.cluster_resolver.ClusterSpec; got {cluster_spec!r:.200}."
-            )
         self._cluster_spec = cluster_spec
         self._master = master
         self._task_type = task_type

@@ -39,11 +39,6 @@ class ClusterSpec:
     def __init__(self, cluster: ClusterSpec | Mapping[str, Tasks]) -> None:
         if isinstance(cluster, ClusterSpec):
             cluster = cluster.as_dict()
-        if not isinstance(cluster, Mapping):
-            raise ArgumentTypeError(
-                "ClusterSpec: the cluster must be a ClusterSpec or a dict from names of jobs to addresses, "
-                f"such as {{'worker': ['host0:2222', 'host1:2222']}}; got {cluster!r:.200}."
-            )
         self._jobs = {job: _tasks(job, cluster[job]) for job in sorted(cluster, key=str)}
 
     @property

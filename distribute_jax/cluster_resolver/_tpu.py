@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 
 import jax
 
+from distribute_jax._checks import refuse
 from distribute_jax._errors import ArgumentError, ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._http import google_service, metadata_server, project_and_zone
@@ -121,6 +122,8 @@ class TPUClusterResolver(ClusterResolver):
         self._zone = zone
         self._project = project
         self._credentials = credentials
+        if service is not None and not hasattr(service, "projects"):
+            refuse("TPUClusterResolver: service", "a client of the Cloud TPU API", service)
         self._service = service
         self._discovery_url = discovery_url
         self._job_name = self._task_type = job_name

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_int, leaf_text
+from distribute_jax._messages import leaf_text
 from distribute_jax.collectives._cross_device_ops import CrossDeviceOps
 from distribute_jax.collectives._dtypes import wide
 from distribute_jax.collectives._markers import assume_mirrored
@@ -197,11 +198,6 @@ class ReductionToOneDevice(CrossDeviceOps):
     def __init__(
         self, reduce_to_device: Any = None, accumulation_fn: Accumulate | None = None
     ) -> None:
-        if accumulation_fn is not None and not callable(accumulation_fn):
-            raise ArgumentError(
-                "ReductionToOneDevice(accumulation_fn) must be None or a function of a list of arrays; "
-                f"got {accumulation_fn!r}."
-            )
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
         self._root = 0

@@ -11,6 +11,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import PyTree, check_int_range, is_key, leaf_text, listed, path_text
@@ -51,7 +52,8 @@ def all_reduce(
     leaves = [leaf for _, leaf in paths]
     _check_leaves([(path_text(path), leaf) for path, leaf in paths])
     dense = [i for i, leaf in enumerate(leaves) if not is_sparse(leaf)]
-    arrays = [jnp.asarray(check_int_range(leaves[i], "all_reduce")) for i in dense]
+    with converting("all_reduce: value", tree, "a tree of arrays of a dtype that JAX has"):
+        arrays = [jnp.asarray(check_int_range(leaves[i], "all_reduce")) for i in dense]
     accumulator = mean_accumulator if op is ReduceOp.MEAN else sum_dtype
     sums = [as_dtype(array, accumulator(array.dtype)) for array in arrays]
     if bound:

@@ -11,9 +11,10 @@ import jax.extend.core as jex_core
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
-from distribute_jax._messages import check_int, leaf_text
+from distribute_jax._messages import leaf_text
 from distribute_jax.collectives._markers import assume_mirrored
 
 
@@ -64,15 +65,6 @@ class CrossDeviceOps(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_packs={self.num_packs})"
-
-
-def checked_ops(ops: Any, caller: str) -> CrossDeviceOps | None:
-    """Returns the operation of a strategy, or raises for another object."""
-    if ops is not None and not isinstance(ops, CrossDeviceOps):
-        raise ArgumentError(
-            f"{caller}(cross_device_ops) must be None or a dj.CrossDeviceOps; got {ops!r:.80}."
-        )
-    return ops
 
 
 sum_p: Any = Primitive("cross_device_sum")

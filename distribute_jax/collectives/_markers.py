@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from distribute_jax._checks import converting
 from distribute_jax._messages import check_int_range
 
 T = TypeVar("T")
@@ -64,9 +65,10 @@ def assume_mirrored(x: T) -> T:
         >>> dj.assume_mirrored({"rate": jnp.float32(0.5)})["rate"]
         Array(0.5, dtype=float32)
     """
-    same: T = jax.tree.map(
-        lambda leaf: mirrored_p.bind(check_int_range(leaf, "dj.assume_mirrored"))[0], x
-    )
+    with converting("dj.assume_mirrored: x", x, "a tree of arrays and numbers"):
+        same: T = jax.tree.map(
+            lambda leaf: mirrored_p.bind(check_int_range(leaf, "dj.assume_mirrored"))[0], x
+        )
     return same
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
-from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import as_member, check_int
+from distribute_jax._checks import as_member, check_int, check_number
 
 
 class CommunicationImplementation(enum.Enum):
@@ -64,12 +64,12 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         """Turns names into members and refuses what is out of range."""
         check_int("CommunicationOptions(bytes_per_pack)", self.bytes_per_pack, 0)
-        seconds = self.timeout_seconds
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and seconds >= 0):
-            raise ArgumentError(
-                "CommunicationOptions(timeout_seconds) must be None or a number of seconds, 0 or more; got "
-                f"{seconds!r}."
+        if self.timeout_seconds is not None:
+            check_number(
+                "CommunicationOptions(timeout_seconds)",
+                self.timeout_seconds,
+                at_least=0,
+                most=math.inf,
             )
         name = "CommunicationOptions(implementation)"
         implementation = as_member(name, self.implementation, CommunicationImplementation)
@@ -89,7 +89,7 @@ class CommunicationOptions:
         """
         if options is None:
             return self
-        other = checked_options(options, "merge")
+        other = options
         is_auto = other.implementation is CommunicationImplementation.AUTO
         return CommunicationOptions(
             bytes_per_pack=other.bytes_per_pack or self.bytes_per_pack,
@@ -98,18 +98,6 @@ class CommunicationOptions:
             ),
             implementation=self.implementation if is_auto else other.implementation,
         )
-
-
-def checked_options(options: object, method: str) -> CommunicationOptions:
-    """Returns the options of a call, defaults for None, or raises for another object."""
-    if options is None:
-        return CommunicationOptions()
-    if not isinstance(options, CommunicationOptions):
-        raise ArgumentError(
-            f"{method}: options must be None or dj.experimental.CommunicationOptions(...); got "
-            f"{options!r:.80}."
-        )
-    return options
 
 
 class ReduceOp(enum.Enum):

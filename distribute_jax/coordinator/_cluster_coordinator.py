@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
+from distribute_jax._checks import check_number
 from distribute_jax._errors import ArgumentError
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax.servers import PerWorkerDataset, RemoteValue, Stats
@@ -89,7 +90,8 @@ class ClusterCoordinator:
             TypeError: ``fn`` is not a function.
             Exception: an earlier closure failed.
         """
-        return self._strategy._runner.schedule(fn, args or (), kwargs or {})
+        args = () if args is None else args
+        return self._strategy._runner.schedule(fn, args, kwargs or {})
 
     @frames_hidden
     def join(self, timeout: float | None = None) -> None:
@@ -103,11 +105,8 @@ class ClusterCoordinator:
             StepsSkippedError: too many steps of an optimizer with ``skip_nonfinite`` were skipped in a row.
             Exception: the first error of a scheduled function. Those that had not begun were cancelled.
         """
-        is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
-        if timeout is not None and not (is_number and timeout >= 0):
-            raise ArgumentError(
-                f"coordinator.join: timeout must be seconds >= 0, or None; got {timeout!r:.60}."
-            )
+        if timeout is not None:
+            check_number("coordinator.join: timeout", timeout, at_least=0, most=math.inf)
         self._strategy._coordinator.join(timeout)
         self._strategy._runner.look_at_guards()
 

@@ -179,11 +179,6 @@ def sources_of(
     dataset_fn: DatasetFn, options: InputOptions, replicas: int, worker: Worker = ALONE
 ) -> list[Source]:
     """Calls the user's function, once or once for each replica, and returns the sources it made."""
-    if not callable(dataset_fn):
-        raise ArgumentError(
-            f"{_CALLED}: dataset_fn must be a function of a dj.InputContext; got {leaf_text(dataset_fn)}. "
-            "A dataset of global batches goes to strategy.distribute_dataset."
-        )
     if options.auto_shard_policy not in (None, AutoShardPolicy.OFF):
         raise ArgumentError(
             f"{_CALLED} got auto_shard_policy={options.auto_shard_policy!r}, but it shards nothing. "

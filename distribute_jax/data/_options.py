@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import as_member, check_bool, check_int
+from distribute_jax._checks import as_member, check_bool, check_int
+from distribute_jax._errors import ArgumentError
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -149,13 +149,6 @@ class DatasetCreator:
     """Takes an ``InputContext``, and returns a dataset of per-replica batches."""
     input_options: InputOptions | None = None
     """How the batches are distributed."""
-
-    def __post_init__(self) -> None:
-        if not callable(self.dataset_fn):
-            raise ArgumentTypeError(
-                "DatasetCreator: dataset_fn must be a function of an InputContext; got "
-                f"{self.dataset_fn!r:.80}."
-            )
 
 
 @dataclass(frozen=True)

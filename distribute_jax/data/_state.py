@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_int
 from distribute_jax.data._element import EpochProgress
 from distribute_jax.data.sources import Source
 

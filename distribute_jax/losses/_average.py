@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distribute_jax._checks import check_choice, check_number
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_choice, promoting
+from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
 from distribute_jax.losses._loss import examples, kept, marked, over_sum, replica_context
@@ -59,7 +60,7 @@ def compute_average_loss(
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
     """
     replica = replica_context(_NAME)
-    losses = jnp.asarray(per_example_loss)
+    losses = real_array(_NAME, "per_example_loss", per_example_loss)
     if losses.ndim == 0:
         raise ArgumentError(
             "compute_average_loss got a scalar. It needs one loss for each example, since only then "
@@ -69,7 +70,7 @@ def compute_average_loss(
     keep = real_mask(_NAME, "losses", losses.shape, replica)
     if sample_weight is not None:
         dtype = wide(mean_dtype(losses.dtype)) if by_weights else losses.dtype
-        array = jnp.asarray(sample_weight, dtype)
+        array = real_array(_NAME, "sample_weight", sample_weight).astype(dtype)
         weights = align(_NAME, "sample_weight", array, "losses", losses.shape)
         terms = as_dtype(losses, dtype) * weights
         if by_weights:
@@ -79,11 +80,8 @@ def compute_average_loss(
     total = jnp.sum(kept(losses, keep))
     if global_batch_size is None:
         return marked(jnp.divide(total, examples(replica, losses.shape[0])), replica)
-    if not isinstance(global_batch_size, jax.core.Tracer) and not global_batch_size > 0:
-        raise ArgumentError(
-            f"compute_average_loss: global_batch_size must be above 0; got {global_batch_size!r}. Leave it "
-            "out to divide by the real examples of the global batch."
-        )
+    if not isinstance(global_batch_size, jax.core.Tracer):
+        check_number(f"{_NAME}: global_batch_size", global_batch_size)
     return jnp.divide(total, global_batch_size)
 
 
@@ -118,5 +116,6 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
     replica = replica_context("scale_regularization_loss")
-    total = jnp.sum(jnp.asarray(regularization_loss))
+    name = "scale_regularization_loss"
+    total = jnp.sum(real_array(name, "regularization_loss", regularization_loss))
     return jnp.divide(total, replica.num_replicas_in_sync)

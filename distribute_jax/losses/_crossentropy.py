@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import real_array
 from distribute_jax.losses._loss import FormulaLoss, check_smoothing
@@ -215,7 +216,9 @@ def categorical_focal_crossentropy(
     if from_logits:
         predicted = jax.nn.softmax(predicted, axis=axis)
     p = clipped(predicted / jnp.sum(predicted, axis=axis, keepdims=True))
-    weights = jnp.asarray(alpha, p.dtype) * (1.0 - p) ** gamma
+    of_class = real_array(name, "alpha", alpha).astype(p.dtype)
+    with converting(f"{name}: alpha", alpha, "a number, or one for each class"):
+        weights = of_class * (1.0 - p) ** gamma
     return -jnp.sum(weights * labels * jnp.log(p), axis=axis)
 
 

@@ -11,8 +11,9 @@ import jax
 import optax
 from flax import nnx
 
+from distribute_jax._checks import brief, is_function
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import brief, error_text, leaf_text, not_a_name
+from distribute_jax._messages import error_text, leaf_text, not_a_name
 from distribute_jax.losses import _crossentropy, _regression
 from distribute_jax.losses._loss import FormulaLoss, Loss, one_for_each
 from distribute_jax.losses._shapes import same_rank
@@ -66,7 +67,7 @@ def get(identifier: Any) -> Loss:
     for cls in CLASSES:
         if identifier is cls.formula:
             return cls()
-    if callable(identifier) and not isinstance(identifier, (type, nnx.metrics.Metric)):
+    if is_function(identifier) and not isinstance(identifier, (type, nnx.metrics.Metric)):
         return FunctionLoss(identifier)
     raise ArgumentError(
         f"{brief(identifier)} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) "

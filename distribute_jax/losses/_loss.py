@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,8 +9,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from distribute_jax._checks import check_choice, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError, ContextError
-from distribute_jax._messages import check_choice, is_number, promoting, real_array
+from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax.collectives._markers import part_of_mean
 from distribute_jax.strategies import get_replica_context
@@ -67,8 +67,6 @@ class Loss:
         dtype: Any = None,
     ) -> None:
         kind = type(self).__name__
-        if name is not None and not isinstance(name, str):
-            raise ArgumentError(f"{kind}: name must be a str; got {name!r:.60}.")
         check_choice(f"{kind}: reduction", reduction, REDUCTIONS)
         self.name, self.reduction = name or kind, reduction
         self.dtype = _checked_dtype(kind, dtype)
@@ -200,17 +198,15 @@ def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
 def _checked_dtype(kind: str, dtype: Any) -> Any:
     if dtype is None:
         return None
-    with contextlib.suppress(TypeError):
+    name, wanted = f"{kind}: dtype", "a floating dtype"
+    with converting(name, dtype, wanted):
         if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             return jnp.dtype(dtype)
-    raise ArgumentError(f"{kind}: dtype must be a floating dtype; got {dtype!r:.60}.")
+    return refuse(name, wanted, dtype)
 
 
 def check_smoothing(name: str, label_smoothing: Any) -> None:
-    if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
-        raise ArgumentError(
-            f"{name}: label_smoothing must be between 0 and 1; got {label_smoothing!r}."
-        )
+    check_number(f"{name}: label_smoothing", label_smoothing, at_least=0, most=1)
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "none", None)

@@ -49,7 +49,7 @@ def same_rank(labels: jax.Array, predicted: jax.Array) -> tuple[jax.Array, jax.A
         if predicted.ndim == 1:
             return labels, predicted[:, None]
         return labels[..., 0], predicted
-    if predicted.ndim == labels.ndim + 1 and predicted.shape[-1] == 1:
+    if labels.ndim and predicted.ndim == labels.ndim + 1 and predicted.shape[-1] == 1:
         if labels.ndim == 1:
             return labels[:, None], predicted
         return labels, predicted[..., 0]

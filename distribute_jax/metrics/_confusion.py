@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_choice, check_int, is_number, promoting
+from distribute_jax._messages import is_number, promoting
 from distribute_jax.metrics._metric import Metric, as_array, terms
 
 

@@ -12,7 +12,6 @@ from distribute_jax.processes._job import (
     ClusterOptions as ClusterOptions,
     Job as Job,
     check_barrier as check_barrier,
-    check_cluster_options as check_cluster_options,
     current_job as current_job,
     is_chief as is_chief,
     job_of as job_of,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from jax.sharding import Mesh
 
 from distribute_jax import cluster_resolver
-from distribute_jax._errors import ArgumentError, DeadlineExceededError, NoClusterError
+from distribute_jax._checks import check_number, refuse
+from distribute_jax._errors import DeadlineExceededError, NoClusterError
 from distribute_jax._mesh import is_local
 from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from distribute_jax.processes._divergence import ActionLog, KeyValueStore
@@ -54,12 +53,7 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            kinds, whole = (int, "whole ") if option.type == "int" else ((int, float), "")
-            if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ArgumentError(
-                    f"ClusterOptions({option.name}={value!r}): {option.name} must be a positive number of "
-                    f"{whole}seconds."
-                )
+            check_number(f"ClusterOptions: {option.name}", value)
 
 
 @dataclass(frozen=True)
@@ -230,16 +224,13 @@ def is_chief() -> bool:
 
 def check_barrier(name: object, timeout: object) -> None:
     """Raises for an invalid name of a barrier, or an invalid time to wait."""
-    if not isinstance(name, str) or not name:
-        raise ArgumentError(f"strategy.barrier: `name` must be a non-empty str; got {name!r:.80}.")
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and 0 < timeout < math.inf):  # type: ignore[operator]
-        raise ArgumentError(
-            f"strategy.barrier: `timeout` must be a positive number of seconds or None; got {timeout!r:.80}."
-        )
+    if not name:
+        refuse("strategy.barrier: name", "a non-empty str", name)
+    if timeout is not None:
+        check_number("strategy.barrier: timeout", timeout)
 
 
-def resolve_cluster(resolver: Any, caller: str) -> ClusterResolver:
+def resolve_cluster(resolver: ClusterResolver | None, caller: str) -> ClusterResolver:
     """Returns the resolver of a strategy: the user's, the detected one, or one of this process alone."""
     if resolver is None:
         try:
@@ -247,18 +238,4 @@ def resolve_cluster(resolver: Any, caller: str) -> ClusterResolver:
         except NoClusterError:
             _LOG.info("%s: no cluster was detected, so this process is the only worker.", caller)
             return SimpleClusterResolver(ClusterSpec({}), task_type="worker", task_id=0)
-    if not isinstance(resolver, ClusterResolver):
-        raise ArgumentError(
-            f"{caller}: the cluster resolver must be one of dj.cluster_resolver; got {resolver!r:.80}, which "
-            "is not a ClusterResolver."
-        )
     return resolver
-
-
-def check_cluster_options(options: Any, caller: str) -> ClusterOptions:
-    """Returns the options of a strategy, defaults for None, or raises for another object."""
-    if options is not None and not isinstance(options, ClusterOptions):
-        raise ArgumentError(
-            f"{caller}: `cluster_options` must be dj.ClusterOptions; got {options!r:.80}."
-        )
-    return ClusterOptions() if options is None else options

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, DistributeError, LoweringError
 from distribute_jax._jax_private import adopt, write_raw
 from distribute_jax._mesh import (
@@ -29,7 +30,7 @@ from distribute_jax._mesh import (
     split_sharding,
     with_replicas,
 )
-from distribute_jax._messages import check_int, size_text
+from distribute_jax._messages import size_text
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments, check_function

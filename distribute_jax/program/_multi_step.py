@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax import _context
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import check_int
 from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
-from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_choice
+from distribute_jax._checks import check_choice, refuse
 
 Lowering = Literal["shard_map", "pmap"]
 Verify = Literal["off", "auto", "first", "always"]
@@ -79,12 +78,8 @@ def library_options() -> RunOptions:
     return UNVERIFIED if default.verify in ("auto", "off") else default
 
 
-def checked_run_options(options: Any) -> RunOptions:
+def checked_run_options(options: RunOptions | None) -> RunOptions:
     """Returns the options of a call; for None, the defaults, which are always the same object."""
-    if options is None:
-        return default_run_options()
-    if not isinstance(options, RunOptions):
-        raise ArgumentError(
-            f"strategy.run(options={options!r:.80}): options must be None or dj.RunOptions(...)."
-        )
-    return options
+    if not isinstance(options, RunOptions | None):
+        refuse("strategy.run: options", "None or dj.RunOptions(...)", options)
+    return default_run_options() if options is None else options

@@ -21,7 +21,6 @@ from distribute_jax.collectives._markers import real_rows
 from distribute_jax.collectives._options import (
     CommunicationOptions,
     ReduceOp,
-    checked_options,
     reduce_op,
 )
 from distribute_jax.program._arguments import check_call
@@ -150,7 +149,7 @@ class ReplicaContext:
             self.num_replicas_in_sync,
             bound=self._bound,
             ops=getattr(self._strategy, "_cross_device_ops", None),
-            options=options_of_strategy.merge(checked_options(options, "all_reduce")),
+            options=options_of_strategy.merge(options),
         )
 
     def all_gather(
@@ -173,7 +172,6 @@ class ReplicaContext:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_gather
         """
-        checked_options(options, "all_gather")
         if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
             raise ArgumentError(f"all_gather(axis={axis!r}): axis is an int, such as 0 for rows.")
         return all_gather(value, int(axis), bound=self._bound)

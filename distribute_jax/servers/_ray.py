@@ -28,8 +28,8 @@ from typing import Any
 
 import jax
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageError
-from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterSpec
 from distribute_jax.cluster_resolver._base import CHIEF, with_port
 from distribute_jax.servers._roles import role_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distribute_jax._messages import check_int
+from distribute_jax._checks import check_int
 
 __all__ = [
     "FixedShardsPartitioner",

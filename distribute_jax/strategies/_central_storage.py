@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from distribute_jax._checks import check_choice
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_choice
 from distribute_jax.program import ParameterDevice
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import (

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError
 from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
@@ -118,7 +119,8 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
             return _gather_global(value, axis)
         if isinstance(value, DistributedValues):
             return _gather_parts(value.values, axis)
-        array = jnp.asarray(value)
+        with converting("strategy.gather: value", value):
+            array = jnp.asarray(value)
         dim = checked_dim(array.ndim, axis, _part_text(array), "strategy.gather")
         if is_equal:
             return on_host_device(jnp.concatenate([array] * num_replicas(mesh), axis=dim))

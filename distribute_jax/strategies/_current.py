@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._errors import ContextError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.program import ReplicaContext
 from distribute_jax.strategies._base import Strategy
@@ -99,11 +99,6 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental_set_strategy
     """
-    if strategy is not None and not isinstance(strategy, Strategy):
-        raise ArgumentError(
-            f"experimental_set_strategy got {strategy!r:.80}, which is not a strategy. Pass one, "
-            "such as dj.MirroredStrategy(), or None for the default one."
-        )
     top = _context.entered()
     by_us = bool(_set_for_good) and _set_for_good[-1].is_current()
     if top is not None and not by_us:

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax import processes
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax._mesh import DATA
-from distribute_jax._messages import check_int
 from distribute_jax._supervision import DEVICE_COUNT
 from distribute_jax._user_frames import log_once
 from distribute_jax.cluster_resolver import (
@@ -26,7 +26,6 @@ from distribute_jax.cluster_resolver import (
 )
 from distribute_jax.processes import (
     ClusterOptions,
-    check_cluster_options,
     current_job,
     resolve_cluster,
 )
@@ -110,7 +109,7 @@ def connect(
 ) -> tuple[ClusterResolver, list[jax.Device]]:
     """Connects the processes of a cluster; returns where it is described, and all of their devices."""
     resolver = resolve_cluster(resolver, caller)
-    timeouts = check_cluster_options(options, caller)
+    timeouts = options or ClusterOptions()
     processes.start(resolver, timeouts, seconds or timeouts.step_seconds, caller)
     return resolver, sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 

@@ -11,18 +11,19 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from distribute_jax import _context
+from distribute_jax._checks import check_methods, converting
 from distribute_jax._errors import ArgumentError, PerReplicaError
 from distribute_jax._jax_private import at_top_level
 from distribute_jax._mesh import cores_per_replica, mirrored_sharding, put
 from distribute_jax._values import DistributedValues, mark_mirrored
-from distribute_jax.collectives import ReduceOp
-from distribute_jax.collectives._options import checked_options
+from distribute_jax.collectives import CommunicationOptions, ReduceOp
 from distribute_jax.program._arguments import check_call
 from distribute_jax.strategies._cross_replica import is_value
 from distribute_jax.strategies._devices import find_device
 from distribute_jax.variables import Variable
 
 
+@check_methods
 class StrategyExtended:
     """What a library needs beyond ``Strategy``: reductions to a place, updates, and devices.
 
@@ -57,7 +58,11 @@ class StrategyExtended:
         return True
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
     ) -> Any:
         """Combines a per-replica value, and puts the result on its destinations.
 
@@ -84,12 +89,11 @@ class StrategyExtended:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#reduce_to
         """
-        return self._reduce_to("reduce_to", reduce_op, [(value, destinations)], options)[0]
+        return self._reduce_to("reduce_to", reduce_op, [(value, destinations)])[0]
 
     def _reduce_to(
-        self, method: str, reduce_op: ReduceOp | str, pairs: list[tuple[Any, Any]], options: Any
+        self, method: str, reduce_op: ReduceOp | str, pairs: list[tuple[Any, Any]]
     ) -> list[Any]:
-        checked_options(options, f"strategy.extended.{method}")
         for _, destinations in pairs:
             if isinstance(destinations, nnx.Variable):
                 self._check_created_here(destinations, "reduce_to")
@@ -116,7 +120,7 @@ class StrategyExtended:
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: Any = None,
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Combines several per-replica values in one program: ``reduce_to`` for each pair.
 
@@ -125,14 +129,15 @@ class StrategyExtended:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#batch_reduce_to
         """
-        pairs = list(value_destination_pairs)
+        with converting("batch_reduce_to", value_destination_pairs, "an iterable of pairs"):
+            pairs = list(value_destination_pairs)
         for pair in pairs:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise ArgumentError(
                     "strategy.extended.batch_reduce_to takes pairs of a value and its destinations; got "
                     f"{pair!r:.80}."
                 )
-        return self._reduce_to("batch_reduce_to", reduce_op, pairs, options)
+        return self._reduce_to("batch_reduce_to", reduce_op, pairs)
 
     def update(
         self,

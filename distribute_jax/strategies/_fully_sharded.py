@@ -7,8 +7,8 @@ from typing import Any
 
 from flax import nnx
 
+from distribute_jax._checks import check_int
 from distribute_jax._mesh import DATA, replica_mesh, state_mesh
-from distribute_jax._messages import check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy

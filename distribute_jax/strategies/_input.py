@@ -70,7 +70,7 @@ class InputMethods:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
         self._enter_program("strategy.distribute_dataset")
-        chosen = _checked(options, "strategy.distribute_dataset")
+        chosen = options or InputOptions()
         if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise UnsupportedError(
                 "strategy.distribute_dataset got InputReplicationMode.PER_REPLICA, but it divides "
@@ -125,7 +125,7 @@ class InputMethods:
         """
         called = "strategy.distribute_datasets_from_function"
         self._enter_program(called)
-        chosen = _checked(options, called)
+        chosen = options or InputOptions()
         mode = chosen.experimental_replication_mode
         if mode is InputReplicationMode.PER_REPLICA and not self._offers_per_replica_input:
             raise UnsupportedError(
@@ -165,23 +165,9 @@ def _dataset(
     )
 
 
-def _checked(options: Any, called: str) -> InputOptions:
-    if options is None:
-        return InputOptions()
-    if not isinstance(options, InputOptions):
-        raise ArgumentError(
-            f"{called}: options must be None or dj.InputOptions(...); got {leaf_text(options)}."
-        )
-    return options
-
-
 def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh) -> Any:
     """Calls a function for each replica of this process, and makes its nests one of per-replica values."""
     method = "strategy.experimental_distribute_values_from_function"
-    if not callable(value_fn):
-        raise ArgumentError(
-            f"{method}: value_fn must be a function of a ValueContext; got {leaf_text(value_fn)}."
-        )
     count = num_replicas(mesh)
     nests = [value_fn(context(i, count)) for i in local_replicas(mesh)]
     for leaf in jax.tree.leaves(nests):

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from distribute_jax._checks import check_bool
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_bool
 from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
-from distribute_jax.collectives._cross_device_ops import checked_ops
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import (
     check_replicas_per_device,
@@ -84,9 +83,8 @@ class MirroredStrategy(Strategy):
         )
 
 
-def _placed(cross_device_ops: Any, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:
+def _placed(ops: CrossDeviceOps | None, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:
     """Checks the operation, and finds the replica on the device that it names."""
-    ops = checked_ops(cross_device_ops, "MirroredStrategy")
     if not isinstance(ops, ReductionToOneDevice) or ops.reduce_to_device is None:
         return ops
     device = find_device(ops.reduce_to_device)

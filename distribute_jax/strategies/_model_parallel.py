@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from distribute_jax._checks import check_bool, check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_bool, check_int
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules

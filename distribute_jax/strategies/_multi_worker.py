@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from flax import nnx
 
+from distribute_jax._checks import check_bool
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
-from distribute_jax._messages import check_bool
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps
-from distribute_jax.collectives._cross_device_ops import checked_ops
-from distribute_jax.collectives._options import checked_options
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import check_replicas_per_device, connect
@@ -72,8 +70,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         axis_name: str = DATA,
     ) -> None:
         name = type(self).__name__
-        self._communication_options = checked_options(communication_options, name)
-        self._cross_device_ops = checked_ops(cross_device_ops, name)
+        self._communication_options = communication_options or CommunicationOptions()
+        self._cross_device_ops = cross_device_ops
         if getattr(cross_device_ops, "reduce_to_device", None) is not None:
             raise ArgumentError(
                 f"{name}(cross_device_ops={cross_device_ops!r}): a name such as 'gpu:0' means another device "

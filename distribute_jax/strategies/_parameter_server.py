@@ -12,9 +12,9 @@ from typing import Any, final
 import jax
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._checks import check_choice, check_int, check_number
+from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import replica_mesh
-from distribute_jax._messages import check_choice, check_int
 from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec
 from distribute_jax.servers import (
     Cluster,
@@ -59,11 +59,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         """Refuses what is not seconds."""
         for name, value in vars(self).items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (is_number and value > 0) and (name, value) != ("step_seconds", None):
-                raise ArgumentError(
-                    f"ServerOptions: {name} must be seconds above 0; got {value!r:.60}."
-                )
+            if value is not None:
+                check_number(f"ServerOptions: {name}", value)
 
 
 class ParameterServerStrategy(Strategy):
@@ -129,11 +126,6 @@ class ParameterServerStrategy(Strategy):
         options: ServerOptions | None = None,
     ) -> None:
         name = type(self).__name__
-        if not (variable_partitioner is None or callable(variable_partitioner)):
-            raise ArgumentTypeError(
-                f"{name}: variable_partitioner must be a function of shape and dtype, as those of "
-                f"dj.experimental.partitioners; got {variable_partitioner!r:.60}."
-            )
         check_choice(f"{name}: sparse", sparse, ("exact", "lazy"))
         check_choice(f"{name}: engine", engine, (None, "threads", "processes", "ray"))
         chief = None
@@ -163,8 +155,6 @@ class ParameterServerStrategy(Strategy):
             )
         devices = jax.local_devices()
         super().__init__(replica_mesh(devices[:1], shares), steps_in_flight=None)
-        if not isinstance(options, ServerOptions | None):
-            raise ArgumentError(f"{name}: options must be dj.ServerOptions; got {options!r:.60}.")
         options = options or ServerOptions()
         if engine in ("processes", "ray"):
             cluster = Cluster(chief) if engine == "ray" else None
@@ -232,7 +222,9 @@ class ParameterServerStrategy(Strategy):
         Args:
             number: how many.
         """
-        self._resize(self.workers + check_int("strategy.add_workers: number", number))
+        self._resize(
+            self.workers + check_int("strategy.add_workers: number", number, below=1 << 16)
+        )
 
     def remove_workers(self, number: int) -> None:
         """Lets the last workers leave; waits until they have finished what they run.
@@ -257,12 +249,8 @@ class ParameterServerStrategy(Strategy):
             super()._enter_method(name)
 
 
-def _checked_cluster(name: str, resolver: Any) -> ClusterSpec:
+def _checked_cluster(name: str, resolver: ClusterResolver) -> ClusterSpec:
     """Returns a cluster of which this process is the chief."""
-    if not isinstance(resolver, ClusterResolver):
-        raise ArgumentTypeError(
-            f"{name}: cluster_resolver must be one of dj.cluster_resolver; got {resolver!r:.60}."
-        )
     cluster, task = resolver.cluster_spec(), resolver.task_type
     numbers = {job: cluster.task_indices(job) if job in cluster.jobs else [] for job in _JOBS}
     others, known = set(cluster.jobs) - set(_JOBS), (*_JOBS, None)

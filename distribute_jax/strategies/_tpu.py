@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from distribute_jax import _context
+from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError, ContextError, MixedStrategiesError
 from distribute_jax._mesh import DATA, cores_per_replica, factors, replica_mesh
-from distribute_jax._messages import check_choice, check_int, leaf_text
+from distribute_jax._messages import leaf_text
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules

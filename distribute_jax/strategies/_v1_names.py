@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree
+from distribute_jax._user_frames import warn_user
 from distribute_jax.data import (
     ArrayDataset,
     DistributedDataset,
@@ -137,8 +137,5 @@ def _stacked(tree: PyTree) -> PyTree:
 
 
 def _warn(older: str, modern: str, *, method: bool = True) -> None:
-    warnings.warn(
-        f"strategy.{older} is an older spelling. Use {'strategy.' if method else ''}{modern}.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    text = f"strategy.{older} is an older spelling. Use {'strategy.' if method else ''}{modern}."
+    warn_user(text, DeprecationWarning)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from distribute_jax._checks import check_choice
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_choice
 
 START = "start"
 """The phase in which each process begins, before the module of its function is imported."""

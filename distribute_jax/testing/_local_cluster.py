@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distribute_jax._checks import check_int, check_number, converting
 from distribute_jax._errors import ArgumentError, ProcessFailedError
-from distribute_jax._messages import check_int
 from distribute_jax._supervision import read_status
 from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
 from distribute_jax.launch._supervisor import PREFIX, LocalJob
@@ -77,11 +77,11 @@ class LocalCluster:
         timeout: float = 120.0,
         grace: float | None = 5.0,
     ) -> None:
-        check_int("processes", processes)
+        check_int("processes", processes, below=1 << 16)
         check_int("devices_per_process", devices_per_process)
         for name, seconds in (("timeout", timeout), ("grace", grace)):
-            if seconds is not None and not seconds > 0:
-                raise ArgumentError(f"{name} must be above 0; got {seconds!r}.")
+            if seconds is not None:
+                check_number(name, seconds)
         self._processes = processes
         self._devices = devices_per_process
         self._environments = _each_environment(environment, processes)
@@ -195,7 +195,8 @@ def _result(
 def _each_environment(environment: Environment, processes: int) -> list[Mapping[str, str]]:
     if environment is None or isinstance(environment, Mapping):
         return [environment or {}] * processes
-    each = list(environment)
+    with converting("environment", environment, "a mapping, or a list of one for each process"):
+        each = list(environment)
     if len(each) != processes:
         raise ArgumentError(
             f"environment must be one mapping, or one for each process; got {len(each)} mappings for "

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import BackendStartedError
-from distribute_jax._messages import StepFunction, check_int
+from distribute_jax._messages import StepFunction
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax._values import DistributedValues
 from distribute_jax.program import RunOptions

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, NotEqualError
-from distribute_jax._messages import check_int, listed
+from distribute_jax._messages import listed
 from distribute_jax.servers import Recording
 from distribute_jax.strategies._parameter_server import ParameterServerStrategy
 
@@ -34,7 +34,7 @@ class Log:
 
 
 @contextmanager
-def record(strategy: Any) -> Iterator[Log]:
+def record(strategy: ParameterServerStrategy) -> Iterator[Log]:
     """Records the updates of what is scheduled in the block, for :func:`replay`.
 
     The block begins and ends with a ``join``. The batches of all updates are kept while the log is.
@@ -63,12 +63,13 @@ def record(strategy: Any) -> Iterator[Log]:
         >>> log.updates
         2
     """
-    _check_strategy("dj.testing.record", strategy)
     with strategy._coordinator.recorded() as recording:
         yield Log(strategy, recording)
 
 
-def kill(strategy: Any, *, worker: int | None = None, server: int | None = None) -> None:
+def kill(
+    strategy: ParameterServerStrategy, *, worker: int | None = None, server: int | None = None
+) -> None:
     """Ends the process of a worker or a server with SIGKILL, to see that training survives it.
 
     Args:
@@ -96,7 +97,6 @@ def kill(strategy: Any, *, worker: int | None = None, server: int | None = None)
         >>> float(total[...])
         6.0
     """
-    _check_strategy("dj.testing.kill", strategy)
     if (worker is None) == (server is None):
         raise ArgumentError("dj.testing.kill: pass worker= or server=.")
     if worker is None:
@@ -124,18 +124,7 @@ def replay(log: Log) -> None:
     Example:
         See :func:`record`.
     """
-    if not isinstance(log, Log):
-        raise ArgumentError(
-            f"dj.testing.replay: log must be of dj.testing.record; got {log!r:.80}."
-        )
     if lines := log._strategy._runner.run_again(log._recording):
         raise NotEqualError(
             f"dj.testing.replay: {log!r} has other bits on one device:\n{listed(lines)}"
-        )
-
-
-def _check_strategy(name: str, strategy: Any) -> None:
-    if not isinstance(strategy, ParameterServerStrategy):
-        raise ArgumentError(
-            f"{name}: strategy must be a ParameterServerStrategy; got {strategy!r:.80}."
         )

@@ -8,7 +8,7 @@ import jax
 
 from distribute_jax import processes
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.processes import ClusterOptions, check_cluster_options, resolve_cluster
+from distribute_jax.processes import ClusterOptions, resolve_cluster
 from distribute_jax.tpu._topology import Topology
 
 
@@ -79,6 +79,6 @@ def initialize_tpu_system(
 def connected(resolver: Any, options: Any, caller: str) -> ClusterResolver:
     """Connects the processes of a resolver; returns the resolver."""
     cluster = resolve_cluster(resolver, caller)
-    timeouts = check_cluster_options(options, caller)
+    timeouts = options or ClusterOptions()
     processes.start(cluster, timeouts, timeouts.step_seconds, caller)
     return cluster

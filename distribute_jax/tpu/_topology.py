@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 
+from distribute_jax._checks import check_int, converting, refuse
 from distribute_jax._errors import ArgumentError
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -48,7 +49,8 @@ class Topology:
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        by_process = sorted(devices, key=lambda device: (device.process_index, device.id))
+        with converting("Topology: devices", devices, "a list of devices, as jax.devices()"):
+            by_process = sorted(devices, key=lambda device: (device.process_index, device.id))
         counts = set(Counter(device.process_index for device in by_process).values())
         if len(counts) != 1:
             raise ArgumentError(
@@ -78,8 +80,9 @@ class Topology:
         """Returns the device at these coordinates."""
         return self._devices[self._number_at(device_coordinates)]
 
-    def _number_at(self, coordinates: Sequence[int]) -> int:
-        at = tuple(map(int, coordinates))
+    def _number_at(self, coordinates: Sequence[int] | Ints) -> int:
+        with converting("device_coordinates", coordinates, "four ints, (x, y, z, core)"):
+            at = tuple(map(int, coordinates))
         inside = len(at) == self.mesh_rank and all(
             0 <= i < n for i, n in zip(at, self.mesh_shape, strict=True)
         )
@@ -151,8 +154,9 @@ class DeviceAssignment:
     """
 
     def __init__(self, topology: Topology, core_assignment: Any) -> None:
-        self.topology = _checked_topology(topology, "DeviceAssignment")
-        cores = np.asarray(core_assignment, np.int32)
+        self.topology = topology
+        with converting("core_assignment", core_assignment, "a nest of ints"):
+            cores = np.asarray(core_assignment, np.int32)
         if cores.ndim != 3 or cores.shape[-1] != topology.mesh_rank or not cores.size:
             raise ArgumentError(
                 f"core_assignment must have shape (replicas, cores of each, {topology.mesh_rank}); got "
@@ -193,7 +197,6 @@ class DeviceAssignment:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/tpu/experimental/DeviceAssignment#build
         """
-        _checked_topology(topology, "DeviceAssignment.build")
         shape = _checked_shape(topology, "computation_shape", computation_shape)
         stride = _checked_shape(topology, "computation_stride", computation_stride)
         blocks = list(_blocks(topology, shape, stride))
@@ -206,7 +209,7 @@ class DeviceAssignment:
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
         """Returns the coordinates of a core of a replica."""
-        return tuple(self.core_assignment[replica, logical_core].tolist())
+        return tuple(self._core(replica, logical_core).tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
         """Returns the replicas that have one of their cores in a process.
@@ -234,9 +237,14 @@ class DeviceAssignment:
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
         """Returns the number of a core's device among those of its process."""
-        return self.topology.tpu_device_ordinal_at_coordinates(
-            self.core_assignment[replica, logical_core]
-        )
+        core = self._core(replica, logical_core).tolist()
+        return self.topology.tpu_device_ordinal_at_coordinates(core)
+
+    def _core(self, replica: int, logical_core: int) -> Ints:
+        check_int("replica", replica, 0, self.num_replicas)
+        check_int("logical_core", logical_core, 0, self.num_cores_per_replica)
+        core: Ints = self.core_assignment[replica, logical_core]
+        return core
 
     def __repr__(self) -> str:
         return (
@@ -245,21 +253,12 @@ class DeviceAssignment:
         )
 
 
-def _checked_topology(topology: Any, caller: str) -> Topology:
-    if not isinstance(topology, Topology):
-        raise ArgumentError(
-            f"{caller}: topology must be the result of "
-            f"dj.tpu.experimental.initialize_tpu_system(resolver); got {topology!r:.80}."
-        )
-    return topology
-
-
 def _checked_shape(topology: Topology, name: str, value: Any) -> Ints:
-    shape = np.asarray([1] * topology.mesh_rank if value is None else value)
+    wanted = f"{topology.mesh_rank} ints >= 1, along the axes (x, y, z, core)"
+    with converting(name, value, wanted):
+        shape = np.asarray([1] * topology.mesh_rank if value is None else value)
     if shape.shape != (topology.mesh_rank,) or shape.dtype.kind not in "iu" or (shape < 1).any():
-        raise ArgumentError(
-            f"{name} must be {topology.mesh_rank} ints >= 1, along the axes (x, y, z, core); got {value!r}."
-        )
+        refuse(name, wanted, value)
     return shape.astype(np.int32)
 
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree, check_choice, check_int
+from distribute_jax._messages import PyTree
 from distribute_jax.training._keras_optimizers import optimizer as named_optimizer
 from distribute_jax.training._objective import Objective
 from distribute_jax.training._optimizer import Optimizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from distribute_jax._checks import brief, check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import brief, check_int
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
 from distribute_jax.training._batches import Batches, Keys

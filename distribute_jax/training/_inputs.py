@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from distribute_jax._checks import brief, check_int, converting
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree, brief, check_int, leaf_text, listed
+from distribute_jax._messages import PyTree, leaf_text, listed
 from distribute_jax.data import DatasetCreator, DistributedDataset, from_arrays
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import MISTAKES
@@ -162,7 +163,8 @@ def _as_arrays(called: str, name: str, tree: Any) -> Any:
         return tuple(_as_arrays(called, name, part) for part in tree)
     if isinstance(tree, dict):
         return {key: _as_arrays(called, name, part) for key, part in tree.items()}
-    array = tree if isinstance(tree, (np.ndarray, jax.Array)) else np.asarray(tree)
+    with converting(f"{called}: {name}", tree, "an array whose dim 0 is the examples"):
+        array = tree if isinstance(tree, (np.ndarray, jax.Array)) else np.asarray(tree)
     if array.ndim == 0 or array.dtype == object:
         raise ArgumentError(
             f"{called} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "

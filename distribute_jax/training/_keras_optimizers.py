@@ -16,9 +16,10 @@ import numpy as np
 import optax
 from flax import nnx
 
+from distribute_jax._checks import brief
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import put
-from distribute_jax._messages import brief, not_a_name, promoting
+from distribute_jax._messages import not_a_name, promoting
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from distribute_jax._checks import brief
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import brief, not_a_name, promoting
+from distribute_jax._messages import not_a_name, promoting
 from distribute_jax.losses import Loss
 from distribute_jax.losses._get import BY_NAME, CLASSES, FunctionLoss, from_name
 from distribute_jax.metrics import AUC, Average, Precision, Recall

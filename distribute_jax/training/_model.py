@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from distribute_jax._absent import answering, answering_keywords
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._user_frames import frames_hidden
@@ -301,6 +302,8 @@ class Model(Stored):
             ValueError: data or arguments that do not fit.
         """
         check_batch_size("predict", batch_size)
+        if steps is not None:
+            check_int("predict(steps)", steps, 0)
         trainer = self._predicting_trainer()
         with self._running(
             trainer, "predict", (x, None, None), Keys(x_key), batch_size, steps, callbacks, verbose

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,8 +12,9 @@ import optax
 from flax import nnx
 
 from distribute_jax._absent import answering
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import check_int, leaf_text, promoting
+from distribute_jax._checks import check_int, check_number, converting, refuse
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
+from distribute_jax._messages import leaf_text, promoting
 from distribute_jax.collectives._markers import unreduced
 from distribute_jax.program._undo import (
     Guard,
@@ -92,9 +94,10 @@ class Optimizer(nnx.Optimizer[Any]):
         **kwargs: Any,
     ) -> None:
         _check(model, tx)
+        with converting("dj.Optimizer: wrt", wrt, "a filter of NNX, such as nnx.Param"):
+            nnx.filterlib.to_predicate(wrt)
         if clip_global_norm is not None:
-            if isinstance(clip_global_norm, str) or not clip_global_norm > 0:
-                raise ArgumentError(f"clip_global_norm must be above 0; got {clip_global_norm!r}.")
+            check_number("clip_global_norm", clip_global_norm)
             tx = optax.chain(optax.clip_by_global_norm(clip_global_norm), tx)
         super().__init__(model, tx, wrt=wrt, **kwargs)
         steps = gradient_accumulation_steps
@@ -204,7 +207,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """Updates from gradients of the global batch, if they are finite."""
 
         def update(optimizer: Optimizer, model: Any) -> Any:
-            with hint(_missing_arguments):
+            with hint(_missing_arguments), _fitting(model, grads, self.wrt):
                 return super().update(model, grads, **kwargs)
 
         if self.loss_scale is None and self.guard is None:
@@ -220,11 +223,27 @@ class Optimizer(nnx.Optimizer[Any]):
         return None
 
 
+@contextmanager
+def _fitting(model: Any, grads: Any, wrt: Any) -> Iterator[None]:
+    """Refuses gradients that are not those of the model, where an update fails."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        fits = isinstance(error, DistributeError)
+        with suppress(Exception):  # a model that has no state
+            each: list[Any] = list(map(jax.tree.structure, (grads, nnx.state(model, wrt))))
+            fits = fits or each[0] == each[1]
+        if fits:
+            raise
+        refuse("Optimizer.update: grads", "those of the model, as of nnx.grad", grads, error)
+
+
 def _check(model: Any, tx: Any) -> None:
-    nodes = jax.tree.leaves(model, is_leaf=_is_node)
+    with converting("dj.Optimizer: model", model, "an nnx.Module"):
+        nodes = jax.tree.leaves(model, is_leaf=_is_node)
     if not nodes or not all(map(_is_node, nodes)):
         raise ArgumentError(f"dj.Optimizer: model must be an nnx.Module; got {leaf_text(model)}.")
-    if not callable(getattr(tx, "update", None)):
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise ArgumentError(
             f"dj.Optimizer: tx must be an optax transformation, as optax.adam(1e-3); got {leaf_text(tx)}."
         )
@@ -308,10 +327,8 @@ class LossScale(nnx.Module):
     """The factor of the loss: a fixed one, or ``"dynamic"``, which is halved if a gradient overflows."""
 
     def __init__(self, scale: float | str) -> None:
-        if scale != "dynamic" and not (isinstance(scale, (int, float)) and scale > 0):
-            raise ArgumentError(
-                f'loss_scale must be a number above 0, "dynamic" or None; got {scale!r}.'
-            )
+        if scale != "dynamic":
+            check_number('loss_scale, if not "dynamic",', scale)
         self.is_dynamic = scale == "dynamic"
         first = INITIAL if isinstance(scale, str) else scale
         self.scale = Unconditional(jnp.asarray(first, jnp.float32))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distribute_jax._messages import check_choice
+from distribute_jax._checks import check_choice
 from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training.callbacks._callback import Callback

@@ -9,11 +9,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, CheckpointError
 from distribute_jax._mesh import on_host, put
 from distribute_jax._messages import is_array, is_key, listed, size_text
@@ -107,7 +109,9 @@ def output_shapes(module: nnx.Module, x: Any) -> dict[str, str]:
                 setattr(kind, "__call__", recording(vars(kind)["__call__"], paths))  # noqa: B010
             return copied(x)
 
-    jax.eval_shape(forward, x)
+    with converting("summary: x", x, "an input of the model, or its shape and dtype"):
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), jnp.result_type(a)), x)
+    jax.eval_shape(forward, like)
     return shapes
 
 
@@ -182,6 +186,11 @@ class Stored(ABC):
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets every weight, from what ``get_weights`` returned; none if any has another shape."""
         variables = weight_variables(self.module)
+        with converting("set_weights: weights", weights, "a list of arrays, as of get_weights()"):
+            weights = [
+                np.asarray(new, v[...].dtype)
+                for new, (_, v) in zip(weights, variables, strict=False)
+            ]
         if len(weights) != len(variables):
             raise ArgumentError(
                 f"set_weights got {len(weights)} arrays, and the module has {len(variables)} weights: "

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
@@ -165,7 +166,8 @@ SCATTERS: dict[str, str] = {
 
 def check_rows(indices: Any, updates: jax.Array, shape: tuple[int, ...], method: str) -> jax.Array:
     """Returns the rows as an array of integers; those that are not traced must exist."""
-    rows = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+    with converting(f"{method}: indices", indices, "integers along dim 0 of the variable"):
+        rows = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not shape or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ArgumentError(
             f"{method}: indices must be integers along dim 0 of the variable; got dtype {rows.dtype} for "

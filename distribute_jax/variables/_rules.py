@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distribute_jax._checks import as_member, converting
 from distribute_jax._errors import ArgumentError, PerReplicaError
-from distribute_jax._messages import as_member, check_int_range, leaf_text
+from distribute_jax._messages import check_int_range, leaf_text
 
 
 class VariableSynchronization(enum.Enum):
@@ -80,9 +81,10 @@ def cast(value: Any, dtype: Any, name: str) -> jax.Array:
 
     A shorter float is rounded, as everywhere in JAX.
     """
-    traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
-    # NumPy holds a large Python integer, JAX would refuse it or wrap it.
-    array: Any = jnp.asarray(value) if traced else np.asarray(value)
+    with converting(f"Variable {name!r}: value", value):
+        traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+        # NumPy holds a large Python integer, JAX would refuse it or wrap it.
+        array: Any = jnp.asarray(value) if traced else np.asarray(value)
     if array.dtype != dtype and not _can_hold(dtype, array):
         raise ArgumentError(
             f"Variable {name!r} has dtype {dtype} and was given {array.dtype}"
@@ -104,7 +106,8 @@ def initial_array(value: Any, name: str) -> jax.Array:
         raise ArgumentError(
             f"dj.Variable {name!r}: value must be a number or an array; got {leaf_text(value)}."
         )
-    return jnp.asarray(array)
+    with converting(f"dj.Variable {name!r}: value", value):
+        return jnp.asarray(array)
 
 
 def _can_hold(dtype: Any, array: Any) -> bool:

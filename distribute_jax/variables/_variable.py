@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._jax_private import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, on_host, outside_mesh, put, replicated
@@ -102,7 +103,9 @@ class Variable(nnx.Variable[Any]):
             raise per_replica_error(name)
         array = initial_array(value, name)
         if dtype is not None:
-            array = cast(array, jnp.dtype(dtype), name)
+            with converting(f"dj.Variable {name!r}: dtype", dtype, "a dtype"):
+                dtype = jnp.dtype(dtype)
+            array = cast(array, dtype, name)
         synchronization, aggregation = check_kinds(synchronization, aggregation, array.dtype)
         if trainable is None:
             trainable = synchronization is not _ON_READ
@@ -146,7 +149,10 @@ class Variable(nnx.Variable[Any]):
         if self.is_on_read and not inside_replica():
             raw = jax.lax.all_gather(raw, DATA) if inside_run() else on_this_thread(raw)
             raw = _components.combine(raw, self.aggregation, self.name)
-        return raw if index is Ellipsis else raw[index]
+        if index is Ellipsis:
+            return raw
+        with converting(f"Variable {self.name!r}: index", index, "an index of its array"):
+            return raw[index]
 
     def read_value(self) -> Any:
         """Returns the value, as ``v[...]`` does."""
@@ -244,7 +250,11 @@ class Variable(nnx.Variable[Any]):
                 "scatter_add, or assign the whole value."
             )
         else:
-            self.assign(self._raw().at[index].set(value))
+            with converting(
+                f"Variable {self.name!r}: index, value", (index, value), "of its array"
+            ):
+                new = self._raw().at[index].set(value)
+            self.assign(new)
 
     def assign(self, value: Any) -> Any:
         """Sets the value.

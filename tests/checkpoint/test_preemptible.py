@@ -191,10 +191,10 @@ def test_a_loop_that_never_comes_to_its_next_step_ends_all_the_same(tmp_path: Pa
 @pytest.mark.parametrize(
     ("tree", "iterator", "options", "text"),
     [
-        ({}, [1, 2], {}, "must be iter\\(strategy.distribute_dataset"),
+        ({}, [1, 2], {}, "iterator must be dj.DistributedIterator"),
         ([], None, {}, "tree must be a dict"),
         ({"iterator": 3}, None, {}, "must be the iterator of the loop"),
-        ({}, None, {"grace_seconds": 0}, "grace_seconds must be above 0; got 0"),
+        ({}, None, {"grace_seconds": 0}, "grace_seconds must be a number above 0; got 0"),
         ({}, "generator", {}, "cannot"),
     ],
 )

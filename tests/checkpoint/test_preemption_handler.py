@@ -122,5 +122,5 @@ def test_what_is_missing_is_named(tmp_path: Path):
     for arguments in ((dj.CheckpointManager(tmp_path),), ({"a": 1},)):
         with pytest.raises(ValueError, match="needs what to save and where"):
             PreemptionCheckpointHandler(None, *arguments)
-    with pytest.raises(ValueError, match="grace_period must not be negative; got -1"):
+    with pytest.raises(ValueError, match="grace_period must be a number >= 0; got -1"):
         TerminationConfig(grace_period=-1)

@@ -72,9 +72,7 @@ def test_a_simple_resolver_returns_what_it_was_passed():
     assert resolver.num_accelerators() == {"TPU": 8}
     resolver.task_type, resolver.task_id, resolver.rpc_layer = "ps", 0, "http"
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 0, "http")
-    with pytest.raises(
-        TypeError, match=r"cluster_spec must be a dj\.cluster_resolver\.ClusterSpec"
-    ):
+    with pytest.raises(TypeError, match=r"cluster_spec must be dj\.cluster_resolver\.ClusterSpec"):
         SimpleClusterResolver({"worker": ["a:1"]})
 
 

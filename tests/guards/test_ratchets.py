@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 49_971,
-    lines_of_tests: 46_093,
-    files: 243,
+    lines: 50_119,
+    lines_of_tests: 46_773,
+    files: 244,
     pieces: 1,
     private_words: 6,
     private_imports: 31,

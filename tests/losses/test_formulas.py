@@ -262,12 +262,12 @@ def test_shapes_that_do_not_match_are_refused_and_named(case: str):
 ARGUMENTS = {
     "axis of the batch": (lambda: losses.cosine_similarity(Y, P, axis=0), "dim 0 is the batch"),
     "axis too large": (lambda: losses.binary_crossentropy(BITS, SIGMOID, axis=2), "with 2 dims"),
-    "smoothing": (lambda: losses.BinaryCrossentropy(label_smoothing=2), "between 0"),
+    "smoothing": (lambda: losses.BinaryCrossentropy(label_smoothing=2), "at most 1; got 2"),
     "reduction": (
         lambda: losses.Hinge("average"),
         "'mean_with_sample_weight', 'sum', 'none', None",
     ),
-    "name": (lambda: losses.Loss(True), "name must be a str"),
+    "name": (lambda: losses.Loss(True), "name must be None or a str"),
     "dtype": (lambda: losses.Poisson(dtype="int32"), "floating dtype"),
     "no dtype": (lambda: losses.Poisson(dtype="float31"), "floating dtype"),
     "a nest": (lambda: losses.Hinge()({"a": Y}, {"a": P}), "each has its loss and metrics"),

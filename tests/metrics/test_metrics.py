@@ -451,7 +451,7 @@ def test_wrong_constructors_are_named():
         MultiMetric(update=Average())
     with pytest.raises(ValueError, match="not a metric"):
         MultiMetric(a=Average)
-    with pytest.raises(ValueError, match="threshold is a number"):
+    with pytest.raises(ValueError, match="threshold must be None or a number"):
         Accuracy("loss")
 
 

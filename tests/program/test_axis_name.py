@@ -77,7 +77,7 @@ def test_every_strategy_takes_the_name(make: Any):
     assert strategy.axis_name == "batch"
     sums = strategy.run(lambda: (jax.lax.psum(1, "batch"), jax.lax.psum(1.0, "data")))
     assert [int(s) for s in sums] == [strategy.num_replicas_in_sync] * 2
-    with pytest.raises(ValueError, match=r"axis_name must be a string.*; got 0"):
+    with pytest.raises(ValueError, match=r"axis_name must be a str.*; got 0"):
         make(0)
 
 

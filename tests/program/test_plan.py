@@ -186,11 +186,11 @@ REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     ),
     "no tuple": (lambda s: s.plan(abs, 1.0), r"strategy.plan\(step, args="),
     "no array": (lambda s: s.plan(lambda: TEXT.get_value()), "TEXT: str 'text'"),
-    "no function": (lambda s: s.plan(1, (1.0,)), "fn is a plain function"),
+    "no function": (lambda s: s.plan(1, (1.0,)), "step must be a function; got 1"),
     "a strategy in no list": (lambda s: dj.plan(abs, strategies=s), "strategies must be a non-empty list"),
     "a class": (lambda s: dj.plan(abs, strategies=[type(s)]), "'> in strategies is not a strategy"),
     "one number": (lambda s: dj.plan(abs, strategies=[s], replicas=8), "replicas must be a .* got 8"),
-    "a text": (lambda s: dj.plan(abs, strategies=[s], device_memory_bytes="8G"), "memory_bytes must be an"),
+    "a text": (lambda s: dj.plan(abs, strategies=[s], device_memory_bytes="8G"), "or an integer; got '8G'"),
     "inside run": (lambda s: s.run(lambda: s.plan(abs, (1.0,))), "strategy.plan was called inside"),
 }  # fmt: skip
 

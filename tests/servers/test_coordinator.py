@@ -380,7 +380,7 @@ def test_what_cannot_be_scheduled() -> None:
     assert coordinator.strategy is strategy
     with pytest.raises(ValueError, match="must be a ParameterServerStrategy"):
         ClusterCoordinator(dj.MirroredStrategy([0, 1]))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="fn is not a function"):
+    with pytest.raises(TypeError, match=r"fn (is not|must be) a function"):
         coordinator.schedule(3)
     value = coordinator.schedule(lambda: 1.0 + jnp.ones(()))
     with pytest.raises(ValueError, match="RemoteValue among its arguments: fetch it first"):
@@ -559,7 +559,7 @@ def test_wrong_arguments_are_named() -> None:
     """Timeouts, datasets, elements and functions that cannot be."""
     _, coordinator = of_servers()
     for timeout in ("a", -1, math.nan, True):
-        with pytest.raises(ValueError, match="timeout must be seconds >= 0"):
+        with pytest.raises(ValueError, match=r"timeout must be (None or )?a number"):
             coordinator.join(timeout)
 
     async def later() -> None: ...

@@ -35,9 +35,9 @@ def test_every_method_of_input_belongs_to_cross_replica_context(s2: dj.MirroredS
     makers = (s2.distribute_dataset, s2.distribute_datasets_from_function)
     for make in makers:
         with pytest.raises(dj.ContextError, match="on one replica"):
-            s2.run(lambda make=make: make(BATCHES))
+            s2.run(lambda make=make: make(lambda *_: BATCHES))
         with dj.OneDeviceStrategy("cpu:0").scope(), pytest.raises(dj.MixedStrategiesError):
-            make(BATCHES)
+            make(lambda *_: BATCHES)
 
 
 @pytest.mark.parametrize("options", [{"partial": "drop"}, "drop", dj.RunOptions()], ids=type)

@@ -75,8 +75,8 @@ def test_several_workers_after_the_backend_has_started_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"cluster_resolver": "worker"}, "is not a ClusterResolver"),
-        ({"cluster_options": 30}, "must be dj.ClusterOptions"),
+        ({"cluster_resolver": "worker"}, "must be None or dj.cluster_resolver.ClusterResolver"),
+        ({"cluster_options": 30}, "must be None or dj.ClusterOptions"),
         ({"communication_options": "ring"}, "CommunicationOptions"),
     ],
 )
@@ -90,14 +90,14 @@ def test_arguments_of_another_kind_are_refused_by_name(arguments: Any, text: str
 @pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None])
 def test_times_to_wait_are_positive_numbers(name: str, value: Any):
     """The message names the field and shows a value that works."""
-    with pytest.raises(ValueError, match=rf"ClusterOptions\({name}=.*positive number"):
+    with pytest.raises(ValueError, match=rf"ClusterOptions: {name} must be an? (number|integer)"):
         dj.ClusterOptions(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "timeout"), [("", 1), (3, 1), ("a", 0), ("a", "x"), ("a", True)])
 def test_a_barrier_has_a_name_and_a_time(name: Any, timeout: Any):
     """Also where there is nobody to wait for, so that the mistake shows on one machine."""
-    with pytest.raises(ValueError, match=r"strategy\.barrier"):
+    with pytest.raises(ValueError, match=r"trategy\.barrier: (name|timeout) must be"):
         dj.MultiWorkerMirroredStrategy().barrier(name, timeout)
 
 

@@ -165,7 +165,7 @@ def test_a_step_must_be_an_int_and_the_writer_open(tmp_path: Path):
     writer = summary.create_file_writer(tmp_path)
     with writer.as_default():
         for step in (None, 0.5, "a"):
-            with pytest.raises(ValueError, match="step must be an int"):
+            with pytest.raises(ValueError, match=r"step must be (None or )?an int"):
                 summary.scalar("x", 1.0, step)
     writer.close()
     with writer.as_default(step=1), pytest.raises(RuntimeError, match="is closed"):

@@ -202,7 +202,10 @@ def test_the_suite_leaves_the_logger_as_it_was(caplog: pytest.LogCaptureFixture)
 
 
 WRONG = {
-    "made already": (lambda: dj.testing.check_strategy(dj.MirroredStrategy()), "is not a factory"),
+    "made already": (
+        lambda: dj.testing.check_strategy(dj.MirroredStrategy()),
+        "factory must be a function",
+    ),
     "no strategy": (
         lambda: dj.testing.check_strategy(lambda devices: devices, [1]),
         r"must make a dj.Strategy .* got \[",

@@ -122,7 +122,7 @@ REFUSED = {
     "no time": (
         lambda: LocalCluster(1, 1, timeout=0),
         ValueError,
-        "timeout must be above 0; got 0",
+        "timeout must be a number above 0; got 0",
     ),
     "environments": (lambda: LocalCluster(2, 1, environment=[{}]), ValueError, "1 mappings for 2"),
     "lambda": (lambda: LocalCluster(1, 1).run(lambda: 1), ValueError, "at the top level"),

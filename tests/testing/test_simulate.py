@@ -99,5 +99,5 @@ def test_simulated_processes_of_a_tf_config_job_meet():
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2", True, None])
 def test_a_wrong_number_is_refused(n: object):
-    with pytest.raises(ValueError, match="n must be an integer >= 1"):
+    with pytest.raises(ValueError, match="n must be an integer"):
         dj.simulate(n)

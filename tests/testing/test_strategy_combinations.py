@@ -117,7 +117,7 @@ WRONG = {
     ),
     "options by place": (
         lambda: dj.testing.strategy_combinations([dj.MirroredStrategy]),
-        "give options by name",
+        "test must be None or a function",
     ),
     "async": (
         lambda: dj.testing.strategy_combinations(waits),

@@ -123,7 +123,10 @@ def test_simulated_devices_keep_the_order_of_their_numbers():
 
 TOPOLOGY = Topology(hosts(1, 1))
 WRONG = {
-    "no topology": (lambda: DeviceAssignment.build("topology"), "initialize_tpu_system(resolver)"),
+    "no topology": (
+        lambda: DeviceAssignment.build("topology"),
+        "must be dj.tpu.experimental.Topology; got",
+    ),
     "shape": (lambda: DeviceAssignment.build(TOPOLOGY, [1, 1]), "got [1, 1]"),
     "zero": (lambda: DeviceAssignment.build(TOPOLOGY, [1, 1, 1, 0]), "4 ints >= 1"),
     "stride": (

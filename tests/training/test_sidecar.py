@@ -74,5 +74,5 @@ def test_fit_takes_a_function_that_makes_the_dataset() -> None:
     model.fit(dj.DatasetCreator(dataset_fn), verbose=0)
     assert sizes == [2]
     assert int(model.trainer.setup.tracker.loss.count[...]) == 5
-    with pytest.raises(TypeError, match="function of an InputContext"):
+    with pytest.raises(TypeError, match="dataset_fn must be a function"):
         dj.DatasetCreator([X])  # type: ignore[arg-type]

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distribute_jax._absent import answering
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import PyTree, check_int, leaf_text
+from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax.data.sources._base import Seekable, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 

@@ -12,17 +12,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import (
-    KeyPath,
-    PyTree,
-    check_int,
-    is_array,
-    is_key,
-    leaf_text,
-    listed,
-    path_text,
-)
+from distribute_jax._messages import KeyPath, PyTree, is_array, is_key, leaf_text, listed, path_text
 from distribute_jax.data.sources._base import Seekable, on_host, unbatched
 
 Path = str | os.PathLike[str]

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text
 from distribute_jax._values import DistributedValues
@@ -107,7 +108,8 @@ class _Iterable(Source):
                 f"{leaf_text(batches)}. It must return an iterable of global batches, or be a "
                 "generator that yields them."
             )
-        iterator: Iterator[Any] = iter(batches)
+        with converting(self._called, batches, "an iterable of global batches"):
+            iterator: Iterator[Any] = iter(batches)
         if self.iterator() is iterator:
             raise _used_up(f"{self.text} returned the same iterator a second time", self._called)
         _register(self, iterator, self._called)

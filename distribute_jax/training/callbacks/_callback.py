@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from distribute_jax._checks import brief, check_choice
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import brief, check_choice
 
 
 class Callback:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from distribute_jax._absent import answering_keywords
+from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_choice, check_int
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint import CheckpointManager
 from distribute_jax.checkpoint._agreement import by_chief

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections import deque
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from distribute_jax._checks import check_choice, check_int, converting, refuse
 from distribute_jax._errors import ArgumentError, OutOfSyncError
 from distribute_jax._mesh import on_host
-from distribute_jax._messages import check_choice, check_int, is_array
+from distribute_jax._messages import is_array
 from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
 from distribute_jax.processes import current_job, is_chief
 from distribute_jax.program import snapshot
@@ -52,11 +54,11 @@ class ProfilerCallback(Callback):
         self, log_dir: str | os.PathLike[str], batches: int | tuple[int, int] = (10, 20)
     ) -> None:
         super().__init__()
-        first, last = batches if isinstance(batches, tuple) else (batches, batches)
-        if not 0 <= first <= last:
-            raise ArgumentError(
-                f"batches must be the first batch and the last, such as (10, 20); got {batches!r}."
-            )
+        wanted = "the first batch and the last, such as (10, 20)"
+        with converting("batches", batches, wanted):
+            first, last = batches if isinstance(batches, tuple) else (batches, batches)
+            if not 0 <= operator.index(first) <= operator.index(last):
+                refuse("batches", wanted, batches)
         self.log_dir, self.first, self.last = os.fspath(log_dir), first, last
         self._records = False
 

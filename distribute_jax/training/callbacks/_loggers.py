@@ -16,9 +16,9 @@ import numpy as np
 
 from distribute_jax import summary
 from distribute_jax._absent import answering_keywords
+from distribute_jax._checks import check_choice
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import on_host
-from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training._weights import weight_variables

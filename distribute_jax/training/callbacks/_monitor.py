@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from distribute_jax._checks import check_choice
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_choice
 from distribute_jax.processes import is_chief
 from distribute_jax.training.callbacks._callback import Callback
 

@@ -150,7 +150,7 @@ def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
     ("call", "told"),
     [
         (lambda d: d.batch(0), r"batch\(size\) must be an integer >= 1; got 0"),
-        (lambda d: d.batch(2.5), r"batch\(size\).* got 2.5"),
+        (lambda d: d.batch(2.5), "batch: size must be an integer; got 2.5"),
         (lambda d: d.batch(True), r"batch\(size\).* got True"),
         (lambda d: d.batch(8, drop_remainder=True), "would leave nothing of 5"),
         (lambda d: d.batch(2).batch(2), "batched already"),
@@ -159,7 +159,7 @@ def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
         (lambda d: d.shuffle(0), r"shuffle\(buffer_size\).* got 0"),
         (lambda d: d.shuffle(seed=2**32), "< 4294967296"),
         (lambda d: d.repeat().batch(2).shuffle(), "Shuffle first"),
-        (lambda d: d.map(3), r"map: fn must .* got int 3"),
+        (lambda d: d.map(3), "map: fn must be a function; got 3"),
         (lambda d: list(d.map(lambda row: None).batch(2)), "returned None"),
         (lambda d: list(d.batch(2).map(lambda batch: None)), "returned None"),
         (

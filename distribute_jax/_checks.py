@@ -1,0 +1,259 @@
+"""Whether arguments are what they must be: one check for each kind, with one text for its message.
+
+``checked`` reads the types of arguments from their annotations, and ``publish`` applies it to all that is
+public. A check is written by hand only where a range matters, or what an array holds.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import math
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
+
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
+from distribute_jax._user_frames import hide_frames
+
+_E = TypeVar("_E", bound=enum.Enum)
+_F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C", bound=type)
+
+
+def refuse(
+    name: str,
+    wanted: str,
+    value: Any,
+    cause: Exception | None = None,
+    error: type[ArgumentError] = ArgumentError,
+) -> NoReturn:
+    """Raises the error for an argument that is not what it must be."""
+    raise error(f"{name} must be {wanted}; got {brief(value)}.") from cause
+
+
+def brief(value: Any) -> str:
+    """Describes an argument: its repr where that is short, else its type, never a whole model."""
+    try:
+        if isinstance(getattr(value, "ndim", None), int) and value.ndim:
+            return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+        text = f"{value!r:.60}" if isinstance(value, str) else repr(value)
+    except Exception:  # of the user's class, or of an int that has too many digits
+        text = ""
+    return text if 0 < len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+
+
+@contextmanager
+def converting(
+    name: str, value: Any, wanted: str = "a number or an array of numbers"
+) -> Iterator[None]:
+    """Refuses an argument that JAX, NumPy or Python cannot convert in this block."""
+    try:
+        yield
+    except DistributeError:
+        raise
+    except (TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
+        refuse(name, wanted, value, error)
+
+
+def is_integer(value: Any) -> bool:
+    """Returns whether a value is an integer, of Python, NumPy or as an array without dims."""
+    try:
+        operator.index(value)
+    except Exception:  # arrays with dims and tracers have errors of their own
+        return False
+    return True
+
+
+def _is_scalar(value: Any, *dtypes: str) -> bool:
+    """Returns whether a value is a NumPy scalar, or an array without dims, of one of these dtypes."""
+    return getattr(value, "ndim", 1) == 0 and str(getattr(value, "dtype", "")).startswith(dtypes)
+
+
+def is_real(value: Any) -> bool:
+    """Returns whether a value is a real number that a float can hold, or an array or tracer of one."""
+    with suppress(OverflowError):
+        if isinstance(value, (int, float)):
+            return isinstance(float(value), float)
+        return _is_scalar(value, "bool", "int", "uint", "float", "bfloat")
+    return False
+
+
+def is_function(value: Any) -> bool:
+    """Returns whether a value can be called; variables have ``__call__`` for those that hold functions."""
+    return callable(value) and not hasattr(type(value), "set_raw_value")
+
+
+def is_path(value: Any) -> bool:
+    """Returns whether a value is a path as text, or an object with one, that a file system can take."""
+    return isinstance(value, (str, os.PathLike)) and "\0" not in os.fsdecode(value)
+
+
+def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None) -> int:
+    """Returns an argument that must be an integer of at least so much; else an ``ArgumentError``."""
+    number = operator.index(value) if is_integer(value) else at_least - 1
+    if isinstance(value, bool) or number < at_least or (below is not None and number >= below):
+        limit = "" if below is None else f" and < {below}"
+        refuse(name, f"an integer >= {at_least}{limit}", value)
+    return number
+
+
+def check_number(
+    name: str, value: Any, *, at_least: float | None = None, most: float | None = None
+) -> None:
+    """Raises unless an argument is a finite number above 0, or from ``at_least`` on; up to ``most``."""
+    number = float(value) if is_real(value) and not isinstance(value, bool) else math.nan
+    is_high = number > 0 if at_least is None else number >= at_least
+    if not is_high or number > (sys.float_info.max if most is None else most):
+        limit = "above 0" if at_least is None else f">= {at_least:g}"
+        refuse(name, f"a number {limit}" + (f", at most {most:g}" if most else ""), value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Returns an argument that must be a bool; else an ``ArgumentError``."""
+    if not isinstance(value, bool):
+        refuse(name, "a bool", value)
+    return value
+
+
+def as_member(name: str, value: Any, kind: type[_E]) -> _E:
+    """Returns the member that an argument is, or names in any letter case; else an ``ArgumentError``."""
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    if not isinstance(value, kind):
+        names = ", ".join(repr(member.lower()) for member in kind.__members__)
+        refuse(name, f"one of {names}, or a {kind.__name__}", value)
+    return value
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises an ``ArgumentError`` unless an argument is one of the choices, which are no arrays."""
+    if not _is_choice(value, choices):
+        refuse(name, f"one of {', '.join(map(repr, choices))}", value)
+
+
+def _is_choice(value: Any, choices: Sequence[Any]) -> bool:
+    return isinstance(value, (str, int, float, NoneType)) and value in choices
+
+
+def checked(function: _F) -> _F:
+    """Returns a function that refuses arguments of another type than their annotations say.
+
+    It is the function itself where no annotation says a type that is known here.
+    """
+    inner = inspect.unwrap(function)
+    if function in _checked or not inspect.isfunction(inner):
+        return _checked.get(function, function)  # type: ignore[no-any-return]
+    code, known = inner.__code__, []
+    for place, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
+        if types := _types(inner.__annotations__.get(name), inner.__globals__):
+            known.append((place if place < code.co_argcount else 1 << 16, name, types))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            for place, name, types in known:
+                value = args[place] if place < len(args) else kwargs.get(name, _LEFT_OUT)
+                if type(value) in types or value is _LEFT_OUT or _is_one(value, types):
+                    continue
+                wanted = " or ".join(dict.fromkeys(map(_words, types)))
+                refuse(f"{_called(inner, args)}: {name}", wanted, value, error=ArgumentTypeError)
+            return function(*args, **kwargs)
+        except BaseException as error:
+            hide_frames(error)
+            raise
+
+    _checked[function] = _checked[call] = call if known else function
+    return _checked[function]  # type: ignore[no-any-return]
+
+
+_checked: dict[Any, Any] = {}
+"""What became of each function, which may be a method of one class and a function of a module."""
+_LEFT_OUT = object()
+
+
+def check_methods(cls: _C) -> _C:
+    """Lets the public methods of a class of this library, and those that it inherits here, be ``checked``."""
+    for owner in cls.__mro__:
+        for name, method in list(vars(owner).items()) if _is_ours(owner) else ():
+            # The library calls hooks, and often; the others say themselves what to type next.
+            is_left_out = name.startswith(("_", "on_")) or name in ("predict", "run", "run_steps")
+            if name == "__init__" or not is_left_out:
+                if isinstance(method, (staticmethod, classmethod)):
+                    setattr(owner, name, type(method)(checked(method.__func__)))
+                elif inspect.isfunction(method):
+                    setattr(owner, name, checked(method))
+    return cls
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == __package__
+
+
+def _called(function: Any, args: Sequence[Any]) -> str:
+    owner, _, name = function.__qualname__.rpartition(".")
+    is_method = args and owner in [cls.__name__ for cls in type(args[0]).__mro__]
+    owner = type(args[0]).__name__ if is_method else owner
+    return owner if name == "__init__" else f"{owner}.{name}".lstrip(".")
+
+
+@functools.cache
+def _types_in(annotation: str, module: str) -> tuple[type, ...]:
+    try:
+        hint = eval(annotation, vars(sys.modules[module]))
+    except (NameError, TypeError, AttributeError):  # of what is imported for type checkers only
+        return ()
+    each = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    found = [NoneType if one is None else get_origin(one) or one for one in each]
+    if os.PathLike in found:  # the check of which knows what no path contains
+        found = [one for one in found if one is not str]
+    found.sort(key=lambda one: one is not NoneType)
+    return tuple(found) if all(map(_is_known, found)) else ()
+
+
+def _types(annotation: Any, names: dict[str, Any]) -> tuple[type, ...]:
+    """Returns the types that an annotation allows; none where it says too little to be checked."""
+    return _types_in(annotation, names["__name__"]) if isinstance(annotation, str) else ()
+
+
+def _is_known(kind: Any) -> bool:
+    if not isinstance(kind, type) or kind in _KINDS:
+        return kind in _KINDS
+    # Members of an enum may be given by name, and what has the methods of a protocol is one.
+    return _is_ours(kind) and not (issubclass(kind, enum.Enum) or hasattr(kind, "_is_protocol"))
+
+
+def _is_one(value: Any, types: Sequence[type]) -> bool:
+    return any(
+        _KINDS[kind][1](value) if kind in _KINDS else isinstance(value, kind) for kind in types
+    )
+
+
+def _words(kind: type) -> str:
+    named = f"{kind.__module__}.{kind.__name__}".replace("distribute_jax", "dj", 1)
+    return _KINDS[kind][0] if kind in _KINDS else named
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    NoneType: ("None", lambda value: value is None),
+    bool: ("a bool", lambda value: _is_choice(value, (0, 1)) or _is_scalar(value, "bool")),
+    int: ("an integer", is_integer),
+    float: ("a number", is_real),
+    str: ("a str", lambda value: isinstance(value, str)),
+    bytes: ("bytes", lambda value: isinstance(value, bytes)),
+    os.PathLike: ("a path", is_path),
+    Callable: ("a function", is_function),
+    Mapping: ("a dict", _is_mapping),
+    dict: ("a dict", _is_mapping),
+    Iterator: ("an iterator", lambda value: isinstance(value, Iterator)),
+}
+"""What an argument of a type must be, in words, and whether a value is."""
