@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from distribute_jax._errors import StepsSkippedError
-from distribute_jax._jax_private import read_raw
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
@@ -22,7 +21,6 @@ from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import without_jit
-from distribute_jax.program._compare import copied
 from distribute_jax.program._failures import failed, named
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
@@ -31,7 +29,7 @@ from distribute_jax.program._program import Program
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._state_placement import Replicas
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.program._undo import BEHIND, look
+from distribute_jax.program._undo import BEHIND, copy_of, look
 from distribute_jax.program._verify import verify
 
 _MOST_COMPARED = 1024
@@ -201,7 +199,7 @@ class Runner:
         if self.steps_in_flight is not None:
             self._in_flight.append((token, entry.program, entry.step))
         if entry.guards:
-            self._counts.append((entry.guards, copied(read_raw(entry.guards)), steps))
+            self._counts.append((entry.guards, list(map(copy_of, entry.guards)), steps))
             self.look_at_guards(BEHIND)
 
     def look_at_guards(self, behind: int = 0) -> None:

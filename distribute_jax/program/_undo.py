@@ -13,7 +13,7 @@ from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import StepsSkippedError
-from distribute_jax._mesh import on_host, put
+from distribute_jax._mesh import on_host, outside_mesh, put
 from distribute_jax.processes import is_chief
 
 STEPS, SKIPPED, ROW, REPLICA, LAST, SOUND = range(6)
@@ -122,6 +122,17 @@ def undone(new: Sequence[Any], old: Sequence[Any], variables: Sequence[Any]) -> 
         x if isinstance(v, Unconditional) else jnp.where(sound, x, before.astype(x.dtype))
         for x, before, v in zip(new, old, variables, strict=True)
     ]
+
+
+def copy_of(counts: StepCounts) -> jax.Array:
+    """Returns the counts as they are now, when the devices have them; the next step takes their memory."""
+    raw = counts.get_raw_value()
+    with outside_mesh():
+        copied: jax.Array = _copy(raw.addressable_data(0) if raw.is_fully_replicated else raw)
+        return copied
+
+
+_copy = jax.jit(jnp.copy)
 
 
 def look(variable: Any, counts: jax.Array, steps: int) -> None:

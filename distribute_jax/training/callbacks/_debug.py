@@ -21,8 +21,7 @@ from distribute_jax._messages import is_array
 from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
 from distribute_jax.processes import current_job, is_chief
 from distribute_jax.program import snapshot
-from distribute_jax.program._compare import copied
-from distribute_jax.program._undo import BEHIND, SKIPPED, Guard
+from distribute_jax.program._undo import BEHIND, SKIPPED, Guard, copy_of
 from distribute_jax.training.callbacks._callback import Callback
 from distribute_jax.training.callbacks._checkpoints import SaveSchedule
 
@@ -350,7 +349,7 @@ class LossSpike(Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy != "rollback":
             return
-        self._late += copied([self._losses.guard.counts.get_raw_value()])
+        self._late.append(copy_of(self._losses.guard.counts))
         is_due = self._schedule.batch_is_due(batch)
         if not self._went_back(0 if is_due else BEHIND) and is_due:
             self._keep()
