@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_119,
+    lines: 50_127,
     lines_of_tests: 46_773,
     files: 244,
     pieces: 1,
