@@ -65,6 +65,8 @@ print("compiling", flush=True)
 with dj.CheckpointManager(directory, every_steps=every, max_to_keep=3) as manager, \\
         manager.preemptible(state, batches) as loop:
     for x in batches:
+        if loop.step == 1:
+            print("first step", flush=True)
         strategy.run(train_step, args=(x,))
         if loop.step % 10 == 5:
             print("evaluating", loop.step, flush=True)
@@ -203,7 +205,7 @@ def test_either_of_two_processes_killed_in_a_save(tmp_path):
 STOPS = {
     "Ctrl-C in training": (signal.SIGINT, "evaluating"),
     "SIGTERM in evaluation": (signal.SIGTERM, "evaluating"),
-    "SIGTERM before step 1": (signal.SIGTERM, "compiling"),
+    "SIGTERM while step 1 compiles": (signal.SIGTERM, "first step"),
 }
 
 
