@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_127,
-    lines_of_tests: 46_773,
+    lines_of_tests: 46_775,
     files: 244,
     pieces: 1,
     private_words: 6,
