@@ -133,11 +133,12 @@ def as_member(name: str, value: Any, kind: type[_E]) -> _E:
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises an ``ArgumentError`` unless an argument is one of the choices, which are no arrays."""
-    if not _is_choice(value, choices):
+    if not is_choice(value, choices):
         refuse(name, f"one of {', '.join(map(repr, choices))}", value)
 
 
-def _is_choice(value: Any, choices: Sequence[Any]) -> bool:
+def is_choice(value: Any, choices: Sequence[Any]) -> bool:
+    """Returns whether a value is one of some texts and numbers, as an array is not."""
     return isinstance(value, (str, int, float, NoneType)) and value in choices
 
 
@@ -177,13 +178,17 @@ _checked: dict[Any, Any] = {}
 _LEFT_OUT = object()
 
 
+_WITH_HINTS = ("Model.predict", "Strategy.run", "Strategy.run_steps")
+"""Methods that check themselves, since they say what to type instead."""
+
+
 def check_methods(cls: _C) -> _C:
     """Lets the public methods of a class of this library, and those that it inherits here, be ``checked``."""
     for owner in cls.__mro__:
         for name, method in list(vars(owner).items()) if _is_ours(owner) else ():
-            # The library calls hooks, and often; the others say themselves what to type next.
-            is_left_out = name.startswith(("_", "on_")) or name in ("predict", "run", "run_steps")
-            if name == "__init__" or not is_left_out:
+            # The library calls hooks, and often.
+            called = f"{owner.__name__}.{name}"
+            if name == "__init__" or not (name.startswith(("_", "on_")) or called in _WITH_HINTS):
                 if isinstance(method, (staticmethod, classmethod)):
                     setattr(owner, name, type(method)(checked(method.__func__)))
                 elif inspect.isfunction(method):
@@ -245,7 +250,7 @@ def _is_mapping(value: Any) -> bool:
 
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     NoneType: ("None", lambda value: value is None),
-    bool: ("a bool", lambda value: _is_choice(value, (0, 1)) or _is_scalar(value, "bool")),
+    bool: ("a bool", lambda value: is_choice(value, (0, 1)) or _is_scalar(value, "bool")),
     int: ("an integer", is_integer),
     float: ("a number", is_real),
     str: ("a str", lambda value: isinstance(value, str)),

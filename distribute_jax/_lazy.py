@@ -58,6 +58,6 @@ def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> Non
             value.__module__ = module
             if isinstance(value, type):
                 check_methods(value)
-            elif isinstance(value, FunctionType):
-                namespace[name] = checked(value)
-                namespace[name].__module__ = module
+        if package == "distribute_jax" and isinstance(value, FunctionType):
+            namespace[name] = checked(value)  # the same function wherever it is listed
+            namespace[name].__module__ = value.__module__

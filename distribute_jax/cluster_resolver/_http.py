@@ -111,7 +111,7 @@ def google_service(name: str, root: str, credentials: Any, timeout: float) -> Se
         from requests import RequestException
     except ImportError as error:
         raise _missing("google-auth and requests") from error
-    if credentials == "default":
+    if isinstance(credentials, str) and credentials == "default":
         try:
             credentials, _ = google.auth.default(scopes=[_SCOPE])
         except DefaultCredentialsError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from distribute_jax._checks import check_number
+from distribute_jax._checks import check_number, converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._user_frames import frames_hidden
 from distribute_jax.servers import PerWorkerDataset, RemoteValue, Stats
@@ -129,9 +129,10 @@ class ClusterCoordinator:
             Exception: the error of a function that failed.
         """
         is_leaf = lambda x: isinstance(x, (RemoteValue, nnx.Variable))  # noqa: E731
-        return jax.tree.map(
-            lambda x: x.fetch() if isinstance(x, RemoteValue) else x, nest, is_leaf=is_leaf
-        )
+        with converting("coordinator.fetch: nest", nest, "a tree whose keys can be sorted"):
+            leaves, structure = jax.tree.flatten(nest, is_leaf=is_leaf)
+        fetched = [x.fetch() if isinstance(x, RemoteValue) else x for x in leaves]
+        return jax.tree.unflatten(structure, fetched)
 
     @frames_hidden
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:

@@ -107,7 +107,7 @@ class InputOptions:
             object.__setattr__(self, "experimental_fetch_to_device", True)
         self._set("experimental_fetch_to_device", check_bool)
         self._set("experimental_place_dataset_on_device", check_bool)
-        self._set("experimental_per_replica_buffer_size", check_int, 0)
+        self._set("experimental_per_replica_buffer_size", check_int, 0, 1 << 16)
         if self.experimental_place_dataset_on_device and (
             self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA
             or self.experimental_fetch_to_device

@@ -82,6 +82,8 @@ def compute_average_loss(
         return marked(jnp.divide(total, examples(replica, losses.shape[0])), replica)
     if not isinstance(global_batch_size, jax.core.Tracer):
         check_number(f"{_NAME}: global_batch_size", global_batch_size)
+    if isinstance(global_batch_size, int):
+        global_batch_size = float(global_batch_size)  # which may be more than an int32 holds
     return jnp.divide(total, global_batch_size)
 
 

@@ -99,7 +99,9 @@ class Loss:
         Raises:
             ValueError: shapes that do not match, or not one loss for each example.
         """
-        losses = self.call(y_true, jax.tree.map(self._converted, y_pred))
+        with converting(f"{self.name}: y_pred", y_pred, "a tree whose keys can be sorted"):
+            predicted = jax.tree.map(self._converted, y_pred)
+        losses = self.call(y_true, predicted)
         return one_for_each(f"The loss {self.name}", losses, y_pred)
 
     @promoting
@@ -139,7 +141,7 @@ class Loss:
     def _converted(self, leaf: Any) -> Any:
         if not jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating):
             return leaf
-        array = jnp.asarray(leaf)
+        array = real_array(type(self).__name__, "y_pred", leaf)
         return array.astype(self.dtype or jnp.promote_types(array.dtype, jnp.float32))
 
     def __repr__(self) -> str:

@@ -93,7 +93,9 @@ def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> jax.Array:
         delta: from which error on the loss is a line.
     """
     labels, predicted = pair("huber", y_true, y_pred)
-    return jnp.mean(optax.huber_loss(predicted, labels, delta=delta), axis=-1)
+    return jnp.mean(
+        optax.huber_loss(predicted, labels, delta=jnp.asarray(delta, labels.dtype)), axis=-1
+    )
 
 
 def log_cosh(y_true: Any, y_pred: Any) -> jax.Array:

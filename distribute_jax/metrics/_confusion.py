@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int
+from distribute_jax._checks import check_choice, check_int, is_real
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import is_number, promoting
+from distribute_jax._messages import promoting
 from distribute_jax.metrics._metric import Metric, as_array, terms
 
 
@@ -91,7 +91,7 @@ def checked_thresholds(metric: str, thresholds: Any) -> list[float]:
     """Returns a list of one threshold or several, or of 0.5 for None."""
     listed = thresholds if isinstance(thresholds, (list, tuple)) else [thresholds]
     numbers = [0.5 if threshold is None else threshold for threshold in listed]
-    if not numbers or not all(is_number(number) and 0 <= number <= 1 for number in numbers):
+    if not numbers or not all(is_real(number) and 0 <= number <= 1 for number in numbers):
         raise ArgumentError(
             f"{metric}: thresholds must be a number between 0 and 1, several, or None for 0.5; got "
             f"{thresholds!r:.60}."

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax import losses
+from distribute_jax._checks import check_int
 from distribute_jax._messages import promoting
 from distribute_jax.losses._crossentropy import class_numbers
 from distribute_jax.losses._get import FunctionLoss
@@ -108,7 +109,9 @@ class MeanMetricWrapper(Average):
 def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> jax.Array:
     """Returns the fraction of the last dim where the prediction is above the threshold iff the label is 1."""
     labels, predicted = pair("binary_accuracy", y_true, y_pred)
-    return jnp.mean(labels == (predicted > threshold), axis=-1, dtype=jnp.float32)
+    return jnp.mean(
+        labels == (predicted > jnp.asarray(threshold, predicted.dtype)), axis=-1, dtype=jnp.float32
+    )
 
 
 def accuracy(name: str, y_true: Any, y_pred: Any) -> jax.Array:
@@ -208,6 +211,7 @@ class TopKCategoricalAccuracy(MeanMetricWrapper):
     _of: ClassVar[str] = "top_k_categorical_accuracy"
 
     def __init__(self, k: int = 5, name: str | None = None, dtype: Any = None) -> None:
+        check_int(f"{type(self).__name__}: k", k, below=1 << 31)
         super().__init__(partial(top_k, self._of), name, dtype, k=k)
 
 

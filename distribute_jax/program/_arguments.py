@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from distribute_jax._checks import is_function
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
 from distribute_jax._mesh import sharding_over
@@ -270,8 +271,8 @@ def _brief(value: Any) -> str:
 
 def check_function(fn: Any) -> None:
     """Refuses what cannot be a step of one replica."""
-    if not callable(fn) or inspect.iscoroutinefunction(fn):
-        kind = "an async function" if callable(fn) else leaf_text(fn)
+    if not is_function(fn) or inspect.iscoroutinefunction(fn):
+        kind = "an async function" if is_function(fn) else leaf_text(fn)
         raise ArgumentError(
             f"strategy.run(fn={kind}): fn is a plain function, which is traced once. Pass the function "
             "itself, and its arguments in args: strategy.run(step, args=(x, y))."
@@ -283,7 +284,7 @@ def check_call(args: Any, kwargs: Any, fn: Any = None, call: str = "strategy.run
 
     The message begins as the user's call does: ``call``.
     """
-    if fn is not None and not callable(fn):
+    if fn is not None and not is_function(fn):
         raise ArgumentError(
             f"{call}={_brief(fn)}): fn must be a function. Pass the function itself, not its result."
         )

@@ -303,7 +303,8 @@ def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, is_equal: bool)
     """Reduces what is not one array over all replicas."""
     if isinstance(value, DistributedValues):
         return _reduce_parts(op, value.values, axes)
-    array = jnp.asarray(value)
+    with converting("strategy.reduce: value", value):
+        array = jnp.asarray(value)
     is_equal = replicas == 1 or is_equal
     is_zero = isinstance(value, (int, float, np.generic)) and value == 0
     if op is ReduceOp.SUM and not is_equal and not is_zero:

@@ -138,9 +138,9 @@ class ParameterServerStrategy(Strategy):
         number = (
             min(4, os.cpu_count() or 1)
             if workers is None
-            else check_int(f"{name}: workers", workers)
+            else check_int(f"{name}: workers", workers, below=1 << 16)
         )
-        of_servers = 1 if servers is None else check_int(f"{name}: servers", servers)
+        of_servers = 1 if servers is None else check_int(f"{name}: servers", servers, below=1 << 10)
         shares = (
             1
             if workers_per_update is None

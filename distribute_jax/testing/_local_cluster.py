@@ -77,7 +77,7 @@ class LocalCluster:
         timeout: float = 120.0,
         grace: float | None = 5.0,
     ) -> None:
-        check_int("processes", processes, below=1 << 16)
+        processes = check_int("processes", processes, below=1 << 16)
         check_int("devices_per_process", devices_per_process)
         for name, seconds in (("timeout", timeout), ("grace", grace)):
             if seconds is not None:

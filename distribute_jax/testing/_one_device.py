@@ -124,7 +124,7 @@ def simulate(n: int) -> None:
         >>> import distribute_jax as dj
         >>> dj.simulate(8)  # doctest: +SKIP
     """
-    check_int("n", n)
+    n = check_int("n", n)
     # On two cores, fewer pool threads than devices let collectives of unread steps deadlock.
     os.environ["NPROC"] = str(max(2 * n, int(os.environ.get("NPROC", "0") or 0)))
     try:

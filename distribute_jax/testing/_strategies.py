@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import jax
 
+from distribute_jax._checks import is_choice
 from distribute_jax._errors import ArgumentError
 from distribute_jax.strategies import (
     CentralStorageStrategy,
@@ -274,6 +275,6 @@ def replica_counts(
 def check_some(name: str, values: Any, allowed: Sequence[Any]) -> None:
     """Raises for an argument that is not a list of some of the allowed values."""
     is_list = isinstance(values, (list, tuple)) and len(values) > 0
-    if not is_list or not all(value in allowed for value in values):
+    if not is_list or not all(is_choice(value, allowed) for value in values):
         choices = ", ".join(map(repr, allowed))
         raise ArgumentError(f"{name} must be a list of some of {choices}; got {values!r:.60}.")

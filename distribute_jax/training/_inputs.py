@@ -36,7 +36,8 @@ class Arrays:
 
     @property
     def length(self) -> int:
-        return int(jax.tree.leaves(self.x)[0].shape[0])
+        with converting("x", self.x, "arrays whose dim 0 is the examples"):
+            return int(jax.tree.leaves(self.x)[0].shape[0])
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
         """Splits the last part off, before any shuffling, as Keras does."""

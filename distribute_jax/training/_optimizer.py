@@ -95,7 +95,7 @@ class Optimizer(nnx.Optimizer[Any]):
     ) -> None:
         _check(model, tx)
         with converting("dj.Optimizer: wrt", wrt, "a filter of NNX, such as nnx.Param"):
-            nnx.filterlib.to_predicate(wrt)
+            nnx.state(model, wrt)
         if clip_global_norm is not None:
             check_number("clip_global_norm", clip_global_norm)
             tx = optax.chain(optax.clip_by_global_norm(clip_global_norm), tx)
@@ -207,7 +207,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """Updates from gradients of the global batch, if they are finite."""
 
         def update(optimizer: Optimizer, model: Any) -> Any:
-            with hint(_missing_arguments), _fitting(model, grads, self.wrt):
+            with hint(_missing_arguments), _fitting(model, grads, self.wrt, kwargs):
                 return super().update(model, grads, **kwargs)
 
         if self.loss_scale is None and self.guard is None:
@@ -224,11 +224,13 @@ class Optimizer(nnx.Optimizer[Any]):
 
 
 @contextmanager
-def _fitting(model: Any, grads: Any, wrt: Any) -> Iterator[None]:
+def _fitting(model: Any, grads: Any, wrt: Any, kwargs: Any) -> Iterator[None]:
     """Refuses gradients that are not those of the model, where an update fails."""
     try:
         yield
     except (TypeError, ValueError, IndexError, AttributeError) as error:
+        with converting("Optimizer.update: keywords", kwargs, "trees whose keys can be sorted"):
+            jax.tree.leaves(kwargs)
         fits = isinstance(error, DistributeError)
         with suppress(Exception):  # a model that has no state
             each: list[Any] = list(map(jax.tree.structure, (grads, nnx.state(model, wrt))))

@@ -185,5 +185,5 @@ def test_a_partitioner_returns_a_number_for_each_dim(parts: Any) -> None:
     _, step, _ = made(strategy, OPTIMIZERS["adam"])
     with pytest.raises(ValueError, match=r"returned .* for model.*embedding of shape \(13, 8\)"):
         dj.coordinator.ClusterCoordinator(strategy).schedule(step, args=(np.arange(16) % 13,))
-    with pytest.raises(TypeError, match=r"variable_partitioner must be a function .*; got 3"):
+    with pytest.raises(TypeError, match="variable_partitioner must be None or a function; got 3"):
         dj.ParameterServerStrategy(variable_partitioner=3)

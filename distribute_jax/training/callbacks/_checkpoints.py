@@ -82,7 +82,7 @@ class ModelCheckpoint(Monitor):
             return
         try:
             path = self.filepath.format(epoch=epoch + 1, **logs)
-        except (KeyError, IndexError) as error:
+        except (KeyError, IndexError, ValueError) as error:
             raise ArgumentError(
                 f"ModelCheckpoint(filepath={self.filepath!r}) has {error} between braces, which is not "
                 f"among: {', '.join(['epoch', *logs])}."

@@ -16,7 +16,7 @@ import numpy as np
 
 from distribute_jax import summary
 from distribute_jax._absent import answering_keywords
-from distribute_jax._checks import check_choice
+from distribute_jax._checks import check_choice, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import on_host
 from distribute_jax.processes import is_chief
@@ -66,6 +66,8 @@ class CSVLogger(_Logger):
         self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False
     ) -> None:
         super().__init__()
+        if len(separator) != 1:
+            refuse("CSVLogger: separator", "one character", separator)
         self.filename, self.sep, self.append = os.fspath(filename), separator, append
         self._file: TextIO | None = None
         self._keys: list[str] | None = None
