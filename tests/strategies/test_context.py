@@ -192,7 +192,12 @@ def test_devices_are_found_by_index_and_by_tensorflows_names(name: object, index
     assert dj.OneDeviceStrategy(name).mesh.devices.flat[0] == jax.devices()[index]
 
 
-@pytest.mark.parametrize("name", ["gpu:0", "cpu:99", 99, -1, "nonsense:0", "", 1.5, True])
+def test_a_gpu_where_jax_sees_none_is_to_be_installed():
+    with pytest.raises(ValueError, match=r"'gpu:0': JAX sees no GPU\. Install it for one, pip"):
+        dj.OneDeviceStrategy("gpu:0")
+
+
+@pytest.mark.parametrize("name", ["cpu:99", 99, -1, "nonsense:0", "", 1.5, True])
 def test_an_unknown_device_raises_and_lists_those_there_are(name: object):
     with pytest.raises(ValueError, match="'cpu:0', 'cpu:1'"):
         dj.OneDeviceStrategy(name)
