@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from distribute_jax._errors import DistributeError
 from distribute_jax.launch import say
@@ -21,10 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {version('distribute-jax')}"
+    )
     commands = parser.add_subparsers(required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
     # A supervisor does not load JAX, which the other commands need.
     for name in {*arguments[:1]} & {*_COMMANDS} or _COMMANDS:
         importlib.import_module(f"distribute_jax.cli._{name}").add_to(commands)
+    if not arguments:
+        parser.print_help()
+        return 2
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of all commands
         options.command.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -22,6 +22,7 @@ from distribute_jax.cluster_resolver._base import with_port
 from distribute_jax.launch import cache_folder
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_PLUGINS = tuple(f"jax-cuda{n}-{part}" for n in (12, 13) for part in ("plugin", "pjrt"))
 _START = 120.0
 _CONNECT = 5.0
 _PROBE = (
@@ -54,14 +55,17 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--coordinator", metavar="HOST:PORT", help="address of process 0; default: detected"
     )
+    command.add_argument("--markdown", action="store_true", help="a block to paste into an issue")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the findings, a line each."""
-    failed = False
+    failed, fence = False, ["```"] * options.markdown
+    print(*fence, sep="\n", end="\n" * options.markdown)
     for finding in findings(options.coordinator):
         print(finding, flush=True)
         failed = failed or bool(finding.fix)
+    print(*fence, sep="\n", end="\n" * options.markdown)
     return int(failed)
 
 
@@ -108,6 +112,11 @@ def versions() -> Iterator[Finding]:
         yield Finding(
             "packages", f"missing: {', '.join(missing)}", f"pip install {' '.join(needed)}"
         )
+    for name in _PLUGINS:
+        if (number := _version(name)) not in ("missing", installed["jaxlib"]):
+            same = " ".join(f"{one}=={installed['jaxlib']}" for one in (name, "jax", "jaxlib"))
+            text = f"{name} {number} beside jaxlib {installed['jaxlib']}: JAX may see no GPU"
+            yield Finding("plugin", text, f"pip install {same}")
     try:
         yield Finding("compiled programs", f"kept in {cache_folder(os.environ) or 'no folder'}")
     except ClusterError as error:

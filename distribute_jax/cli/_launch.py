@@ -28,7 +28,8 @@ def add_to(commands: Any) -> None:
     command.set_defaults(run=run, command=command)
     add = command.add_argument
     add(
-        *("--processes", "--max-processes"),
+        *("-n", "--processes", "--max-processes", "--nproc-per-node"),
+        dest="processes",
         type=_at_least(1),
         default=1,
         metavar="N",

@@ -34,6 +34,32 @@ def test_a_machine_on_which_all_is_well_has_nothing_to_fix(monkeypatch, capsys, 
     assert f"port: 127.0.0.1:{port} is free" in text
 
 
+def test_a_plugin_of_another_version_is_to_be_fixed(monkeypatch):
+    """With one line for pip; pip itself does not tie the two together."""
+    numbers = dict.fromkeys(("jax-cuda12-plugin", "jax-cuda12-pjrt"), "missing")
+    numbers["jax-cuda13-plugin"] = "0.11.0"
+    monkeypatch.setattr(_doctor, "_version", lambda name: numbers.get(name, "0.12.0"))
+    state, fix = by_subject(_doctor.versions())["plugin"]
+    assert state.startswith("jax-cuda13-plugin 0.11.0 beside jaxlib 0.12.0")
+    assert fix == "pip install jax-cuda13-plugin==0.12.0 jax==0.12.0 jaxlib==0.12.0"
+
+
+def test_the_findings_can_be_pasted_into_an_issue(monkeypatch, capsys):
+    """As one block."""
+    monkeypatch.setattr(_doctor, "findings", lambda address: [Finding("versions", "all")])
+    assert main(["doctor", "--markdown"]) == 0
+    assert capsys.readouterr().out == "```\nok  versions: all\n```\n"
+
+
+def test_a_bare_call_shows_the_help_and_there_is_a_version(capsys):
+    """The help names the commands."""
+    assert main([]) == 2
+    assert "launch" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("distribute-jax 0.")
+
+
 def test_a_cluster_that_is_described_wrongly_is_to_be_fixed(monkeypatch, capsys):
     """With the resolver's own words, and exit code 1."""
     monkeypatch.setattr(_doctor, "_PROBE", 'print(\'[1, "cpu", "cpu"]\')')

@@ -26,6 +26,8 @@ def test_a_program_that_cannot_run_is_refused_before_a_process_starts(case, tmp_
 WRONG_OPTIONS = {
     "--nope": "unrecognized arguments: --nope",
     "--processes=0": "'0' is not an integer >= 1",
+    "--nproc-per-node=0": "'0' is not an integer >= 1",
+    "-n0": "'0' is not an integer >= 1",
     "--grace=-1": "'-1' is not a number of seconds",
 }
 
