@@ -132,7 +132,7 @@ class Run:
         return {line.partition("weights ")[2] for line in self.lines if "weights " in line}
 
     def usage(self):
-        """Returns memory, descriptors, threads and listening ports of the supervisor and the processes."""
+        """Returns memory, threads and descriptors of the supervisor and the processes."""
         figures = {}
         for name, pid in {"supervisor": self.process.pid, **self.pids}.items():
             status = Path(f"/proc/{pid}/status").read_text()
