@@ -143,7 +143,8 @@ def _seconds(text: str) -> float:
 _DESCRIPTION = """\
 Starts a program in N processes on this machine and supervises them. When a process fails, the others are
 stopped, one line names the process that failed, and all are restarted as long as there is progress: a step
-beyond all earlier ones, as reported by dj.report_step(step), counted over the complete training.
+beyond all earlier ones, as reported by dj.report_step(step), counted over the complete training. A program in
+which every process fails with the same error before the first step is not restarted.
 
 In each process dj.MultiWorkerMirroredStrategy() finds the job through dj.cluster_resolver.detect(). Output is
 prefixed with the number of the process. SIGTERM and Ctrl-C let the processes save and exit; after the grace

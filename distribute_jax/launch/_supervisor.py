@@ -30,7 +30,13 @@ from distribute_jax.launch._process import (
     Sink,
     last_error,
 )
-from distribute_jax.launch._verdict import AttemptOutcome, ProcessFailure, Progress, decide
+from distribute_jax.launch._verdict import (
+    AttemptOutcome,
+    ProcessFailure,
+    Progress,
+    decide,
+    of_the_program,
+)
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 PREFIX = "distribute-jax-"
@@ -38,6 +44,8 @@ PREFIX = "distribute-jax-"
 
 _AFTER_A_FAILURE = 1.0
 """Seconds that the others have to end by themselves: without the one that failed they cannot save."""
+_LONGEST_ALIKE = 10.0
+"""Seconds, at most, in which the others may fail as the first one did, so that a restart is in vain."""
 _LOOPBACK = "127.0.0.1"
 _LONG = 86400.0
 _REJOIN_POLL = 1.0
@@ -202,6 +210,7 @@ class Attempt:
             best=_best(group),
             all_saved=all(code == SAVED for code in codes),
             any_saved=SAVED in codes,
+            fails_for_all=len(causes) == len(codes) and of_the_program(causes),
             rejoins=self._rejoins and any(codes),
             stop_signal=self._stop_signal,
             killed=tuple(child.spec.index for child in killed),
@@ -223,9 +232,12 @@ class Attempt:
         elif event.code == SAVED:
             self._end_within(self._grace)
         elif event.code and self._stop_signal is None and not self._rejoins:
-            self._failures.append(self._failure(event, event.code))
+            self._failures.append(failure := self._failure(event, event.code))
             # A process that ended because of another one may be seen before that one.
-            self._end_within(_AFTER_A_FAILURE if event.code == OTHER_FAILED else 0)
+            seconds = _AFTER_A_FAILURE if event.code == OTHER_FAILED else 0
+            if of_the_program([failure]) and not (_best(group) or self._progress.best):
+                seconds = min(max(_AFTER_A_FAILURE, event.seconds), _LONGEST_ALIKE)
+            self._end_within(seconds)
 
     def _rejoin(self, group: ProcessGroup) -> None:
         self._rejoin_at += _REJOIN_POLL

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distribute_jax._supervision import AWAITED, MEANING, OTHER_FAILED, SAVED
 
 _LONGEST = 400
+_MAY_PASS = re.compile(
+    r"[\w.]*(Runtime|Connection|ConnectionRe\w+|BrokenPipe|OS|URL|HTTP|Timeout|DeadlineExceeded|Memory)Error\b|"
+    r"[\w.]*(Cluster|Service|StepFailed|ProcessFailed|CheckpointFile)Error\b"
+)
+"""Errors whose cause may be outside of the program, so that a restart may help."""
 _MOST_DETAILS = 4
 
 
@@ -98,6 +105,8 @@ class AttemptOutcome:
     all_saved: bool = False
     """True if all ended with a saved state after a preemption."""
     any_saved: bool = False
+    fails_for_all: bool = False
+    """True if all processes failed by themselves with one error of the program."""
     rejoins: bool = False
     """True if the supervisor has ended it in order to start all processes again."""
     stop_signal: int | None = None
@@ -129,9 +138,24 @@ def decide(
     if now.fruitless >= max_restarts:
         code = SAVED if failure is None else failure.exit_code
         return Verdict(now, code, f"{_gave_up(now, max_restarts)}: {why}")
+    if outcome.fails_for_all and failure is not None and not now.best:
+        same = "not restarted, since every process failed with the same error before the first step"
+        return Verdict(now, failure.exit_code, f"{same}: {why}")
     then = Progress(now.attempt + 1, now.best, now.fruitless)
     pause = pause_after(now.fruitless, longest_pause)
     return Verdict(then, None, f"{why}; {_restarting(then, max_restarts, pause)}", pause)
+
+
+def of_the_program(failures: Sequence[ProcessFailure]) -> bool:
+    """Returns whether processes failed with one error that a restart would bring again."""
+    first = {re.sub(r"0x\w+|\d+", "", failure.error.partition("\n")[0]) for failure in failures}
+    return len(first) == 1 and all(
+        failure.code > 0
+        and failure.code not in MEANING
+        and failure.error
+        and not _MAY_PASS.match(failure.error)
+        for failure in failures
+    )
 
 
 def pause_after(fruitless: int, longest: float) -> float:

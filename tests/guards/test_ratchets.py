@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_168,
-    lines_of_tests: 46_798,
+    lines: 50_205,
+    lines_of_tests: 46_816,
     files: 244,
     pieces: 1,
     private_words: 6,

@@ -104,6 +104,24 @@ def test_a_process_that_always_fails_at_one_step_is_given_up(launch):
     assert "was ended by SIGKILL at step 7" in launched.err[-1]
 
 
+@pytest.mark.parametrize("text", ["bad option {process}", "ConnectionError: {process}"])
+def test_what_fails_in_every_process_before_a_step_is_not_started_again(launch, text):
+    """Unless the error may pass; the second process fails half a second after the first."""
+    launched = launch(
+        f"time.sleep(process / 2)\nif attempt == 0: sys.exit(f{text!r})", "--processes=2"
+    )
+    if "Connection" in text:
+        assert launched.code == 0
+        return
+    assert launched.code == 1
+    (line,) = launched.said
+    assert re.search(
+        r": not restarted, since every process failed with the same error before the first step: process 0 "
+        r"\(.+\) failed with bad option 0 \(exit code 1\) before it reported a step$",
+        line,
+    )
+
+
 def test_while_there_is_progress_the_job_is_started_again(launch):
     """Five times here, where one restart in a row may bring nothing."""
     launched = launch("step(attempt)\nif attempt < 5: sys.exit(3)", "--max-restarts=1")
