@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int
+from distribute_jax._checks import check_choice, check_int, converting, refuse
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree
+from distribute_jax._messages import PyTree, listed
 from distribute_jax.training._keras_optimizers import optimizer as named_optimizer
 from distribute_jax.training._objective import Objective
 from distribute_jax.training._optimizer import Optimizer
 from distribute_jax.training._tracker import Tracker
-from distribute_jax.training._weights import is_trained
+from distribute_jax.training._weights import is_trained, weight_variables
 from distribute_jax.variables import Variable
 
 
@@ -42,6 +43,7 @@ class Setup:
         dtype_policy: str | None = None,
         verify: str | None = None,
         skip_nonfinite: bool = False,
+        trainable: Any = None,
     ) -> None:
         if steps_per_execution != "auto":
             check_int('compile(steps_per_execution), if not "auto",', steps_per_execution)
@@ -58,7 +60,9 @@ class Setup:
             clip_global_norm,
             self.policy,
             skip_nonfinite,
+            trainable,
         )
+        self.trained = None if trainable is None else self.optimizer.wrt
         self.tracker = Tracker(self.objective, metrics, weighted_metrics)
         self.tested = nnx.clone(self.tracker)
 
@@ -78,13 +82,14 @@ def build_optimizer(
     clip: float | None,
     policy: DTypePolicy,
     skip_nonfinite: bool,
+    trainable: Any = None,
 ) -> Optimizer:
     """Builds an ``Optimizer`` of a transformation or a name, or returns the ``Optimizer`` it got."""
     if not isinstance(optimizer, nnx.Optimizer):
         return Optimizer(
             module,
             named_optimizer(optimizer),
-            wrt=is_trained if _has_trained_variables(module) else nnx.Param,
+            wrt=_trained(module, trainable),
             gradient_accumulation_steps=accumulation,
             clip_global_norm=clip,
             loss_scale="dynamic" if policy.compute_dtype == jnp.float16 else None,
@@ -95,12 +100,33 @@ def build_optimizer(
             "compile got an nnx.Optimizer, which does not sum the gradients of the replicas. Pass its "
             "optax transformation, compile(optax.adam(1e-3)), or a dj.Optimizer."
         )
-    if accumulation != 1 or clip is not None or skip_nonfinite:
+    if accumulation != 1 or clip is not None or skip_nonfinite or trainable is not None:
         raise ArgumentError(
-            "gradient_accumulation_steps, clip_global_norm and skip_nonfinite are arguments of "
-            "dj.Optimizer, and compile got a dj.Optimizer."
+            "gradient_accumulation_steps, clip_global_norm, skip_nonfinite and trainable (there wrt) are "
+            "arguments of dj.Optimizer, and compile got a dj.Optimizer."
         )
     return optimizer
+
+
+def _trained(module: nnx.Module, trainable: Any) -> Any:
+    """Returns a filter of what is trained: all weights, or those that ``trainable`` selects."""
+    every = is_trained if _has_trained_variables(module) else nnx.Param
+    if trainable is None:
+        return every
+    name, chosen = "compile(trainable)", trainable
+    if isinstance(trainable, str):
+        try:
+            search = re.compile(trainable).search
+        except re.error as error:
+            refuse(name, f"a regular expression ({error})", trainable, error)
+        chosen = lambda path, _: search(".".join(map(str, path))) is not None  # noqa: E731
+    with converting(name, trainable, "a regular expression, or a filter of Flax"):
+        trained = nnx.All(every, chosen)
+        selected = nnx.to_flat_state(nnx.state(module, trained))
+    if not selected:
+        names = listed([name for name, _ in weight_variables(module)])
+        raise ArgumentError(f"compile(trainable={trainable!r}) selects no weight of:\n{names}")
+    return trained
 
 
 def _has_trained_variables(module: nnx.Module) -> bool:

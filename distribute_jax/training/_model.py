@@ -88,7 +88,8 @@ class Model(Stored):
 
     def __repr__(self) -> str:
         """Returns the kind of module, its size and where it is trained; never its weights."""
-        count = sum(v[...].size for path, v in nnx.iter_graph(self.module) if is_trained(path, v))
+        weights = nnx.to_flat_state(nnx.state(self.module, self._trained))
+        count = sum(v[...].size for _, v in weights)
         kind, compiled = type(self.module).__name__, "" if self._trainer else ", not compiled"
         return f"<Model of {kind}: {count:,} trained parameters under {self.strategy!r}{compiled}>"
 
@@ -114,6 +115,7 @@ class Model(Stored):
         dtype_policy: str | None = None,
         verify: str | None = None,
         skip_nonfinite: bool = False,
+        trainable: Any = None,
     ) -> None:
         """Decides how the model is trained.
 
@@ -134,6 +136,9 @@ class Model(Stored):
                 rounding, as those of a module that mixes the examples of a batch.
             skip_nonfinite: whether a batch whose gradients are not finite changes nothing; see
                 ``dj.Optimizer``.
+            trainable: which weights are trained, and have state of the optimizer: a regular expression
+                that is searched in their paths, such as ``"^head"``, or a filter of Flax. A frozen
+                ``nnx.BatchNorm`` uses its running statistics, as in Keras.
 
         Raises:
             ValueError: an argument that is not one of these; a module built outside of the scope.
@@ -143,7 +148,7 @@ class Model(Stored):
             setup = Setup(
                 self.module, optimizer, loss, metrics, weighted_metrics, loss_weights,
                 steps_per_execution, gradient_accumulation_steps, clip_global_norm,
-                dtype_policy, verify, skip_nonfinite,
+                dtype_policy, verify, skip_nonfinite, trainable,
             )  # fmt: skip
         overrides = type(self).train_step is not Model.train_step
         self._trainer = Trainer(
@@ -382,6 +387,10 @@ class Model(Stored):
             with self.strategy.scope():
                 self._predictor = Trainer(self.strategy, self.module, Setup(self.module, "sgd"))
         return self._predictor
+
+    @property
+    def _trained(self) -> Any:
+        return is_trained if self._trainer is None else self.optimizer.wrt
 
     def _state(self) -> dict[str, Any]:
         if self._trainer is None:

@@ -20,6 +20,7 @@ from distribute_jax.strategies import get_replica_context
 from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
 from distribute_jax.training._compile import Setup
 from distribute_jax.training._objective import with_added_losses
+from distribute_jax.training._weights import is_trained
 
 
 def forward(
@@ -166,22 +167,31 @@ _KEYWORDS = {
 
 
 @contextmanager
-def mode(module: nnx.Module, *, training: bool) -> Iterator[None]:
-    """Puts every layer into training or evaluation mode for the block, and restores its mode afterwards."""
+def mode(module: nnx.Module, *, training: bool, trained: Any = None) -> Iterator[None]:
+    """Puts every layer into training or evaluation mode for the block, and restores its mode afterwards.
+
+    Of ``trained``, a filter, a batch norm without weights stays in evaluation mode.
+    """
+    frozen = set() if trained is None else _layers(module, is_trained) - _layers(module, trained)
     before = [
-        (node, name, getattr(node, name))
-        for _, node in nnx.iter_graph(module)
+        (path, node, name, getattr(node, name))
+        for path, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Module)
         for name in _SWITCHES
         if name in vars(node)
     ]
-    for node, name, _ in before:
-        setattr(node, name, not training)
+    for path, node, name, _ in before:
+        setattr(node, name, not training or (name == _SWITCHES[1] and path in frozen))
     try:
         yield
     finally:
-        for node, name, old in before:
+        for _, node, name, old in before:
             setattr(node, name, old)
+
+
+def _layers(module: nnx.Module, of: Any) -> set[Any]:
+    """Returns the paths of the layers that hold variables of a filter."""
+    return {path[:-1] for path, _ in nnx.to_flat_state(nnx.state(module, of))}
 
 
 def call_keywords(

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ class Trainer:
         """
         if self.model is not None:
             raise ArgumentError("A model that overrides train_step cannot be replayed.")
-        with mode(self.module, training=True):
+        with self._training():
             step = self.step("replay")
             run = partial(self.strategy.run, step, args=batch, options=library_options())
             runs = [on_host(run()) for _ in range(times)]
@@ -127,7 +127,7 @@ class Trainer:
         if not done:
             self.setup.tracker.reset()
             self.step_logs.reset()
-        with hint(partial(dict_hint, "fit", batches)), mode(self.module, training=True):
+        with hint(partial(dict_hint, "fit", batches)), self._training():
             self._check_first(batches)
             consume = None if self.model is None else self.step_logs.add
             with self._labels_checked(batches):
@@ -216,6 +216,9 @@ class Trainer:
             outs = self.strategy._dispatch(step, batches, most, options)
         self._verified.add(kind)
         return outs
+
+    def _training(self) -> AbstractContextManager[None]:
+        return mode(self.module, training=True, trained=self.setup.trained)
 
     def _check_first(self, batches: Batches) -> None:
         """Checks once that outputs are probabilities where the loss expects them."""

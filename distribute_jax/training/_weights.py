@@ -58,9 +58,9 @@ Arrays: TypeAlias = list[tuple[bool, Any]]
 """Arrays of a layer, each with whether it is trained."""
 
 
-def summary_text(module: nnx.Module, x: Any = None) -> str:
+def summary_text(module: nnx.Module, x: Any = None, trained: Any = nnx.Param) -> str:
     """Returns the table of a module's layers; for an input, with the shapes of what they return."""
-    layers, shapes = layers_of(module), {} if x is None else output_shapes(module, x)
+    layers, shapes = layers_of(module, trained), {} if x is None else output_shapes(module, x)
     rows: list[tuple[str, ...]] = [COLUMNS]
     rows += [_row(*key, shapes.get(key[0], ""), arrays) for key, arrays in layers.items()]
     columns = [c for c in zip(*rows, strict=True) if x is not None or c[0] != "output"]
@@ -119,7 +119,7 @@ def _path_text(path: Sequence[Any]) -> str:
     return ".".join(map(str, path)) or "(model)"
 
 
-def layers_of(module: nnx.Module) -> dict[tuple[str, str], Arrays]:
+def layers_of(module: nnx.Module, trained: Any = nnx.Param) -> dict[tuple[str, str], Arrays]:
     """Returns path and class of every module that holds variables, with these, each once, in order."""
     kinds: dict[tuple[Any, ...], str] = {}
     variables = []
@@ -129,11 +129,12 @@ def layers_of(module: nnx.Module) -> dict[tuple[str, str], Arrays]:
         elif isinstance(node, nnx.Module) and not isinstance(node, (nnx.List, nnx.Dict)):
             kinds[tuple(path)] = type(node).__name__
     layers: dict[tuple[str, str], Arrays] = {}
+    belongs = nnx.filterlib.to_predicate(trained)
     for path, variable in sorted(variables, key=lambda item: list(map(str, item[0][:-1]))):
         owner = next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in kinds)
         key = _path_text(owner), kinds[owner]
         layers.setdefault(key, []).extend(
-            (isinstance(variable, nnx.Param), leaf if is_array(leaf) else np.asarray(leaf))
+            (belongs(path, variable), leaf if is_array(leaf) else np.asarray(leaf))
             for leaf in jax.tree.leaves(variable.get_raw_value())
         )
     return layers
@@ -174,6 +175,11 @@ class Stored(ABC):
 
     module: nnx.Module
     strategy: Strategy
+
+    @property
+    @abstractmethod
+    def _trained(self) -> Any:
+        """A filter of what is trained."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
@@ -219,7 +225,7 @@ class Stored(ABC):
                 what each layer returns. Nothing is computed.
         """
         if is_chief():
-            print_fn(summary_text(self.module, x))
+            print_fn(summary_text(self.module, x, self._trained))
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
         """Saves weights, statistics, random streams and the optimizer, to continue the training.

@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_205,
-    lines_of_tests: 46_816,
+    lines: 50_259,
+    lines_of_tests: 46_905,
     files: 244,
     pieces: 1,
-    private_words: 6,
+    private_words: 7,
     private_imports: 31,
 }
 
