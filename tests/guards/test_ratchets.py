@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_259,
-    lines_of_tests: 46_905,
+    lines_of_tests: 46_914,
     files: 244,
     pieces: 1,
     private_words: 7,

@@ -156,64 +156,6 @@ def dropout_ported(make: Callable[..., dj.Strategy]) -> list[float]:
     return losses
 
 
-# 3. A variational autoencoder of NNX. The noise of an example follows from its number.
-
-
-class VAE(nnx.Module):
-    """Mean and variance of a code, and the picture that is made of it."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.encoder = nnx.Linear(36, 8, rngs=rngs)
-        self.mean, self.spread = nnx.Linear(8, 2, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
-        self.decoder = nnx.Linear(2, 36, rngs=rngs)
-
-    def __call__(self, x: Any, keys: Any) -> tuple[Any, Any]:
-        hidden = nnx.relu(self.encoder(x))
-        mean, log_variance = self.mean(hidden), self.spread(hidden)
-        noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
-        divergence = -0.5 * (1 + log_variance - mean**2 - jnp.exp(log_variance)).sum(-1)
-        return self.decoder(mean + jnp.exp(0.5 * log_variance) * noise), divergence
-
-
-def vae_losses(model: VAE, x: Any, number: Any) -> Any:
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(3), number)
-    x = x.reshape(len(x), 36)
-    logits, divergence = model(x, keys)
-    return optax.sigmoid_binary_cross_entropy(logits, nnx.sigmoid(x)).sum(-1) + divergence
-
-
-NUMBERS = np.arange(22, dtype=np.int32)
-
-
-def vae() -> list[float]:
-    model = VAE(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: VAE, optimizer: Any, x: Any, number: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda m: vae_losses(m, x, number).mean())(model)
-        optimizer.update(model, grads)
-        return loss
-
-    return [float(step(model, optimizer, *batch)) for batch in batches(IMAGES, NUMBERS)]
-
-
-def vae_ported(make: Callable[..., dj.Strategy]) -> list[float]:
-    strategy = make()
-    with strategy.scope():
-        model = VAE(nnx.Rngs(0))
-        optimizer = dj.Optimizer(model, optax.adam(0.01))
-
-    def step(x: Any, number: Any) -> Any:
-        mean = lambda m: dj.compute_average_loss(vae_losses(m, x, number))  # noqa: E731
-        loss, grads = nnx.value_and_grad(mean)(model)
-        optimizer.update(model, grads)
-        return all_sum(loss)
-
-    data = strategy.distribute_dataset(list(batches(IMAGES, NUMBERS)))
-    return [float(strategy.run(step, args=batch)) for batch in data]
-
-
 # 4. A language model: the loss is that of a token, and replicas have different numbers of tokens, or none.
 
 
@@ -461,7 +403,6 @@ def dicts_ported(make: Callable[..., dj.Strategy]) -> list[float]:
 PROGRAMS = {
     "imagenet": (imagenet, imagenet_ported),
     "dropout": (dropout, dropout_ported),
-    "vae": (vae, vae_ported),
     "language model": (lm, lm_ported),
     "tutorial": (tutorial, tutorial_ported),
     "MultiSteps": (multi_steps, multi_steps_ported),

@@ -1,0 +1,68 @@
+"""The gallery: on 1 and on 4 replicas each program has the losses of the plain one that it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from example_program import ROOT, output
+
+GALLERY = ROOT / "examples" / "gallery"
+NAMES = sorted(path.stem for path in GALLERY.glob("*.py") if "  # new\n" in path.read_text("utf-8"))
+ROWS = re.findall(
+    r"^\| \[(\w+)\]\(.*\| \+(\d+) −(\d+) \|$", (ROOT / "docs/gallery.md").read_text("utf-8"), re.M
+)
+
+
+@pytest.fixture(autouse=True)
+def gallery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs import from their folder, and train on 150 examples, so that a batch is partial."""
+    monkeypatch.syspath_prepend(GALLERY)
+    import common
+
+    def few(size, steps, *arrays, **options):
+        return batches(size, steps, *(array[:150] for array in arrays), **options)
+
+    batches = common.batches
+    monkeypatch.setattr(common, "batches", few)
+
+
+def losses_of(text: str, devices: int) -> list[float]:
+    """Runs a program's text for four steps."""
+    namespace = {"__name__": "program"}
+    exec(compile(text, "program", "exec"), namespace)
+    return namespace["train"](devices, 4)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [pytest.param(name, n, marks=pytest.mark.exhaustive) for name in NAMES for n in (1, 4)],
+)
+def test_a_program_has_the_losses_of_the_plain_flax_program(name: str, replicas: int):
+    """To 1e-5; the plain one is the program with its marked lines put back."""
+    import plain
+
+    expected = losses_of(plain.plain(name), 1)
+    assert "distribute_jax" not in plain.plain(name).partition("def ")[2]
+    assert len(set(expected)) == 4
+    np.testing.assert_allclose(losses_of(plain.source(name), replicas), expected, rtol=1e-5)
+
+
+def test_the_page_has_the_lines_that_each_program_changes():
+    """As the marks count them."""
+    import plain
+
+    rows = [(name, *map(str, plain.changed(name))) for name in NAMES]
+    assert sorted(ROWS) == rows
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_prints_its_result_and_time(name: str, tmp_path: Path):
+    """On four devices; the loss falls."""
+    printed = output(f"gallery/{name}", "--devices=4", folder=tmp_path)
+    found = re.search(r"loss (\S+) → (\S+), \d+ steps on 4 devices in \d+ s\n$", printed)
+    assert found is not None
+    assert float(found[2]) < float(found[1])
