@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_259,
-    lines_of_tests: 46_914,
+    lines_of_tests: 46_923,
     files: 244,
     pieces: 1,
     private_words: 7,

@@ -183,6 +183,7 @@ def steps():
     return [result.value for result in LocalCluster(2, 2).run(train)]
 
 
+@pytest.mark.exhaustive
 def test_values_reductions_and_gathers_are_those_of_all_processes(two_by_two):
     """Case 22: each process makes and sees its own replicas' values; what is combined is the same on all."""
     first, second = two_by_two

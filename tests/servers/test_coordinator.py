@@ -447,7 +447,8 @@ def alternated(strategy: Any, schedule: Callable[..., Any]) -> list[Any]:
     return [np.asarray(keys(x)) for x in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize("servers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("servers", [2, 3])
 def test_steps_that_share_state_use_the_same_servers(servers: int) -> None:
     """The weights, statistics, moments and counts of a GAN are bitwise those of one device."""
     of_one = dj.OneDeviceStrategy("cpu:0")

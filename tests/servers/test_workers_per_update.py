@@ -72,9 +72,8 @@ def numbers(tree: Any) -> list[np.ndarray[Any, Any]]:
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(
-    ("replicas", "servers"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("replicas", "servers"), [(2, 2), (3, 1)])
 def test_workers_that_make_an_update_are_replicas(replicas: int, servers: int) -> None:
     """Results, weights, statistics, moments, metrics, sums and counts are those of MirroredStrategy."""
     mirrored = dj.MirroredStrategy(list(range(replicas)))

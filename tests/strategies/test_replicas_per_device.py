@@ -169,7 +169,8 @@ def test_several_steps_in_one_program_are_single_steps():
     assert_close(left, right, 3e-6)
 
 
-@pytest.mark.parametrize("parameters", [True, long(False)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("parameters", [True, False])
 def test_state_is_divided_over_the_devices(parameters: bool):
     """A sharded update of 4 replicas on 2 devices is that of 4 devices, in halves; so is a sharded model."""
     strategy: dj.Strategy = several(2, 2, shard_optimizer_state=True)

@@ -52,7 +52,7 @@ def every(*cases: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "devices", "shard_over", "each"),
     every(
-        ("remat", 4, 2, 1), ("remat", 8, 4, 1), ("remat", 8, 2, 1), ("remat", 4, 2, 2),
+        ("loop", 4, 2, 1), ("remat", 4, 2, 1), ("remat", 8, 4, 1), ("remat", 8, 2, 1), ("remat", 4, 2, 2),
         ("loop", 8, 4, 1), ("scan", 8, 2, 1), ("dropout", 8, 4, 1), ("convolution", 8, 4, 1),
     ),
 )  # fmt: skip
@@ -214,6 +214,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("before", "after"), every(("groups", "divided"), ("mirrored", "groups")))
 def test_checkpoints_go_into_other_layouts(before: str, after: str, tmp_path: Path) -> None:
     """Bit by bit, and each group trains on from there; the file has one copy of the shares."""

@@ -106,7 +106,7 @@ def test_a_bad_row_on_one_replica_changes_nothing_on_all(
     dj.check_in_sync((training.net, training.optimizer))
 
 
-@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_after_max_consecutive_it_raises_and_none_was_applied(
     s4: dj.Strategy, together: int
 ) -> None:
@@ -156,7 +156,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(k, marks=() if k in ("fully sharded", "servers") else pytest.mark.exhaustive)
+        for k in STRATEGIES
+    ],
+)
 def test_fit_leaves_a_bad_batch_out(kind: str, said: pytest.LogCaptureFixture) -> None:
     """Of loss, metrics and weights, with the numbers of the other batches."""
 
