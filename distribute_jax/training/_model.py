@@ -150,10 +150,13 @@ class Model(Stored):
                 steps_per_execution, gradient_accumulation_steps, clip_global_norm,
                 dtype_policy, verify, skip_nonfinite, trainable,
             )  # fmt: skip
-        overrides = type(self).train_step is not Model.train_step
-        self._trainer = Trainer(
-            self.strategy, self.module, setup, weakref.ref(self) if overrides else None
-        )
+        self._trainer = self._trainer_of(setup)
+
+    def _trainer_of(self, setup: Setup) -> Trainer:
+        names = [f"{kind}_step" for kind in ("train", "test", "predict")]
+        overridden = [n for n in names if getattr(type(self), n) is not getattr(Model, n)]
+        model = weakref.ref(self) if overridden else None
+        return Trainer(self.strategy, self.module, setup, model, frozenset(overridden))
 
     def train_step(self, batch: PyTree) -> Any:
         """Trains on one replica's share of a batch; override it for a step of your own.
@@ -166,6 +169,28 @@ class Model(Stored):
             batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.
         """
         _steps.train(self.module, self.trainer.setup, batch)
+
+    def test_step(self, batch: PyTree) -> Any:
+        """Evaluates one replica's share of a batch; override it for numbers of your own.
+
+        What an override returns is as for ``train_step``; ``evaluate`` and the validation of ``fit`` report
+        it. The module is in evaluation mode.
+
+        Args:
+            batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.
+        """
+        _steps.test(self.module, self.trainer.setup, batch)
+
+    def predict_step(self, batch: PyTree) -> Any:
+        """Returns the outputs for one replica's share of a batch; override it for others.
+
+        Args:
+            batch: ``(x,)``, or with targets and weights of a dataset, this replica's share.
+
+        Returns:
+            Arrays with one row for each example, in any structure.
+        """
+        return _steps.predict(self.module, self._predicting_trainer().setup, batch)
 
     @frames_hidden
     @answering_keywords("dj.Model.fit")
@@ -385,7 +410,7 @@ class Model(Stored):
             return self._trainer
         if self._predictor is None:
             with self.strategy.scope():
-                self._predictor = Trainer(self.strategy, self.module, Setup(self.module, "sgd"))
+                self._predictor = self._trainer_of(Setup(self.module, "sgd"))
         return self._predictor
 
     @property

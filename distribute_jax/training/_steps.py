@@ -133,7 +133,7 @@ def bind_step(
         module: what the step trains or calls.
         setup: what else it uses.
         constants: what it reads of the setup: the user's functions, and numbers.
-        model: the model, if it overrides ``train_step``; nothing that it holds may hold the step.
+        model: the model, if it overrides this step; nothing that it holds may hold the step.
     """
     # ``run`` looks for state in a step's closure, and not inside objects of the library, so all of it is
     # named there. It holds modules weakly, so the key of a program must not hold the setup either.
@@ -144,12 +144,12 @@ def bind_step(
         _ = optimizer, tracker, tested, constants
         return step(module, cast("Setup", setup_ref()), batch)
 
-    def train_step(*batch: Any) -> Any:
+    def user_step(*batch: Any) -> Any:
         _ = module, optimizer, tracker, tested, constants
-        return model.train_step(batch)
+        return getattr(model, name)(batch)
 
-    bound = run_step if model is None else train_step
-    bound.__name__ = bound.__qualname__ = f"{kind}_step"
+    bound, name = run_step if model is None else user_step, f"{kind}_step"
+    bound.__name__ = bound.__qualname__ = name
     return bound
 
 

@@ -225,10 +225,10 @@ _UNREAD = 1000
 
 
 class StepLogs:
-    """The running means of the numbers that a user's ``train_step`` returns, summed over the replicas."""
+    """The running means of the numbers that a user's step returns, summed over the replicas."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: Strategy, kind: str) -> None:
+        self.strategy, self._kind = strategy, kind
         self.reset()
 
     def reset(self) -> None:
@@ -262,8 +262,8 @@ class StepLogs:
         for logs in map(self.strategy._fetched, waiting):
             if logs is not None and not isinstance(logs, dict):
                 raise ArgumentError(
-                    f"train_step returned {type(logs).__name__}. It must return None, or a dict of numbers "
-                    "by name, each this replica's part of a value of the global batch."
+                    f"{self._kind}_step returned {type(logs).__name__}. It must return None, or a dict of "
+                    "numbers by name, each this replica's part of a value of the global batch."
                 )
             for name, value in (logs or {}).items():
                 if isinstance(value, PerReplica):

@@ -49,7 +49,9 @@ class Trainer:
     module: nnx.Module
     setup: Setup
     model: weakref.ref[Any] | None = None
-    """The model, if it overrides ``train_step``."""
+    """The model, if it overrides a step."""
+    overridden: frozenset[str] = frozenset()
+    """The names of the steps that it overrides."""
     batches: Batches | None = None
     """The batches of the ``fit`` that is running."""
     _steps: dict[Any, Step] = field(default_factory=dict)
@@ -62,15 +64,19 @@ class Trainer:
     _verified: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.step_logs = StepLogs(self.strategy)
-        self.guard = ReentrancyGuard((self.setup.tracker, self.setup.tested), self.step_logs)
+        self.step_logs = {kind: StepLogs(self.strategy, kind) for kind in ("train", "test")}
+        trackers = self.setup.tracker, self.setup.tested
+        self.guard = ReentrancyGuard(self.strategy, trackers, list(self.step_logs.values()))
 
-    def step(self, kind: str) -> Step:
-        """Returns the step of a kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``."""
+    def step(self, kind: str, *, own: bool = True) -> Step:
+        """Returns the step of a kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``.
+
+        It is the user's ``own`` where the model overrides it.
+        """
         weights = self.setup.class_weight if kind in ("train", "replay") else ()
         # What a step reads of the setup, where ``run`` does not see that it changed.
         constants = *self.setup.objective.functions(), weights
-        model = self.model() if self.model is not None and kind == "train" else None
+        model = self.model() if self.model and own and self.overrides(kind) else None
         if model is not None:  # must not be kept: the step holds the model
             return bind_step(kind, self.module, self.setup, constants, model)
         if (kind, weights) not in self._steps:
@@ -83,7 +89,7 @@ class Trainer:
         Raises:
             NotEqualError: a replica's are not the same bits each time.
         """
-        if self.model is not None:
+        if self.overrides("train"):
             raise ArgumentError("A model that overrides train_step cannot be replayed.")
         with self._training():
             step = self.step("replay")
@@ -108,9 +114,17 @@ class Trainer:
             self._sizes[kind] = StepsPerExecution(steps, self._wait, agree=agree)
         return self._sizes[kind]
 
+    def overrides(self, kind: str) -> bool:
+        """Returns whether the model overrides a step."""
+        return f"{kind}_step" in self.overridden
+
+    def tracker(self, kind: str) -> Tracker:
+        """Returns loss and metrics of training, or those of other runs."""
+        return self.setup.tracker if kind == "train" else self.setup.tested
+
     def tracked(self, kind: str) -> Tracker:
         """Returns loss and metrics of training or of an evaluation, with the newest numbers there are."""
-        tracker = self.setup.tested if kind == "test" else self.setup.tracker
+        tracker = self.tracker(kind)
         self.strategy._settle(variables(tracker))
         if self.strategy._ahead and not np.asarray(tracker.loss.count.get_raw_value()):
             self.strategy._settle()  # there are no means of no batch
@@ -126,41 +140,38 @@ class Trainer:
         """Trains on the batches; returns how many there were, ``done`` before included, and the logs."""
         if not done:
             self.setup.tracker.reset()
-            self.step_logs.reset()
+            self.step_logs["train"].reset()
         with hint(partial(dict_hint, "fit", batches)), self._training():
             self._check_first(batches)
-            consume = None if self.model is None else self.step_logs.add
-            with self._labels_checked(batches):
-                done = self._loop("train", batches, callbacks, self.logs, limit, done, consume)
+            with self._labels_checked("train", batches):
+                done = self._loop("train", batches, callbacks, self.logs, limit, done)
         return done, self.logs()
 
-    def logs(self) -> dict[str, Any]:
-        """Returns loss and metrics of training so far, and the means of what a user's step returned."""
-        if self.model is None:
-            return Snapshot(self.tracked("train")).logs()
-        means = self.step_logs.means()
-        if not np.asarray(self.setup.tracker.loss.count.get_raw_value()):
+    def logs(self, kind: str = "train") -> dict[str, Any]:
+        """Returns loss and metrics so far, and the means of what a user's step returned."""
+        if not self.overrides(kind):
+            return Snapshot(self.tracked(kind)).logs()
+        means, tracker = self.step_logs[kind].means(), self.tracker(kind)
+        if not np.asarray(tracker.loss.count.get_raw_value()):
             return means  # the user's step did not call that of Model
-        return {**Snapshot(self.tracked("train")).logs(), **means}
+        return {**Snapshot(self.tracked(kind)).logs(), **means}
 
     def evaluate(
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList
     ) -> dict[str, Any]:
         """Returns loss and metrics over the batches, in evaluation mode."""
         self.setup.tested.reset()
+        self.step_logs["test"].reset()
         with hint(partial(dict_hint, "evaluate", batches)), mode(self.module, training=False):
             self._check_first(batches)
             callbacks.call("on_test_begin")
-            with self._labels_checked(batches):
-                done = self._loop("test", batches, callbacks, self._tested, limit)
+            with self._labels_checked("test", batches):
+                done = self._loop("test", batches, callbacks, partial(self.logs, "test"), limit)
         if limit is not None and done < limit:
             warn_of_early_end("evaluation", done, limit)
-        logs = self._tested()
+        logs = self.logs("test")
         callbacks.call("on_test_end", logs)
         return logs
-
-    def _tested(self) -> dict[str, Any]:
-        return Snapshot(self.tracked("test")).logs()
 
     def predict(self, batches: Batches, *, limit: int | None, callbacks: CallbackList) -> Any:
         outputs = Outputs(self.strategy)
@@ -188,6 +199,8 @@ class Trainer:
 
         ``consume`` gets what each dispatch returned, and its number of real examples.
         """
+        if self.overrides(kind) and consume is None:
+            consume = self.step_logs[kind].add
         step, size, start = self.step(kind), self.steps_per_execution(kind), batches.examples
         with _settled(self.strategy):
             while (limit is None or done < limit) and batches.peek() is not None:
@@ -207,12 +220,11 @@ class Trainer:
 
     def _run(self, kind: str, step: Step, batches: Batches, most: int) -> Any:
         """Runs one dispatch, the first of its kind on one device too if ``compile`` asked for it."""
-        # A user's train_step is verified as in a loop of the user's.
-        options = None if self.model is not None else library_options()
+        # A user's step is verified as in a loop of the user's.
+        options = None if self.overrides(kind) else library_options()
         if self.setup.verify is not None and kind not in self._verified:
             options = RunOptions(verify="first")
-        tracker = self.setup.tracker if kind == "train" else self.setup.tested
-        with hint(partial(failure_hint, kind, tracker)):
+        with hint(partial(failure_hint, kind, self.tracker(kind))):
             outs = self.strategy._dispatch(step, batches, most, options)
         self._verified.add(kind)
         return outs
@@ -227,16 +239,16 @@ class Trainer:
         batch = batches.peek()
         if self._checked or not expecting or batch is None:
             return
-        outputs = self.strategy.run(self.step("predict"), args=batch)
+        outputs = self.strategy.run(self.step("predict", own=False), args=batch)
         for key in expecting:
             values = self.strategy.gather(at(outputs, key, "outputs"), axis=0)
             check_probabilities(losses[key], np.asarray(values))
         self._checked = True
 
     @contextmanager
-    def _labels_checked(self, batches: Batches) -> Iterator[None]:
+    def _labels_checked(self, kind: str, batches: Batches) -> Iterator[None]:
         """Raises for class numbers of the first batch that are not classes, when the step is traced."""
-        labels = self._label_range(batches)
+        labels = None if self.overrides(kind) else self._label_range(batches)
         token = LABELS.set(labels)
         try:
             if labels is not None and self._classes is not None:  # the step may be compiled
@@ -250,7 +262,7 @@ class Trainer:
         """Returns the class numbers of the first batch of a new dataset, where they are known."""
         loss = self.setup.objective.losses.get(None)
         is_new = self._labelled is None or self._labelled() is not batches.dataset
-        if loss is None or not loss.takes_class_numbers or not is_new or self.model is not None:
+        if loss is None or not loss.takes_class_numbers or not is_new:
             return None
         self._labelled = weakref.ref(batches.dataset)
         _, y, *_ = (*(batches.peek() or ()), None, None)
@@ -350,7 +362,10 @@ class Outputs:
 class ReentrancyGuard:
     """Forbids two threads to run one model, and keeps the numbers of a run that calls another."""
 
-    def __init__(self, trackers: Sequence[Tracker], step_logs: StepLogs) -> None:
+    def __init__(
+        self, strategy: Strategy, trackers: Sequence[Tracker], step_logs: Sequence[StepLogs]
+    ) -> None:
+        self._strategy = strategy
         self._variables = [v for tracker in trackers for v in variables(tracker)]
         self._step_logs = step_logs
         self._lock = threading.RLock()
@@ -378,15 +393,16 @@ class ReentrancyGuard:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        self._step_logs.strategy._settle()
+        self._strategy._settle()
         values = copied([v.get_raw_value() for v in self._variables])
-        text = self._step_logs.text
+        texts = [logs.text for logs in self._step_logs]
         try:
             yield
         finally:
             for variable, value in zip(self._variables, values, strict=True):
                 variable.set_raw_value(value)
-            self._step_logs.text = text
+            for logs, text in zip(self._step_logs, texts, strict=True):
+                logs.text = text
 
 
 _TOPIC = "steps_per_execution"

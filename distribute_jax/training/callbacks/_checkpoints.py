@@ -170,7 +170,7 @@ class BackupAndRestore(Callback):
             self.params["initial_epoch"] = tree["epoch"]
             self.params["initial_batch"] = tree["batch"]
             self.params["position"] = tree["position"]
-            self.model.trainer.step_logs.text = tree["own"]
+            self.model.trainer.step_logs["train"].text = tree["own"]
             self._schedule.resume_at(tree["batch"])
             self._steps, self._last = tree["steps"], tree["batch"] - 1
         report_step(self._steps)
@@ -215,7 +215,7 @@ class BackupAndRestore(Callback):
             "module": trainer.module,
             "optimizer": trainer.setup.optimizer,
             "tracker": trainer.setup.tracker,
-            "own": trainer.step_logs.text,
+            "own": trainer.step_logs["train"].text,
             "epoch": epoch,
             "batch": batch,
             "steps": self._steps,
