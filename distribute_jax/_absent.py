@@ -42,7 +42,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "pmap": "strategy.run runs a step on every replica",
         "pmean": 'dj.get_replica_context().all_reduce("mean", value) in a step',
         "psum": 'dj.get_replica_context().all_reduce("sum", value) in a step',
-        "saved_model": "Model.save writes arrays; the code that builds the module is yours",
+        "saved_model": "Model.export writes a program that JAX alone runs, Model.save the arrays",
         "set_distribution": "dj.experimental_set_strategy(strategy)",
         "train": "dj.CheckpointManager saves and restores",
     },

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -421,6 +422,17 @@ class Model(Stored):
         if self._trainer is None:
             return {"module": self.module}
         return {"module": self.module, "optimizer": self.optimizer}
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[Callable[[nnx.Module, PyTree], PyTree]]:
+        def predict(module: nnx.Module, x: PyTree) -> PyTree:
+            twin = copy.copy(self)
+            twin.module = module
+            return twin.predict_step((x,))
+
+        self._predicting_trainer()  # the twin has it too
+        with _steps.mode(self.module, training=False):
+            yield predict
 
     @contextmanager
     def _running(

@@ -1,27 +1,39 @@
-"""A model's weights as a list of NumPy arrays and as a table, and its state in files."""
+"""A model's weights as a list of NumPy arrays and as a table; its state, and its program, in files."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import export
 from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
-from distribute_jax._checks import converting
-from distribute_jax._errors import ArgumentError, CheckpointError
-from distribute_jax._mesh import on_host, put
-from distribute_jax._messages import is_array, is_key, listed, size_text
+from distribute_jax._checks import check_choice, check_int, converting
+from distribute_jax._errors import (
+    ArgumentError,
+    CheckpointError,
+    LoweringError,
+    MissingPackageError,
+)
+from distribute_jax._mesh import on_host, outside_mesh, put
+from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
+from distribute_jax._user_frames import frames_hidden, warn_user
 from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.processes import is_chief
+from distribute_jax.program._export import as_key, as_numbers
 from distribute_jax.strategies import Strategy
+from distribute_jax.training._inputs import arrays_of
 from distribute_jax.variables import Variable
 
 
@@ -185,6 +197,10 @@ class Stored(ABC):
     def _state(self) -> dict[str, Any]:
         """Returns the tree of a checkpoint."""
 
+    @abstractmethod
+    def _evaluating(self) -> AbstractContextManager[Callable[[nnx.Module, PyTree], PyTree]]:
+        """Puts the module into evaluation mode; yields what ``predict`` computes with a module."""
+
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Returns every weight as a NumPy array: the trained ones first, then statistics."""
         return [on_host(v[...]) for _, v in weight_variables(self.module)]
@@ -267,6 +283,53 @@ class Stored(ABC):
         with self.strategy.scope(), _other_method("load_weights", "load", path):
             checkpoint.load(path, {"module": self.module})
 
+    @frames_hidden
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        x: PyTree,
+        *,
+        platforms: Sequence[str] | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Writes what ``predict`` computes, with the weights, into a file that JAX alone runs, to serve it.
+
+        It runs on one device, without this library or the module's code. In a job all processes call
+        this, and the chief writes the file, which at every moment is the old or the new one, complete.
+
+        Args:
+            path: the file.
+            x: an input of any number of examples, such as ``x[:1]``, for shapes and dtypes.
+            platforms: where it can run, of ``"cpu"``, ``"cuda"`` and ``"tpu"``; by default on all that
+                have what the module uses.
+            batch_size: the number of examples of every call, for a module that does not compute with
+                any number.
+
+        Raises:
+            LoweringError: JAX cannot export the module.
+            MissingPackageError: flatbuffers is not installed.
+
+        Example:
+            >>> import distribute_jax as dj, jax.export, numpy as np, tempfile
+            >>> from flax import nnx
+            >>> model = dj.Model(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+            >>> path = tempfile.mkdtemp() + "/linear.jax"
+            >>> model.export(path, np.ones((1, 3), np.float32))
+            >>> served = jax.export.deserialize(bytearray(open(path, "rb").read()))
+            >>> served.call(np.ones((5, 3), np.float32)).shape
+            (5, 2)
+        """
+        for platform in platforms or ():
+            check_choice("export(platforms)", platform, PLATFORMS)
+        if batch_size is not None:
+            check_int("export(batch_size)", batch_size)
+        if (arrays := arrays_of("export", x, None, None)) is None:
+            raise ArgumentError(f"export takes arrays of examples, and got {leaf_text(x)}.")
+        with outside_mesh(), self._evaluating() as forward:
+            data = exported(forward, self.module, arrays.x, platforms, batch_size)
+        if is_chief():
+            write_whole(path, data)
+
 
 @contextmanager
 def _other_method(called: str, other: str, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -283,3 +346,94 @@ def _other_method(called: str, other: str, path: str | os.PathLike[str]) -> Iter
             f"{os.fspath(path)} was written by Model.{writer}, and {called} reads what "
             f"{called.replace('load', 'save')} wrote. Call model.{other}(path)."
         ) from None
+
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+_LARGEST = 1 << 31
+"""Bytes that flatbuffers, in which JAX writes the file, can hold."""
+
+_NOT_ANY_SIZE = """\
+export: the module does not compute with a batch of any size: {error}
+While it is exported, x.shape[0] is a symbol: shapes may be computed from it, an int or a bool cannot. \
+model.export(path, x, batch_size=8) exports it for batches of 8."""
+
+
+def exported(
+    forward: Callable[[nnx.Module, Any], PyTree],
+    module: nnx.Module,
+    x: PyTree,
+    platforms: Sequence[str] | None,
+    batch_size: int | None,
+) -> bytes:
+    """Returns a program that calls a module; where processes hold parts of it, all call this together.
+
+    Args:
+        forward: takes the module and the input.
+        module: its weights become constants.
+        x: arrays, for shapes and dtypes.
+        platforms: where it can run; None for those of ``PLATFORMS`` that have what the module uses.
+        batch_size: dim 0 of the inputs; None for any.
+
+    Raises:
+        LoweringError: JAX cannot export it.
+        MissingPackageError: flatbuffers is not installed.
+    """
+    if find_spec("flatbuffers") is None:
+        raise MissingPackageError(
+            "JAX writes exported programs with flatbuffers, which is not installed: "
+            "pip install 'distribute-jax[export]'."
+        )
+    graphdef, state = nnx.split(module)
+    arrays = nnx.as_pure(state)
+    values = jax.tree.map(lambda array: on_host(as_numbers(array)), arrays)
+    if (size := sum(value.nbytes for value in jax.tree.leaves(values))) >= _LARGEST:
+        raise LoweringError(
+            f"export: the weights are {size_text(size)}, and a file of jax.export is less than 2 GiB. Write "
+            "them with save_weights, and serve them where the module's code is."
+        )
+
+    def predict(x: PyTree) -> PyTree:
+        weights = jax.tree.map(lambda v, like: as_key(jnp.asarray(v), like), values, arrays)
+        return forward(nnx.merge(graphdef, weights), x)
+
+    def typed(rows: Any) -> PyTree:
+        def type_of(array: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, *array.shape[1:]), jnp.result_type(array))
+
+        return jax.tree.map(type_of, x)
+
+    def attempt(platforms: Sequence[str], rows: Any) -> bytes | Exception:
+        try:
+            program = export.export(jax.jit(predict), platforms=platforms)(typed(rows))
+            return bytes(program.serialize())
+        except Exception as error:  # of the user's code, or of any rule of JAX
+            return error
+
+    rows = batch_size or export.symbolic_shape("batch")[0]
+    first = attempt(platforms or PLATFORMS, rows)
+    if isinstance(first, bytes):
+        return first
+    reason = str(first).partition("\n")[0]
+    jax.eval_shape(predict, typed(batch_size or 2))  # raises where the module does so anyhow
+    alone = [p for p in PLATFORMS if platforms is None and isinstance(attempt([p], rows), bytes)]
+    if alone and isinstance(some := attempt(alone, rows), bytes):
+        warn_user(f"export: the file is for {' and '.join(alone)} only: {reason}")
+        return some
+    is_size = batch_size is None and isinstance(attempt(platforms or ("cpu",), 2), bytes)
+    text = _NOT_ANY_SIZE if is_size else "export: JAX cannot export the module: {error}"
+    raise LoweringError(text.format(error=reason)) from first
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a file that at every moment is the old one or the new one, complete."""
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    try:
+        with open(draft, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)

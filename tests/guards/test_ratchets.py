@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_300,
-    lines_of_tests: 46_976,
+    lines: 50_466,
+    lines_of_tests: 47_121,
     files: 244,
     pieces: 1,
     private_words: 7,
