@@ -52,5 +52,4 @@ def test_a_check_that_is_removed_is_found(world: World, monkeypatch: pytest.Monk
     """Without the one place that compares arguments with their annotations, errors are Python's."""
     monkeypatch.setattr(_checks, "_is_one", lambda value, types: True)
     found = faults(world, 80)
-    assert len(found) > 5
     assert any("TypeError" in line for line in found)

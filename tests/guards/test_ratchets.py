@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_466,
-    lines_of_tests: 47_121,
+    lines_of_tests: 47_120,
     files: 244,
     pieces: 1,
     private_words: 7,
