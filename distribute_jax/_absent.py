@@ -49,7 +49,6 @@ ABSENT: dict[str, dict[str, str]] = {
     "dj.callbacks": {
         "ProgbarLogger": "fit(verbose=1) shows a bar",
         "RemoteMonitor": "LambdaCallback(on_epoch_end=function)",
-        "SwapEMAWeights": "a callback of your own, with dj.snapshot(model.module)",
     },
     "dj.data": {
         "Dataset": "dj.data.from_arrays(…), as from_tensor_slices; a tf.data.Dataset is taken as it is",

@@ -17,6 +17,7 @@ from distribute_jax.training.callbacks._monitor import (
     EarlyStopping,
     LearningRateScheduler,
     ReduceLROnPlateau,
+    SwapEMAWeights,
 )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ProfilerCallback",
     "ReduceLROnPlateau",
     "ReplaySteps",
+    "SwapEMAWeights",
     "TensorBoard",
     "TerminateOnNaN",
 ]

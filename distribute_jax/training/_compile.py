@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, converting, refuse
+from distribute_jax._checks import check_choice, check_int, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, listed
-from distribute_jax.training._keras_optimizers import optimizer as named_optimizer
+from distribute_jax.training import _keras_optimizers as keras
 from distribute_jax.training._objective import Objective
 from distribute_jax.training._optimizer import Optimizer
 from distribute_jax.training._tracker import Tracker
@@ -44,6 +46,9 @@ class Setup:
         verify: str | None = None,
         skip_nonfinite: bool = False,
         trainable: Any = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
     ) -> None:
         if steps_per_execution != "auto":
             check_int('compile(steps_per_execution), if not "auto",', steps_per_execution)
@@ -53,9 +58,14 @@ class Setup:
         self.call = type(inner).__call__
         self.objective = Objective(loss, loss_weights)
         self.policy = DTypePolicy(dtype_policy or "float32")
+        check_number("compile(ema_momentum)", ema_momentum, at_least=0, most=1)
+        if ema_overwrite_frequency is not None:
+            check_int("compile(ema_overwrite_frequency)", ema_overwrite_frequency)
+        self.use_ema, self.has_averages = use_ema, False
         self.optimizer = build_optimizer(
             module,
             optimizer,
+            keras.averaging(ema_momentum, ema_overwrite_frequency) if use_ema else None,
             gradient_accumulation_steps,
             clip_global_norm,
             self.policy,
@@ -65,6 +75,17 @@ class Setup:
         self.trained = None if trainable is None else self.optimizer.wrt
         self.tracker = Tracker(self.objective, metrics, weighted_metrics)
         self.tested = nnx.clone(self.tracker)
+
+    def swap_averages(self, module: nnx.Module, *, averages: bool, keep: bool = False) -> None:
+        """Makes the moving averages the weights of the module, to ``keep`` there, or the weights again."""
+        # Before the first update there is no average.
+        if (
+            self.use_ema
+            and averages is not self.has_averages
+            and np.asarray(self.optimizer.step[...])
+        ):
+            keras.swap_averages(module, self.optimizer, keep=keep)
+            self.has_averages = averages and not keep
 
     @contextmanager
     def weighing_classes(self, weights: tuple[tuple[int, float], ...]) -> Iterator[None]:
@@ -78,6 +99,7 @@ class Setup:
 def build_optimizer(
     module: nnx.Module,
     optimizer: Any,
+    average: optax.GradientTransformation | None,
     accumulation: int,
     clip: float | None,
     policy: DTypePolicy,
@@ -86,9 +108,10 @@ def build_optimizer(
 ) -> Optimizer:
     """Builds an ``Optimizer`` of a transformation or a name, or returns the ``Optimizer`` it got."""
     if not isinstance(optimizer, nnx.Optimizer):
+        tx = keras.optimizer(optimizer)
         return Optimizer(
             module,
-            named_optimizer(optimizer),
+            tx if average is None else optax.chain(tx, average),
             wrt=_trained(module, trainable),
             gradient_accumulation_steps=accumulation,
             clip_global_norm=clip,
@@ -100,6 +123,8 @@ def build_optimizer(
             "compile got an nnx.Optimizer, which does not sum the gradients of the replicas. Pass its "
             "optax transformation, compile(optax.adam(1e-3)), or a dj.Optimizer."
         )
+    if average is not None:
+        refuse("compile(optimizer) with use_ema", "an optax transformation or a name", optimizer)
     if accumulation != 1 or clip is not None or skip_nonfinite or trainable is not None:
         raise ArgumentError(
             "gradient_accumulation_steps, clip_global_norm, skip_nonfinite and trainable (there wrt) are "

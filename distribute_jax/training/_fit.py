@@ -118,6 +118,10 @@ class Fit:
             logs = self._epoch(epoch)
             if self.model.stop_training:
                 break
+        if self.initial_epoch < self.epochs:
+            setup, module = self.trainer.setup, self.trainer.module
+            setup.swap_averages(module, averages=False)
+            setup.swap_averages(module, averages=True, keep=True)
         self._list.call("on_train_end", logs)
 
     def _start(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +114,53 @@ def optimizer(identifier: Any) -> optax.GradientTransformation:
         "optimizer must be an optax transformation, as optax.adam(1e-3) with its parentheses, or one of "
         f"Keras's names, {', '.join(sorted(KERAS))}; got {brief(identifier)}."
     )
+
+
+class MovingAverage(NamedTuple):
+    """The state of ``averaging``."""
+
+    count: Any
+    moving_average: Any
+
+
+def averaging(momentum: float, overwrite: int | None) -> optax.GradientTransformation:
+    """Returns the end of a chain that keeps Keras's moving average of the weights.
+
+    It changes updates only where the weights are overwritten by their average, each ``overwrite`` updates.
+    """
+
+    def start(params: Any) -> Any:
+        return MovingAverage(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
+
+    @promoting
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        count = optax.safe_increment(state.count)
+        kept = jnp.where(count == 1, 0, momentum)  # as Keras starts
+        average = jax.tree.map(
+            lambda mean, new: (kept * mean + (1 - kept) * new).astype(mean.dtype),
+            state.moving_average,
+            optax.apply_updates(params, updates),
+        )
+        if overwrite is not None:
+            is_due = count % overwrite == 0
+            updates = jax.tree.map(
+                lambda mean, old, by: jnp.where(is_due, mean - old, by), average, params, updates
+            )
+        return updates, MovingAverage(count, average)
+
+    return optax.GradientTransformation(start, update)
+
+
+def swap_averages(module: nnx.Pytree, optimizer: nnx.Pytree, *, keep: bool = False) -> None:
+    """Swaps the weights and their moving averages, which both are the average if they ``keep`` it."""
+    weights, name = dict(nnx.iter_graph(module)), "moving_average"
+    for path, average in list(nnx.iter_graph(optimizer)):
+        if isinstance(average, nnx.Variable) and name in path:
+            weight = weights[path[path.index(name) + 1 :]]
+            old, mean = weight.get_raw_value(), average.get_raw_value()
+            weight.set_raw_value(put(jnp.copy(mean) if keep else mean, old.sharding))
+            if not keep:
+                average.set_raw_value(put(old, mean.sharding))
 
 
 # An optax transformation is two functions, and its parts are in their closures. A chain is rebuilt of its

@@ -117,6 +117,9 @@ class Model(Stored):
         verify: str | None = None,
         skip_nonfinite: bool = False,
         trainable: Any = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
     ) -> None:
         """Decides how the model is trained.
 
@@ -140,6 +143,10 @@ class Model(Stored):
             trainable: which weights are trained, and have state of the optimizer: a regular expression
                 that is searched in their paths, such as ``"^head"``, or a filter of Flax. A frozen
                 ``nnx.BatchNorm`` uses its running statistics, as in Keras.
+            use_ema: whether the optimizer keeps a moving average of the weights, which replaces them at
+                the end of ``fit``; see ``callbacks.SwapEMAWeights``.
+            ema_momentum: the share of the average that an update keeps.
+            ema_overwrite_frequency: after how many updates the average replaces the weights, too.
 
         Raises:
             ValueError: an argument that is not one of these; a module built outside of the scope.
@@ -150,6 +157,7 @@ class Model(Stored):
                 self.module, optimizer, loss, metrics, weighted_metrics, loss_weights,
                 steps_per_execution, gradient_accumulation_steps, clip_global_norm,
                 dtype_policy, verify, skip_nonfinite, trainable,
+                use_ema, ema_momentum, ema_overwrite_frequency,
             )  # fmt: skip
         self._trainer = self._trainer_of(setup)
 

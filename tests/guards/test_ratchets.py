@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_466,
-    lines_of_tests: 47_120,
+    lines: 50_605,
+    lines_of_tests: 47_273,
     files: 244,
     pieces: 1,
     private_words: 7,

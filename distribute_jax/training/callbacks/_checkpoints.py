@@ -171,6 +171,7 @@ class BackupAndRestore(Callback):
             self.params["initial_batch"] = tree["batch"]
             self.params["position"] = tree["position"]
             self.model.trainer.step_logs["train"].text = tree["own"]
+            self.model.trainer.setup.has_averages = bool(tree.get("averaged"))
             self._schedule.resume_at(tree["batch"])
             self._steps, self._last = tree["steps"], tree["batch"] - 1
         report_step(self._steps)
@@ -219,6 +220,7 @@ class BackupAndRestore(Callback):
             "epoch": epoch,
             "batch": batch,
             "steps": self._steps,
+            **({"averaged": int(trainer.setup.has_averages)} if trainer.setup.use_ema else {}),
             "position": "" if trainer.batches is None else trainer.batches.position(),
         }
 

@@ -285,3 +285,55 @@ def _takes_rate(schedule: Callable[..., float]) -> bool:
         "LearningRateScheduler: schedule must be a function of (epoch) or of (epoch, learning_rate); "
         f"got {schedule!r:.80}."
     )
+
+
+class SwapEMAWeights(Callback):
+    """Evaluates, validates and predicts with the moving averages of the weights.
+
+    Args:
+        swap_on_epoch: whether the averages are also the weights between the end of an epoch and the
+            next one, for callbacks that come later in the list, as ``ModelCheckpoint``.
+
+    Raises:
+        ValueError: the model was not compiled with ``use_ema=True``.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> callbacks = [dj.callbacks.SwapEMAWeights(), dj.callbacks.EarlyStopping()]
+
+    Source: https://keras.io/api/callbacks/swap_ema_weights/
+    """
+
+    def __init__(self, swap_on_epoch: bool = False) -> None:
+        super().__init__()
+        self.swap_on_epoch = swap_on_epoch
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        if not model.trainer.setup.use_ema:
+            raise ArgumentError("SwapEMAWeights needs a model with compile(use_ema=True).")
+
+    def _swap(self, *, averages: bool) -> None:
+        trainer = self.model.trainer
+        trainer.setup.swap_averages(trainer.module, averages=averages)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._swap(averages=False)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._swap(averages=self.swap_on_epoch)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._swap(averages=True)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._swap(averages=False)
+
+    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._swap(averages=True)
+
+    def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._swap(averages=False)
+
+    def _release(self) -> None:
+        self._swap(averages=False)
