@@ -45,7 +45,7 @@ def write_arrays(folder: Path, named: Mapping[str, Array]) -> None:
     stored = {
         name: data if data.dtype.name in _STORED else _bytes(data) for name, data in named.items()
     }
-    with _quiet(), _orbax() as orbax:
+    with _quiet(), orbax_alone() as orbax:
         orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(stored))
 
 
@@ -53,7 +53,7 @@ def _bytes(data: Array) -> Array:
     return data.reshape(-1).view(np.uint8)
 
 
-def _orbax() -> Any:
+def orbax_alone() -> Any:
     """Returns an Orbax checkpointer of this process alone, which waits for no other one."""
     import orbax.checkpoint as ocp
 
@@ -104,7 +104,7 @@ def read_arrays(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
     some = ocp.args.PyTreeRestore(
         item=dict.fromkeys(sizes, 0), restore_args=as_numpy, partial_restore=True
     )
-    with _orbax() as orbax:
+    with orbax_alone() as orbax:
         try:
             stored = orbax.metadata(folder.absolute()).item_metadata
             for name, (dtype, shape) in sizes.items():

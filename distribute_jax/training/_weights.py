@@ -26,9 +26,10 @@ from distribute_jax._errors import (
     LoweringError,
     MissingPackageError,
 )
-from distribute_jax._mesh import on_host, outside_mesh, put
+from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
 from distribute_jax._user_frames import frames_hidden, warn_user
+from distribute_jax.checkpoint._flax import assign, flax_folder, load_flax
 from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.processes import is_chief
 from distribute_jax.program._export import as_key, as_numbers
@@ -226,11 +227,7 @@ class Stored(ABC):
         if wrong:
             raise ArgumentError(f"set_weights got arrays of other shapes:\n{listed(wrong)}")
         for (_, variable), new in zip(variables, weights, strict=True):
-            if isinstance(variable, Variable):
-                variable.assign(np.asarray(new, variable[...].dtype))
-                continue
-            old = variable.get_raw_value()
-            variable.set_raw_value(put(np.asarray(new, old.dtype), old.sharding))
+            assign(variable, new)
 
     def summary(self, print_fn: Callable[[str], Any] = print, *, x: Any = None) -> None:
         """Prints a table of the layers, or passes its text to ``print_fn``; on the chief only.
@@ -279,9 +276,18 @@ class Stored(ABC):
             checkpoint.save(path, {"module": self.module}, overwrite=overwrite)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads what ``save_weights`` saved; see ``load``."""
-        with self.strategy.scope(), _other_method("load_weights", "load", path):
-            checkpoint.load(path, {"module": self.module})
+        """Loads what ``save_weights`` saved, see ``load``, or the weights of a plain Flax program.
+
+        Of the latter the path is a folder that ``orbax.checkpoint`` wrote: an ``nnx.State``, a Linen
+        module's variables or ``params``, a ``TrainState``, or a step of a ``CheckpointManager``. Every
+        weight must be there, with its name and shape; it gets the dtype of the model. Random streams stay.
+        """
+        with self.strategy.scope():
+            if folder := flax_folder(path):
+                load_flax(folder, self.module)
+                return
+            with _other_method("load_weights", "load", path):
+                checkpoint.load(path, {"module": self.module})
 
     @frames_hidden
     def export(
@@ -334,6 +340,10 @@ class Stored(ABC):
 @contextmanager
 def _other_method(called: str, other: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Replaces an error that lists all leaves of an optimizer, which only ``save`` writes."""
+    if called == "load" and flax_folder(path):
+        raise CheckpointError(
+            f"{os.fspath(path)} was written by Orbax. Call model.load_weights(path)."
+        )
     try:
         yield
     except CheckpointError:

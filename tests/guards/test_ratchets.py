@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_605,
-    lines_of_tests: 47_273,
-    files: 244,
+    lines: 50_755,
+    lines_of_tests: 47_377,
+    files: 245,
     pieces: 1,
     private_words: 7,
     private_imports: 31,
