@@ -107,7 +107,6 @@ class HalvesCache:
 
         As many of the last arguments as are ``of_workers`` are others on each worker.
         """
-        check_function(fn)
         options = checked_run_options(options)
         fn = without_jit(fn)
         with one_at_a_time:
@@ -124,6 +123,7 @@ class HalvesCache:
     def _built(
         self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, of_workers: int
     ) -> BoundHalves:
+        check_function(fn)
         name, binding = step_name(fn), Binding(fn, arguments)
         check_leaked_tracers(binding)
         contents = contents_of(binding.watch.containers)

@@ -36,9 +36,13 @@ class Part:
     """What it runs."""
     touched: tuple[int, ...]
     """The state of which it changes some rows alone."""
+    by_rows: bool
+    """Whether values may come without the zeros at their ends."""
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        return self._returned(self.jitted(state, [*map(filled, values, self.values)]))
+        if self.by_rows:
+            values = [*map(filled, values, self.values)]
+        return self._returned(self.jitted(state, values))
 
     def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
         """Returns the same in the memory of what is ``touched``, which nobody may read after it."""
@@ -56,9 +60,8 @@ class Part:
         return jax.jit(run, donate_argnums=0)
 
     def _returned(self, outs: list[jax.Array]) -> list[jax.Array]:
-        outs = outs[: len(self.returns)]
         # The same memory, without the mesh under which the step was traced: nothing else runs under it.
-        return [out.addressable_data(0) for out in outs]
+        return [out.addressable_data(0) for out in outs[: len(self.returns)]]
 
 
 Some = tuple[Any, Rows | Ids | None]
@@ -134,6 +137,7 @@ def build_part(
         returns=tuple(map(_like, outs)),
         jaxpr=whole,
         touched=tuple(i for i, (v, _) in enumerate(takes[0]) if v in given),
+        by_rows=bool(ids),
     )
 
 

@@ -138,8 +138,9 @@ class Coordinator:
         """How many servers are being replaced."""
         self._losses: Counter[tuple[int, int]] = Counter()
         """How often each server was lost at each version."""
-        lock = threading.RLock()
-        self._changed, self._awaited_changed = threading.Condition(lock), threading.Condition(lock)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._awaited_changed = threading.Condition(self._lock)
         """What workers wait for, and what users do."""
         self._awaited: list[Callable[[], bool]] = []
         self._numbers = itertools.count()
@@ -157,12 +158,12 @@ class Coordinator:
 
     def known(self, binding: Binding) -> Homes:
         """Returns the servers of the state that updates use."""
-        with self._changed:
+        with self._lock:
             return self._state.known(binding)
 
     def load(self, bound: BoundHalves) -> Program:
         """Loads the halves of a step into the servers."""
-        with self._changed:
+        with self._lock:
             return self._state.program(bound)
 
     def schedule(
@@ -173,7 +174,7 @@ class Coordinator:
         What the user has written into variables since the last closure goes to the servers, when those
         closures that are under way have ended.
         """
-        with self._changed:
+        with self._lock:
             self._raise_error()
             program = self._state.program(bound)
             if written := self._state.written(program):
@@ -198,7 +199,7 @@ class Coordinator:
             BaseException: the first error of a closure; those that waited then are cancelled.
         """
         check_not_on_worker()
-        with self._changed:
+        with self._lock:
             end = None if timeout is None else time.monotonic() + timeout
             while True:
                 left = None if end is None else end - time.monotonic()
@@ -217,7 +218,7 @@ class Coordinator:
         self.join()
         if self._recording is not None:
             raise ContextError("dj.testing.record: this strategy is being recorded already.")
-        with self._changed:
+        with self._lock:
             recording = self._recording = Recording(self._log.version)
             recording.write(self._log.version, self._state.seen)
             self._state.written_to = recording.write
@@ -238,7 +239,7 @@ class Coordinator:
 
         What the user has written since the last closure stays.
         """
-        with self._changed:
+        with self._lock:
             self._check_servers()
             while not self._has_written_back(variables):
                 self._wait_until(lambda: not self._lost_servers)
@@ -264,14 +265,14 @@ class Coordinator:
     def is_done(self) -> bool:
         """Returns whether all closures are over; raises as ``join``."""
         check_not_on_worker()
-        with self._changed:
+        with self._lock:
             self._raise_error()
             return self._is_settled()
 
     def result(self, closure: Closure) -> list[Any]:
         """Waits for what a worker handed over, or raises its error."""
         check_not_on_worker()
-        with self._changed:
+        with self._lock:
             self._wait_until(lambda: closure.is_over)
             if closure.error is not None:
                 raise closure.error
@@ -286,11 +287,13 @@ class Coordinator:
     @property
     def stats(self) -> Stats:
         """What has been applied so far."""
-        with self._changed:
+        with self._lock:
             return Stats(self._log.version, dict(self._staleness), tuple(self._applied))
 
     def _wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits, so that an interrupt is noticed, and returns whether it came in time."""
+        if is_so():
+            return True
         end = None if timeout is None else time.monotonic() + timeout
         self._awaited.append(is_so)
         try:
@@ -326,7 +329,7 @@ class Coordinator:
 
     def take(self, worker: int) -> Work | None:
         """Waits for work, of which the servers have set aside the state; None when there will be no more."""
-        with self._changed:
+        with self._lock:
             while not self._stopped and worker < self.workers:
                 can_begin = not self._lost_servers
                 if can_begin and (attempt := self._log.admit(worker)) is not None:
@@ -339,7 +342,7 @@ class Coordinator:
     def hand_over(self, work: Work, results: list[Any]) -> None:
         """Applies what a worker has staged, in the order of the log."""
         attempt, returned = work.attempt, work.closure.returned
-        with self._changed:
+        with self._lock:
             returned[attempt.number] = results
             if (update := self._log.finish(attempt)) is None:
                 return
@@ -370,7 +373,7 @@ class Coordinator:
 
     def lose_server(self, number: int) -> None:
         """Lets no run begin until the servers have gone back."""
-        with self._changed:
+        with self._lock:
             self._lost_servers += 1
             self._losses[number, self._log.version] += 1
             if self._losses[number, self._log.version] >= _MOST_LOSSES:
@@ -379,7 +382,7 @@ class Coordinator:
 
     def go_back(self) -> None:
         """Lets all servers, of which one is another process now, go back to what was kept of them."""
-        with self._changed:
+        with self._lock:
             version = self._state.saved.version if self._state.saved else 0
             if self._recording is not None:
                 del self._recording.updates[version - self._recording.first :]
@@ -395,7 +398,7 @@ class Coordinator:
 
     def give_up(self, worker: int) -> None:
         """Lets another worker run what one was running."""
-        with self._changed:
+        with self._lock:
             for attempt in self._log.give_up(worker):
                 for store in self._stores:
                     store.drop(attempt.number)
@@ -412,7 +415,7 @@ class Coordinator:
 
     def fail(self, work: Work, error: BaseException) -> None:
         """Notes that a closure cannot be run; those that wait are cancelled."""
-        with self._changed:
+        with self._lock:
             if work.closure.number not in self._closures:  # another share of it failed
                 return
             self._log.cancel(work.closure.number)
@@ -423,7 +426,7 @@ class Coordinator:
 
     def fail_for_good(self, error: BaseException) -> None:
         """Notes why the servers have no state to go on with."""
-        with self._changed:
+        with self._lock:
             self._lost = self._lost or error
             self._stopped = True
             self._tell()
@@ -436,14 +439,14 @@ class Coordinator:
 
     def resize(self, workers: int) -> None:
         """Sets the number of workers; one that is not among them takes no more work."""
-        with self._changed:
+        with self._lock:
             self.workers = workers
             self._applied += [0] * (workers - len(self._applied))
             self._tell()
 
     def stop(self) -> None:
         """Lets the workers end."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._tell()
 

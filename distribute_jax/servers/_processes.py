@@ -208,7 +208,7 @@ class _Worker:
             self._link()
             if program.name not in self._loaded:
                 halves = program.bound.halves
-                facts = [program.name, program.takes, halves.results_at]
+                facts = [program.name, program.worker.takes, halves.results_at]
                 facts += [] if halves.lookups is None else [halves.lookups[1:]]
                 parts = [np.frombuffer(data, np.uint8) for data in _exported(halves)]
                 control.send(Message("load", facts, parts))

@@ -13,7 +13,7 @@ from distribute_jax.servers._coordinator import Recording
 from distribute_jax.servers._log import Attempt
 from distribute_jax.servers._state import Program, State
 from distribute_jax.servers._store import Store
-from distribute_jax.servers._threads import StoreHere, worker_program
+from distribute_jax.servers._threads import StoreHere
 from distribute_jax.servers._worker import Order, run
 
 
@@ -60,7 +60,7 @@ class _Again:
     def results(self, n: int) -> list[Any]:
         """Does an update, and returns the results of its closure."""
         update, closure, _ = self._recording.updates[n]
-        half, shares = worker_program(closure.program), []
+        half, shares = closure.program.worker, []
         for run_ in update.attempts:
             order, data = self._orders.pop(run_.number), closure.data_of(run_.worker, run_.share)
             shares.append(run(half, order, data, self._links, self._devices))

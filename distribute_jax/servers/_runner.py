@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -186,13 +186,11 @@ class ServersRunner(Runner):
             of_workers = functools.partial(_of_worker, given, now, self.coordinator.workers)
             leaves, inputs = jax.tree.flatten(of_workers(0, peek=True))
             _check_arrays(leaves)
-            leaves.append(_first_worker())
-            step = _Closure(fn, list(map(_kind, given)), tree, inputs, taken)
-            shapes = [_type(x) for x in leaves]
+            shapes = [*map(_type, leaves)]
+            step = _Closure(fn, [*map(_kind, given)], tree, inputs, taken)
+            every = (*plain, *leaves, _first_worker())
             try:
-                bound, arguments = self._halves.bound(
-                    step, (*plain, *leaves), {}, None, len(shapes)
-                )
+                bound, arguments = self._halves.bound(step, every, {}, None, len(leaves) + 1)
                 break
             except MoreElementsError:
                 if max(taken) > _MOST_ELEMENTS:
@@ -202,15 +200,15 @@ class ServersRunner(Runner):
             bound.rows = self._checked_rows(Request(step, arguments, UNVERIFIED), bound)
         fixed = bound.halves.data(bound.binding, arguments)
         shares = self._shares  # what workers hold must not hold the strategy
-        first = len(fixed) - len(shapes) - (arguments.counts is not None)
+        end = len(fixed) - (arguments.counts is not None)
+        first = end - len(shapes) - 1
 
         def data(worker: int, share: int) -> list[Any]:
-            leaves = [*jax.tree.leaves(of_workers(worker)), np.int32(worker)]
-            if [_type(x) for x in leaves] != shapes:
-                raise ArgumentError(
-                    _OTHER_SHAPE.format(worker=worker, got=_shown(leaves), wanted=_shown(inputs))
-                )
-            given = [*fixed[:first], *leaves, *fixed[first + len(leaves) :]]
+            leaves = jax.tree.leaves(of_workers(worker)) if shapes else []
+            if [*map(_type, leaves)] != shapes:
+                got, wanted = _shown(map(_type, leaves)), _shown(shapes)
+                raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=got, wanted=wanted))
+            given = [*fixed[:first], *leaves, np.int32(worker), *fixed[end:]]
             return of_replica(given, share, shares)
 
         return bound, data, arguments.counts
@@ -296,9 +294,8 @@ def _type(value: Any) -> tuple[Any, ...]:
     return np.shape(value), getattr(value, "dtype", type(value))
 
 
-def _shown(values: Any) -> str:
-    """Returns the shapes and dtypes of a worker's elements, without the worker's number."""
-    return ", ".join(leaf_text(x) for x in jax.tree.leaves(values)[:-1])
+def _shown(types: Iterable[Any]) -> str:
+    return ", ".join(leaf_text(jax.ShapeDtypeStruct(*of)) for of in types)
 
 
 def _check_arrays(leaves: Sequence[Any]) -> None:

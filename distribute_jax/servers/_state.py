@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves, places
 from distribute_jax.program._rows import Rows, joined
 from distribute_jax.servers._store import Key, ServerProgram, Snapshot, Store
+from distribute_jax.servers._worker import WorkerProgram
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,15 +33,17 @@ class Program:
     keys: tuple[Key, ...]
     """Of each leaf of state, in the order of the halves."""
 
-    @property
+    @functools.cached_property
     def writes(self) -> bool:
         """Whether it changes state."""
         return any(half.writes for half in self.bound.halves.servers)
 
-    @property
-    def takes(self) -> Sequence[Sequence[int]]:
-        """For each server, what of what is handed over it is sent; empty where no state is written."""
-        return [half.takes for half in self.bound.halves.servers] if self.writes else []
+    @functools.cached_property
+    def worker(self) -> WorkerProgram:
+        """The worker's half."""
+        halves = self.bound.halves
+        takes = [half.takes for half in halves.servers] if self.writes else []
+        return WorkerProgram(self.name, halves.worker, takes, halves.results_at, halves.lookups)
 
 
 class State:
@@ -67,6 +71,8 @@ class State:
         self._seen: dict[Key, Any] = {}
         """What the variables held when they and the servers were last equal."""
         self._programs: dict[int, Program] = {}
+        self._reads: dict[Program, tuple[Any, Any, list[list[Key]]]] = {}
+        """What each program reads, where and of which servers; until arrays move."""
         self.saved = Snapshot(0, {}) if may_go_back else None
         """What the servers had at the version that they go back to; None where they never do."""
         self.written_to: Callable[[int, dict[Key, Any]], None] | None = None
@@ -145,6 +151,7 @@ class State:
             raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(lines)))
         self._changing = changing
         self._used.update(homes)
+        self._reads.clear()
         for key, there in homes.items():
             if (old := self._homes.get(key, there)) != there and key in self._seen:
                 value = self.pull([key])[key]
@@ -191,15 +198,20 @@ class State:
         self, program: Program, run: int
     ) -> tuple[list[list[int]], list[list[Rows | None]]]:
         """Lets the servers set aside what a run reads; returns which arrays each has, and rows of them."""
-        places: list[list[int]] = [[] for _ in self._stores]
-        rows: list[list[Rows | None]] = [[] for _ in self._stores]
-        for i, k in enumerate(program.bound.halves.pulls):
-            for home in self._sources(program.keys[k]):
-                places[home].append(i)
-                rows[home].append(self._homes[program.keys[k]][home])
-        for store, at in zip(self._stores, places, strict=True):
-            if at:
-                store.prepare(run, [program.keys[program.bound.halves.pulls[i]] for i in at])
+        if program not in self._reads:
+            places: list[list[int]] = [[] for _ in self._stores]
+            rows: list[list[Rows | None]] = [[] for _ in self._stores]
+            keys: list[list[Key]] = [[] for _ in self._stores]
+            for i, k in enumerate(program.bound.halves.pulls):
+                for home in self._sources(program.keys[k]):
+                    places[home].append(i)
+                    keys[home].append(program.keys[k])
+                    rows[home].append(self._homes[program.keys[k]][home])
+            self._reads[program] = places, rows, keys
+        places, rows, keys = self._reads[program]
+        for store, of_store in zip(self._stores, keys, strict=True):
+            if of_store:
+                store.prepare(run, of_store)
         return places, rows
 
     def save(self, version: int) -> None:
@@ -267,6 +279,7 @@ class State:
             return
         for i in dead:
             del self._programs[i]
+        self._reads.clear()
         live = {key for program in self._programs.values() for key in program.keys}
         self._keys = {place: key for place, key in self._keys.items() if key in live}
         of_live = {number for number, _ in self._keys}

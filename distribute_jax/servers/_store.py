@@ -58,7 +58,8 @@ class Store:
         self._prepared: dict[int, tuple[list[Key], list[Any]]] = {}
         self._own: set[Key] = set()
         """The arrays that nobody else has, so that some of their rows can be changed in place."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def staged(self) -> int:
@@ -71,13 +72,13 @@ class Store:
 
     def stage(self, epoch: int, run: int, program: str, sent: list[Any]) -> None:
         """Keeps what a worker computed until its number is known."""
-        with self._changed:
+        with self._lock:
             if epoch == self.epoch and run >= self._oldest:
                 self._staged[run] = _Run(program, sent)
 
     def prepare(self, run: int, keys: Iterable[Key]) -> None:
         """Sets aside the arrays that a run reads, as they are between the updates before and after."""
-        with self._changed:
+        with self._lock:
             keys = list(keys)
             self._prepared[run] = keys, [self.state[key] for key in keys]
             self._changed.notify_all()
@@ -89,8 +90,9 @@ class Store:
 
         Of the arrays ``at`` some places it returns ``rows``, by their numbers.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: epoch != self.epoch or run in self._prepared)
+        with self._lock:
+            while epoch == self.epoch and run not in self._prepared:
+                self._changed.wait()
             if epoch != self.epoch:
                 return None
             keys, values = self._prepared.pop(run)
@@ -109,7 +111,7 @@ class Store:
             oldest: the first run that was under way when the update got its number. Earlier ones that were
                 staged for no update were given up.
         """
-        with self._changed:
+        with self._lock:
             if epoch == self.epoch and number >= self.version:
                 self._waiting[number] = runs, oldest
             while self.version in self._waiting:
@@ -125,9 +127,10 @@ class Store:
             sent = list(map(program.add, sent, other.sent))
         apply: Any = program.apply
         touched = {program.reads[i] for i in getattr(apply, "touched", ())}
-        held = {id(x) for _, values in self._prepared.values() for x in values}
-        if touched and touched <= self._own and held.isdisjoint(id(self.state[k]) for k in touched):
-            apply = apply.in_place
+        if touched and touched <= self._own:
+            held = {id(x) for _, values in self._prepared.values() for x in values}
+            if held.isdisjoint(id(self.state[k]) for k in touched):
+                apply = apply.in_place
         new = apply([self.state[key] for key in program.reads], sent)
         self._own = self._own.difference(program.writes) | touched
         self.state.update(zip(program.writes, new, strict=True))
@@ -151,7 +154,7 @@ class Store:
 
     def restore(self, epoch: int, snapshot: Snapshot) -> None:
         """Goes back to a snapshot; what was staged since is void."""
-        with self._changed:
+        with self._lock:
             self.version, self.state = snapshot.version, dict(snapshot.state)
             self.epoch, self._oldest = epoch, 0
             self._staged, self._waiting, self._prepared, self._own = {}, {}, {}, set()
@@ -159,7 +162,7 @@ class Store:
 
     def drop(self, run: int) -> None:
         """Drops what is kept for a run that was given up."""
-        with self._changed:
+        with self._lock:
             self._prepared.pop(run, None)
             self._staged.pop(run, None)
 

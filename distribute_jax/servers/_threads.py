@@ -10,9 +10,8 @@ import jax
 
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._engine import Engine
-from distribute_jax.servers._state import Program
 from distribute_jax.servers._store import Store
-from distribute_jax.servers._worker import WorkerProgram, run
+from distribute_jax.servers._worker import run
 
 
 def threads(
@@ -43,16 +42,7 @@ class _Thread:
         self._links, self._devices = links, devices
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
-        return run(
-            worker_program(work.closure.program), work.order, data, self._links, self._devices
-        )
+        return run(work.closure.program.worker, work.order, data, self._links, self._devices)
 
     def stop(self) -> None:
         pass
-
-
-def worker_program(program: Program) -> WorkerProgram:
-    """Returns the worker's half of a step."""
-    halves = program.bound.halves
-    facts = program.takes, halves.results_at, halves.lookups
-    return WorkerProgram(program.name, halves.worker, *facts)

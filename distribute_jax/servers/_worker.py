@@ -90,8 +90,13 @@ def run(
             for x, j in zip(pulled, program.lookups.pulls, strict=True)
         ]
         data = [*data, *(_filled(x + 1, n) for x, n in zip(ids, most, strict=True))]
-    handed = program.compute(_on(here, pulled), _on(here, data))
-    handed = jax.block_until_ready(_on(there, handed))
+    if here != there:
+        pulled = jax.device_put(pulled, here)
+    handed = program.compute(pulled, _on(here, data))
+    if here != there:
+        handed = jax.device_put(handed, there)
+    for array in handed:
+        array.block_until_ready()
     staged = [
         link.ask("stage", order.epoch, order.run, program.name, _sent(program, server, handed, ids))
         for server, link in enumerate(links[: len(program.takes)])
@@ -104,7 +109,7 @@ def run(
 def _on(device: jax.Device, values: Sequence[Any]) -> list[Any]:
     """Returns arrays of a device; numbers of the host go where the arrays beside them are."""
     return [
-        jax.device_put(x, device) if isinstance(x, jax.Array) and x.device != device else x
+        jax.device_put(x, device) if isinstance(x, jax.Array) and x.devices() != {device} else x
         for x in values
     ]
 
