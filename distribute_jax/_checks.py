@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import NoneType, UnionType
+from types import FunctionType, NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
@@ -153,14 +153,15 @@ def checked(function: _F) -> _F:
     code, known = inner.__code__, []
     for place, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
         if types := _types(inner.__annotations__.get(name), inner.__globals__):
-            known.append((place if place < code.co_argcount else 1 << 16, name, types))
+            quick = (*types, *map(_OF_MOST.get, types))
+            known.append((place if place < code.co_argcount else 1 << 16, name, types, quick))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            for place, name, types in known:
+            for place, name, types, quick in known:
                 value = args[place] if place < len(args) else kwargs.get(name, _LEFT_OUT)
-                if type(value) in types or value is _LEFT_OUT or _is_one(value, types):
+                if type(value) in quick or value is _LEFT_OUT or _is_one(value, types):
                     continue
                 wanted = " or ".join(dict.fromkeys(map(_words, types)))
                 refuse(f"{_called(inner, args)}: {name}", wanted, value, error=ArgumentTypeError)
@@ -176,6 +177,8 @@ def checked(function: _F) -> _F:
 _checked: dict[Any, Any] = {}
 """What became of each function, which may be a method of one class and a function of a module."""
 _LEFT_OUT = object()
+_OF_MOST: dict[Any, Any] = {Callable: FunctionType}
+"""The type that most values have of those that are allowed."""
 
 
 _WITH_HINTS = ("Model.predict", "Strategy.run", "Strategy.run_steps")

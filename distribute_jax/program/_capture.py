@@ -197,7 +197,7 @@ def _collect(fn: Any, captured: Captures) -> None:
             captured.add(value, name, ItemPath(fn.keywords, name))
         _collect(fn.func, captured)
     elif (inner := getattr(fn, "__wrapped__", None)) is not None:
-        captured.key.append(type(fn))
+        captured.key.append(getattr(fn, "__captures_key__", type(fn)))
         _collect(inner, captured)
     else:
         _collect_callable_object(fn, captured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -52,7 +53,10 @@ class BoundHalves:
 
     def fits(self) -> bool:
         """Returns whether what the variables hold now is of the shapes and dtypes that it was traced with."""
-        before, now = self.leaves, jax.tree.leaves(read_raw(self.binding.variables))
+        raws = read_raw(self.binding.variables)
+        if len(raws) == len(self.leaves) and all(map(operator.is_, raws, self.leaves)):
+            return True  # arrays, and the same ones
+        before, now = self.leaves, jax.tree.leaves(raws)
         if len(before) != len(now) or any(
             x is not y and (x.shape, x.dtype) != (y.shape, y.dtype)
             for x, y in zip(before, now, strict=True)

@@ -177,8 +177,8 @@ class ServersRunner(Runner):
         self, fn: Callable[..., Any], given: list[Any], tree: Any
     ) -> tuple[BoundHalves, Data, tuple[int, ...] | None]:
         """Returns the halves of a scheduled function, the data of a worker, and how many rows are real."""
-        key = getattr(fn, "__code__", type(fn))
-        plain = [x for x in given if not is_of_workers(x)]
+        key, kinds = getattr(fn, "__code__", type(fn)), [*map(_kind, given)]
+        plain = [x for x, kind in zip(given, kinds, strict=True) if kind == "plain"]
         taken = self._taken.get(key, [])
         taken = [*taken, *[0] * (len(given) - len(taken))][: len(given)]
         while True:
@@ -187,7 +187,7 @@ class ServersRunner(Runner):
             leaves, inputs = jax.tree.flatten(of_workers(0, peek=True))
             _check_arrays(leaves)
             shapes = [*map(_type, leaves)]
-            step = _Closure(fn, [*map(_kind, given)], tree, inputs, taken)
+            step = _Closure(fn, kinds, tree, inputs, taken)
             every = (*plain, *leaves, _first_worker())
             try:
                 bound, arguments = self._halves.bound(step, every, {}, None, len(leaves) + 1)
@@ -204,8 +204,9 @@ class ServersRunner(Runner):
         first = end - len(shapes) - 1
 
         def data(worker: int, share: int) -> list[Any]:
-            leaves = jax.tree.leaves(of_workers(worker)) if shapes else []
-            if [*map(_type, leaves)] != shapes:
+            found: Any = jax.tree.flatten(of_workers(worker)) if shapes else ([], inputs)
+            leaves, structure = found
+            if structure != inputs or [*map(_type, leaves)] != shapes:
                 got, wanted = _shown(map(_type, leaves)), _shown(shapes)
                 raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=got, wanted=wanted))
             given = [*fixed[:first], *leaves, np.int32(worker), *fixed[end:]]
@@ -239,6 +240,7 @@ class _Closure:
         """Traces a function that takes so many elements of its iterators; ``taken`` is corrected."""
         self.__wrapped__, self.__qualname__ = fn, step_name(fn)
         self._kinds, self._tree, self._inputs, self._taken = kinds, tree, inputs, taken
+        self.__captures_key__ = _Closure, tree, inputs, *kinds
 
     def __call__(self, *flat: Any) -> Any:
         """Runs the function where ``strategy.run`` is a part of it."""

@@ -76,13 +76,9 @@ def run(
             read.append(at)
             answers.append(link.ask("fetch", order.epoch, order.run, asked, numbers))
     arrays = [answer() for answer in answers]
-    if any(of is None for of in arrays):
+    if None in arrays:
         raise RunIsVoid
-    parts: dict[int, list[Any]] = {}
-    for at, of in zip(read, arrays, strict=True):
-        for i, value in zip(at, of, strict=True):
-            parts.setdefault(i, []).append(value)
-    pulled = [joined(parts[i]) for i in range(len(parts))]
+    pulled = arrays[0] if len(arrays) == 1 else _joined(read, arrays)
     if program.lookups is not None:
         most = [of.number for of in program.lookups.lookups]
         pulled = [
@@ -90,11 +86,8 @@ def run(
             for x, j in zip(pulled, program.lookups.pulls, strict=True)
         ]
         data = [*data, *(_filled(x + 1, n) for x, n in zip(ids, most, strict=True))]
-    if here != there:
-        pulled = jax.device_put(pulled, here)
-    handed = program.compute(pulled, _on(here, data))
-    if here != there:
-        handed = jax.device_put(handed, there)
+    handed = program.compute(_moved(pulled, there, here), _on(here, data))
+    handed = _moved(handed, here, there)
     for array in handed:
         array.block_until_ready()
     staged = [
@@ -106,10 +99,24 @@ def run(
     return [handed[i] for i in program.results_at]
 
 
+def _joined(read: list[Sequence[int]], arrays: list[Any]) -> list[Any]:
+    """Returns arrays of the parts that the servers have."""
+    parts: dict[int, list[Any]] = {}
+    for at, of in zip(read, arrays, strict=True):
+        for i, value in zip(at, of, strict=True):
+            parts.setdefault(i, []).append(value)
+    return [joined(parts[i]) for i in range(len(parts))]
+
+
+def _moved(values: list[Any], old: jax.Device, new: jax.Device) -> list[Any]:
+    moved: list[Any] = values if old == new else jax.device_put(values, new)
+    return moved
+
+
 def _on(device: jax.Device, values: Sequence[Any]) -> list[Any]:
     """Returns arrays of a device; numbers of the host go where the arrays beside them are."""
     return [
-        jax.device_put(x, device) if isinstance(x, jax.Array) and x.devices() != {device} else x
+        jax.device_put(x, device) if hasattr(x, "devices") and x.devices() != {device} else x
         for x in values
     ]
 

@@ -341,7 +341,8 @@ def test_other_shapes_of_a_dataset_are_refused_by_name() -> None:
     iterator = iter(coordinator.create_per_worker_dataset(lambda: data))
     for _ in range(2):
         coordinator.schedule(lambda i: next(i).sum(), args=(iterator,))
-    with pytest.raises(ValueError, match="of worker 0 has elements of another shape"):
+    text = r"of worker 0 has elements of another .* float32\[3\], where float32\[2\] were expected"
+    with pytest.raises(ValueError, match=text):
         coordinator.join(SECONDS)
 
 
@@ -554,6 +555,16 @@ def test_arrays_among_the_arguments_are_as_when_scheduled() -> None:
         host[:] = i
         values.append(coordinator.schedule(jnp.sum, args=(host,)))
     assert coordinator.fetch(values) == [3 * i for i in range(20)]
+
+
+def test_the_same_leaves_in_another_structure_are_other_arguments() -> None:
+    """Keywords in another order than the parameters, a tuple in another place."""
+    _, coordinator = of_servers()
+    minus, first = lambda b, a: b - a, lambda x, y: jnp.ones(()) * len(jax.tree.leaves(x))
+    calls = [{"args": (1.0, 2.0)}, {"kwargs": {"b": 1.0, "a": 2.0}}]
+    assert [coordinator.schedule(minus, **call).fetch() for call in calls] == [-1, -1]
+    calls = [{"args": ((1.0, 2.0), 3.0)}, {"args": (1.0, (2.0, 3.0))}]
+    assert [coordinator.schedule(first, **call).fetch() for call in calls] == [2, 1]
 
 
 def test_wrong_arguments_are_named() -> None:
