@@ -12,7 +12,12 @@ from distribute_jax.training.callbacks._debug import (
     ReplaySteps,
     TerminateOnNaN,
 )
-from distribute_jax.training.callbacks._loggers import CSVLogger, TensorBoard
+from distribute_jax.training.callbacks._loggers import (
+    CSVLogger,
+    MLflowLogger,
+    TensorBoard,
+    WandbLogger,
+)
 from distribute_jax.training.callbacks._monitor import (
     EarlyStopping,
     LearningRateScheduler,
@@ -30,6 +35,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateScheduler",
     "LossSpike",
+    "MLflowLogger",
     "ModelCheckpoint",
     "ProfilerCallback",
     "ReduceLROnPlateau",
@@ -37,6 +43,7 @@ __all__ = [
     "SwapEMAWeights",
     "TensorBoard",
     "TerminateOnNaN",
+    "WandbLogger",
 ]
 
 publish(globals(), __all__, __name__)

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_786,
-    lines_of_tests: 47_388,
+    lines: 50_968,
+    lines_of_tests: 47_452,
     files: 245,
     pieces: 1,
     private_words: 7,

@@ -1,4 +1,4 @@
-"""Callbacks that write logs: ``CSVLogger`` and ``TensorBoard``."""
+"""Callbacks that write logs: ``CSVLogger``, ``TensorBoard``, ``WandbLogger`` and ``MLflowLogger``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import csv
 import os
 import time
 import warnings
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +19,7 @@ import numpy as np
 from distribute_jax import summary
 from distribute_jax._absent import answering_keywords
 from distribute_jax._checks import check_choice, refuse
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, MissingPackageError
 from distribute_jax._mesh import on_host
 from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot
@@ -30,6 +32,7 @@ class _Logger(Callback):
     """Writes while the disk takes it."""
 
     _is_full = False
+    _refusals: type[Exception] = OSError
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._is_full = False
@@ -39,7 +42,7 @@ class _Logger(Callback):
         """Around what writes: a disk that refuses ends the log, with a warning, and not the training."""
         try:
             yield
-        except OSError as error:
+        except self._refusals as error:
             self._is_full = True
             warnings.warn(
                 f"{type(self).__name__} cannot write any more ({error}); the training goes on without it.",
@@ -117,7 +120,77 @@ WAITING = 32
 """How many snapshots of batches may be unread."""
 
 
-class TensorBoard(_Logger):
+class _BatchLogger(_Logger):
+    """Writes numbers of batches too, when the devices have computed them: the loop does not wait."""
+
+    reads_late = True
+
+    def __init__(self, update_freq: str | int) -> None:
+        super().__init__()
+        if isinstance(update_freq, str):
+            check_choice(
+                "update_freq, if not a number of batches,", update_freq, ("epoch", "batch")
+            )
+        self._schedule = SaveSchedule(1 if update_freq == "batch" else update_freq)
+        self._waiting: deque[tuple[int, Snapshot]] = deque()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._schedule.start()
+        self._step = int(np.asarray(self.model.optimizer.step[...]))
+        self._waiting.clear()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._step += batch + 1 - self._batches
+        self._batches = batch + 1
+        if due := self._schedule.batch_is_due(batch):
+            self._waiting.append((self._step, Snapshot(self.model.trainer.tracked("train"))))
+        self._write_batches(at_most=WAITING)
+        if due:
+            self._on_due()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._schedule.resume_at(0)
+        self._write_batches(at_most=0)
+        self._write_epoch(epoch, {**self._learning_rate(), **(logs or {})})
+
+    def _release(self) -> None:
+        self._waiting.clear()
+
+    def _write_batches(self, at_most: int) -> None:
+        while self._waiting and (len(self._waiting) > at_most or self._waiting[0][1].is_ready):
+            step, report = self._waiting.popleft()
+            named = {f"batch_{name}": value for name, value in report.logs().items()}
+            self._write("train", named, step)
+
+    def _write(self, run: str, numbers: dict[str, Any], step: int) -> None:
+        scalars = {name: float(value) for name, value in numbers.items() if not np.ndim(value)}
+        if scalars and not self._is_full:
+            with self._writing():
+                self._write_scalars(run, scalars, step)
+
+    def _learning_rate(self) -> dict[str, float]:
+        try:
+            return {"learning_rate": self.model.learning_rate}
+        except ArgumentError:  # the rate is not part of the state
+            return {}
+
+    def _on_due(self) -> None:
+        """Called after a batch whose numbers are written."""
+
+    @abstractmethod
+    def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Writes the numbers of an epoch."""
+
+    @abstractmethod
+    def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
+        """Writes numbers of training or validation at a step."""
+
+
+class TensorBoard(_BatchLogger):
     """Writes event files for TensorBoard, on the chief only.
 
     Training goes to ``log_dir/train``, validation to ``log_dir/validation``, with Keras's tags:
@@ -137,8 +210,6 @@ class TensorBoard(_Logger):
     Source: https://keras.io/api/callbacks/tensorboard/
     """
 
-    reads_late = True
-
     @answering_keywords("dj.callbacks.TensorBoard")
     def __init__(
         self,
@@ -148,35 +219,17 @@ class TensorBoard(_Logger):
         write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
     ) -> None:
-        super().__init__()
-        if isinstance(update_freq, str):
-            check_choice(
-                "update_freq, if not a number of batches,", update_freq, ("epoch", "batch")
-            )
+        super().__init__(update_freq)
         self.log_dir, self.histogram_freq = Path(log_dir), histogram_freq
         self.write_steps_per_second = write_steps_per_second
-        self._schedule = SaveSchedule(1 if update_freq == "batch" else update_freq)
         self._writers: dict[str, summary.SummaryWriter] = {}
-        self._waiting: deque[tuple[int, Snapshot]] = deque()
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        super().on_train_begin(logs)
-        self._schedule.start()
-        self._step = int(np.asarray(self.model.optimizer.step[...]))
-        self._waiting.clear()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
         self._since, self._first = time.perf_counter(), self._step
-        self._batches = 0
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._step += batch + 1 - self._batches
-        self._batches = batch + 1
-        due = self._schedule.batch_is_due(batch)
-        if due:
-            self._waiting.append((self._step, Snapshot(self.model.trainer.tracked("train"))))
-        self._write_batches(at_most=WAITING)
-        if due and self.write_steps_per_second:
+    def _on_due(self) -> None:
+        if self.write_steps_per_second:
             self._write("train", {"batch_steps_per_second": self._speed()}, self._step)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -184,14 +237,11 @@ class TensorBoard(_Logger):
         named = {f"evaluation_{name}_vs_iterations": value for name, value in (logs or {}).items()}
         self._write("validation", named, step)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._schedule.resume_at(0)
-        self._write_batches(at_most=0)
-        logs = logs or {}
+    def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         train = {f"epoch_{k}": v for k, v in logs.items() if not k.startswith("val_")}
         if self.write_steps_per_second:
             train["epoch_steps_per_second"] = self._speed()
-        self._write("train", {**self._learning_rate(), **train}, epoch)
+        self._write("train", train, epoch)
         held_out = {f"epoch_{k[4:]}": v for k, v in logs.items() if k.startswith("val_")}
         self._write("validation", held_out, epoch)
         if self._is_full:
@@ -203,24 +253,16 @@ class TensorBoard(_Logger):
                 writer.flush()
 
     def _release(self) -> None:
+        super()._release()
         for writer in self._writers.values():
             with suppress(OSError):
                 writer.close()
         self._writers.clear()
-        self._waiting.clear()
 
-    def _write_batches(self, at_most: int) -> None:
-        while self._waiting and (len(self._waiting) > at_most or self._waiting[0][1].is_ready):
-            step, report = self._waiting.popleft()
-            named = {f"batch_{name}": value for name, value in report.logs().items()}
-            self._write("train", named, step)
-
-    def _write(self, run: str, numbers: dict[str, Any], step: int) -> None:
-        scalars = {name: value for name, value in numbers.items() if not np.ndim(value)}
-        if scalars and not self._is_full:
-            with self._writing(), self._writer(run).as_default(step):
-                for name, value in scalars.items():
-                    summary.scalar(name, value)
+    def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
+        with self._writer(run).as_default(step):
+            for name, value in scalars.items():
+                summary.scalar(name, value)
 
     def _write_weights(self, epoch: int) -> None:
         with self._writer("train").as_default(epoch):
@@ -235,8 +277,141 @@ class TensorBoard(_Logger):
     def _speed(self) -> float:
         return (self._step - self._first) / max(time.perf_counter() - self._since, 1e-9)
 
-    def _learning_rate(self) -> dict[str, float]:
+
+class _RunLogger(_BatchLogger):
+    """Logs to the active run of a service, or to a new one, on the chief only."""
+
+    _refusals = Exception  # of the network, and the service's
+    _package = ""
+
+    def __init__(self, update_freq: str | int, settings: dict[str, Any]) -> None:
+        super().__init__(update_freq)
+        self._settings, self._is_ours = settings, False
+        self._run: Any = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if not is_chief():
+            return
         try:
-            return {"epoch_learning_rate": self.model.learning_rate}
-        except ArgumentError:  # the rate is not part of the state
-            return {}
+            service = import_module(self._package)
+        except ImportError as error:
+            raise MissingPackageError(
+                f"dj.callbacks.{type(self).__name__} needs {self._package}, which is not installed: "
+                f"pip install 'distribute-jax[{self._package}]'."
+            ) from error
+        self._run = self._active(service)
+        self._is_ours = self._run is None
+        if self._is_ours:
+            self._run = self._begin(service)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._end(code=0)
+
+    def _release(self) -> None:
+        super()._release()
+        self._end(code=1)
+
+    def _end(self, code: int) -> None:
+        if self._is_ours:
+            with suppress(Exception):  # of which _writing has warned
+                self._finish(code)
+        self._run, self._is_ours = None, False
+
+    def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._write("", {"epoch": epoch, **logs}, self._step)
+
+    def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
+        if self._run is not None:
+            self._log(scalars, step)
+
+    @abstractmethod
+    def _active(self, service: Any) -> Any:
+        """Returns the run that the program has begun; None if there is none."""
+
+    @abstractmethod
+    def _begin(self, service: Any) -> Any:
+        """Begins a run."""
+
+    @abstractmethod
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        """Logs numbers."""
+
+    @abstractmethod
+    def _finish(self, code: int) -> None:
+        """Ends a run, as one that failed if the code is not 0."""
+
+
+class WandbLogger(_RunLogger):
+    """Logs to Weights & Biases, on the chief only: to ``wandb.run``, or to a run that ends with ``fit``.
+
+    An epoch logs ``loss``, ``val_loss`` and the like, ``epoch`` and ``learning_rate``, a batch
+    ``batch_loss``, each at the training step. The loop does not wait for the numbers. A service that
+    cannot be reached any more ends the log, with a warning, and not the training.
+
+    Args:
+        update_freq: ``"epoch"``, ``"batch"``, or after how many batches numbers are logged too.
+        **settings: arguments of ``wandb.init``, such as ``project`` and ``config``.
+
+    Raises:
+        MissingPackageError: in ``fit``: wandb is not installed.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> logger = dj.callbacks.WandbLogger(update_freq=50, project="digits", config={"width": 64})
+        >>> # model.fit(x, y, callbacks=[logger])
+    """
+
+    _package = "wandb"
+
+    def __init__(self, update_freq: str | int = "epoch", **settings: Any) -> None:
+        super().__init__(update_freq, settings)
+
+    def _active(self, service: Any) -> Any:
+        return service.run
+
+    def _begin(self, service: Any) -> Any:
+        return service.init(**self._settings)
+
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        self._run.log(scalars, step=step)
+
+    def _finish(self, code: int) -> None:
+        self._run.finish(exit_code=code)
+
+
+class MLflowLogger(_RunLogger):
+    """Logs to MLflow, on the chief only: to the active run, or to one that ends with ``fit``.
+
+    The names are those of ``WandbLogger``. ``mlflow.set_tracking_uri`` or the environment says where.
+
+    Args:
+        update_freq: ``"epoch"``, ``"batch"``, or after how many batches numbers are logged too.
+        **settings: arguments of ``mlflow.start_run``, such as ``run_name`` and ``experiment_id``.
+
+    Raises:
+        MissingPackageError: in ``fit``: mlflow is not installed.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> logger = dj.callbacks.MLflowLogger(update_freq=50, run_name="digits")
+        >>> # model.fit(x, y, callbacks=[logger])
+    """
+
+    _package = "mlflow"
+
+    def __init__(self, update_freq: str | int = "epoch", **settings: Any) -> None:
+        super().__init__(update_freq, settings)
+
+    def _active(self, service: Any) -> Any:
+        return service if service.active_run() else None
+
+    def _begin(self, service: Any) -> Any:
+        service.start_run(**self._settings)
+        return service
+
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        self._run.log_metrics(scalars, step=step)
+
+    def _finish(self, code: int) -> None:
+        self._run.end_run("FAILED" if code else "FINISHED")

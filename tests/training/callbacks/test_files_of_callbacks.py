@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,15 +56,78 @@ def test_only_the_first_process_writes(
     """In the others the callbacks do nothing."""
     logger = dj.callbacks.CSVLogger(tmp_path / "log.csv")
     board = dj.callbacks.TensorBoard(tmp_path / "logs")
-    for callback in (logger, board):
+    wandb = dj.callbacks.WandbLogger()  # which is not installed, nor imported
+    for callback in (logger, board, wandb):
         callback.set_model(example.model)
     monkeypatch.setattr("distribute_jax.processes._job._current", SimpleNamespace(index=1))
-    for callback in (logger, board):
+    for callback in (logger, board, wandb):
         callback.on_train_begin({})
         callback.on_epoch_begin(0, {})
         callback.on_epoch_end(0, {"loss": 1.0})
         callback._release()
     assert list(tmp_path.iterdir()) == []
+
+
+class Service:
+    """Stands for wandb and mlflow, and for a run of each, and notes what is called."""
+
+    def __init__(self, *, is_down: bool = False) -> None:
+        self.run: Any = None
+        self.calls: list[Any] = []
+        self.is_down = is_down
+
+    def init(self, **settings: Any) -> Service:
+        self.calls.append(settings)
+        self.run = self
+        return self
+
+    def active_run(self) -> Any:
+        return self.run
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        if self.is_down:
+            raise RuntimeError("the service is down")
+        self.calls.append((step, numbers))
+
+    def finish(self, exit_code: Any) -> None:
+        self.run = None
+        self.calls.append(exit_code)
+
+    start_run, log_metrics, end_run = init, log, finish
+
+
+@pytest.mark.parametrize(("name", "ends"), [("wandb", (0, 1)), ("mlflow", ("FINISHED", "FAILED"))])
+def test_a_service_gets_epochs_and_every_second_batch(
+    example: Any, monkeypatch: pytest.MonkeyPatch, name: str, ends: tuple[Any, Any]
+):
+    """A run of fit's is ended, as failed where fit fails; that of the program is used, and stays."""
+    kind = {"wandb": dj.callbacks.WandbLogger, "mlflow": dj.callbacks.MLflowLogger}[name]
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(dj.MissingPackageError, match=rf"pip install 'distribute-jax\[{name}\]'"):
+        example.fit(kind())
+    monkeypatch.setitem(sys.modules, name, service := Service())
+    first = int(example.model.optimizer.step[...])
+    history = example.fit(kind(2, group="a"), batch_size=2, epochs=2).history
+    settings, *logged, code = service.calls
+    assert (settings, code) == ({"group": "a"}, ends[0])
+    assert [step - first for step, _ in logged] == [2, 4, 4, 6, 8, 8]
+    epochs = [numbers for _, numbers in logged if "epoch" in numbers]
+    assert [numbers["loss"] for numbers in epochs] == history["loss"]
+    assert set(logged[0][1]) == {"batch_loss"}
+
+    def fail(*_: Any) -> None:
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        example.fit(kind(), dj.callbacks.LambdaCallback(on_epoch_end=fail))
+    assert service.calls[-1] == ends[1]
+    service.run = service
+    service.calls.clear()
+    example.fit(kind())
+    assert len(service.calls) == 1
+    service.is_down = True
+    with pytest.warns(RuntimeWarning, match="goes on without it"):
+        example.fit(kind())
 
 
 class Saved:
