@@ -116,12 +116,13 @@ class HalvesCache:
         with one_at_a_time:
             arguments = take_apart(args, kwargs, self._mesh)
             request = Request(fn, arguments, options)
-            some = self._bound.setdefault(request.head, [])
-            for entry in some:
+            for entry in self._bound.get(request.head, ()):
                 if entry.binding.holds(request.values) and entry.fits():
                     return entry, arguments
             entry = self._built(fn, arguments, options, of_workers)
-            some[:] = [entry, *(e for e in some if e.binding.alive)][:_MOST_BOUND]
+            alive = [(h, [e for e in old if e.binding.alive]) for h, old in self._bound.items()]
+            self._bound = {head: entries for head, entries in alive if entries}
+            self._bound[request.head] = [entry, *self._bound.get(request.head, ())][:_MOST_BOUND]
             return entry, arguments
 
     def _built(

@@ -7,6 +7,7 @@ All are forked from one process that has imported JAX, so that a lost one is soo
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -28,12 +29,15 @@ from distribute_jax.program._export import as_key, as_numbers, export_part
 from distribute_jax.program._halves import Halves
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._engine import Engine, WorkerLostError
+from distribute_jax.servers._state import Program
 from distribute_jax.servers._store import Key, ServerProgram, Snapshot
 from distribute_jax.servers._wire import Connection, Message, WireError, pair
 from distribute_jax.servers._worker import RunIsVoid
 
 _PLATFORM_OF_SERVERS = "cpu"
-_SECONDS_TO_BEGIN, _MOMENT = 10.0, 0.01
+_SECONDS_TO_BEGIN, _MOMENT, _PATIENCE = 10.0, 0.01, 10.0
+_LOG = logging.getLogger("distribute_jax")
+_STOPPED = "Waiting for %s: process %d is stopped. Let it go on with kill -CONT %d, or kill it."
 
 
 class _Child:
@@ -49,6 +53,13 @@ class _Child:
         poll.register(self._end, 0)  # wakes up when the other end is closed, and for nothing else
         with suppress(OSError):
             poll.poll()
+
+    def stopped(self) -> int | None:
+        """Returns its number if something like SIGSTOP has stopped it."""
+        with suppress(OSError):  # it has just ended, or this system does not tell
+            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return self._pid if state in "Tt" else None
+        return None
 
     def connect(self, number: int, server: _Child) -> None:
         """Lets it, a worker, reach the server of a number."""
@@ -172,8 +183,10 @@ class RemoteStore:
     def drop(self, run: int) -> None:
         self._tell(Message("drop", [run]))
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        self._tell(Message("forget", list(keys)))
+    def forget(self, keys: Iterable[Key], programs: Sequence[str] = ()) -> None:
+        for name in programs:
+            self._loads.pop(name, None)
+        self._tell(Message("forget", [list(keys), programs]))
 
     def restore(self, epoch: int, snapshot: Snapshot) -> None:
         arrays = list(map(as_numbers, snapshot.state.values()))
@@ -198,7 +211,7 @@ class _Worker:
     def __init__(self, child: Any, stores: Sequence[RemoteStore], seconds: float | None) -> None:
         """Takes the process; a run that takes more than so many seconds counts as lost."""
         self._child, self._stores, self._seconds = child, stores, seconds
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, weakref.ref[Program]] = {}
         self._linked = [None] * len(stores)
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
@@ -206,13 +219,17 @@ class _Worker:
         half = program.bound.halves.worker
         try:
             self._link()
+            if gone := [name for name, of in self._loaded.items() if of() is None]:
+                control.send(Message("forget", gone))
+                for name in gone:
+                    del self._loaded[name]
             if program.name not in self._loaded:
                 halves = program.bound.halves
                 facts = [program.name, program.worker.takes, halves.results_at]
                 facts += [] if halves.lookups is None else [halves.lookups[1:]]
                 parts = [np.frombuffer(data, np.uint8) for data in _exported(halves)]
                 control.send(Message("load", facts, parts))
-                self._loaded.add(program.name)
+                self._loaded[program.name] = weakref.ref(program)
             control.limit(self._seconds)
             plain: list[Any] = [program.name, *work.order]
             answer = control.ask(Message("run", plain, _as_sent(data, half.values[: len(data)])))
@@ -277,13 +294,26 @@ class Processes(Engine):
 
         The nursery is where they come from, if that is not this machine.
         """
-        self._stores, self._seconds, self._ended = stores, seconds, False
+        self._stores, self._seconds, self._ended = stores, seconds, threading.Event()
         self._workers: dict[int, Any] = {}
         self._bits = _float_bits()
         self._nursery = nursery or _Nursery(coordinator.device.platform)
         for number in range(len(stores)):
             self._serve(number)
         super().__init__(coordinator, self._worker_of)
+        if nursery is None:
+            threading.Thread(target=self._name_stopped, daemon=True).start()
+
+    def _name_stopped(self) -> None:
+        """Says which processes are stopped, for whom everybody would wait in silence."""
+        told = set[str]()
+        while not self._ended.wait(_PATIENCE):
+            every = {f"worker {i}": child for i, child in sorted(self._workers.items())}
+            every |= {f"server {i}": store.child for i, store in enumerate(self._stores)}
+            stopped = {of: pid for of, child in every.items() if (pid := child.stopped())}
+            for of in stopped.keys() - told:
+                _LOG.warning(_STOPPED, of, stopped[of], stopped[of])
+            told = {*stopped}
 
     def _worker_of(self, number: int) -> _Worker:
         child = self._workers[number] = self._nursery.child("worker", number)
@@ -297,7 +327,7 @@ class Processes(Engine):
     def _watch(self, number: int, child: Any) -> None:
         """Waits for the end of a server, and replaces it."""
         child.wait()
-        if self._ended:
+        if self._ended.is_set():
             return
         self._coordinator.lose_server(number)
         child.control.close()
@@ -331,7 +361,7 @@ class Processes(Engine):
 
     def stop(self) -> None:
         super().stop()
-        self._ended = True
+        self._ended.set()
         self._nursery.close()
         for store in self._stores:
             if store.child is not None:

@@ -82,7 +82,7 @@ class Server(Role):
         self._store.drop(*message.plain)
 
     def forget(self, message: Message) -> None:
-        self._store.forget(message.plain)
+        self._store.forget(*message.plain)
 
     def pull(self, message: Message) -> Message:
         return Message("values", arrays=self._store.pull(message.plain))
@@ -135,7 +135,7 @@ class _Link:
 class _Worker(Role):
     """Does runs; it answers each with results, or with why there are none."""
 
-    REQUESTS = frozenset(["load", "link", "run"])
+    REQUESTS = frozenset(["load", "forget", "link", "run"])
 
     def __init__(self, connect: Callable[[Any], Asks]) -> None:
         self._connect = connect
@@ -151,6 +151,10 @@ class _Worker(Role):
             of, *others = by_rows[0]
             lookups = LookupHalf(indices[0], [Lookup(*facts) for facts in of], *others)
         self._programs[name] = WorkerProgram(name, part, takes, results_at, lookups)
+
+    def forget(self, message: Message) -> None:
+        for name in message.plain:
+            del self._programs[name]
 
     def link(self, message: Message) -> None:
         (server,), (end,) = message.plain, message.ends

@@ -260,7 +260,7 @@ class State:
         self._seen.update(new)
         if self.saved is not None and only is None and not written:
             self.saved = Snapshot(version, {**self.saved.state, **new})
-        if at_rest:
+        if at_rest and only is None:  # else closures may run again
             self._forget_dead()
 
     def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
@@ -273,12 +273,11 @@ class State:
         return {key: joined(parts) for key, parts in values.items()}
 
     def _forget_dead(self) -> None:
-        """Drops the state that only steps of deleted models have reached."""
+        """Drops the steps of deleted models, and the state that only they have reached."""
         dead = [i for i, of in self._programs.items() if not of.bound.binding.alive]
         if not dead:
             return
-        for i in dead:
-            del self._programs[i]
+        names = [self._programs.pop(i).name for i in dead]
         self._reads.clear()
         live = {key for program in self._programs.values() for key in program.keys}
         self._keys = {place: key for place, key in self._keys.items() if key in live}
@@ -286,7 +285,7 @@ class State:
         self._variables = {i: v for i, v in self._variables.items() if i in of_live}
         self._changing &= live
         for store in self._stores:
-            store.forget(self._homes.keys() - live)
+            store.forget(self._homes.keys() - live, names)
         for known in (self._homes, self._used, self._seen):
             for key in known.keys() - live:
                 del known[key]

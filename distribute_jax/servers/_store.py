@@ -166,10 +166,12 @@ class Store:
             self._prepared.pop(run, None)
             self._staged.pop(run, None)
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        """Drops arrays that no step reads any more."""
+    def forget(self, keys: Iterable[Key], programs: Iterable[str] = ()) -> None:
+        """Drops arrays that no step reads any more, and programs."""
         for key in keys:
             self.state.pop(key, None)
+        for name in programs:
+            self._programs.pop(name, None)
 
 
 def _rows_of(array: Any, ids: Any) -> Any:

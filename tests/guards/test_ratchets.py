@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_968,
-    lines_of_tests: 47_452,
+    lines: 51_004,
+    lines_of_tests: 47_500,
     files: 245,
     pieces: 1,
-    private_words: 7,
+    private_words: 8,
     private_imports: 31,
 }
 

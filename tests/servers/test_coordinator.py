@@ -492,9 +492,8 @@ def test_a_step_that_needs_state_on_more_servers_than_an_earlier_one_changes_is_
     np.testing.assert_allclose(before - after, [0.5, 400], rtol=1e-5)
 
 
-@pytest.mark.exhaustive
 def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> None:
-    """The weight is written at join, and nothing of the deleted module is kept."""
+    """The weight is written at join, and nothing of the deleted module is kept, nor the step's program."""
     strategy, coordinator = of_servers()
     with strategy.scope():
         model = Scalar()
@@ -513,7 +512,10 @@ def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> 
         gc.collect()
         coordinator.join(SECONDS)
         assert float(model.w[...]) == epoch
-    assert not strategy._coordinator._state._keys
+    coordinates = strategy._coordinator
+    assert not coordinates._state._keys
+    assert not [store for store in coordinates._stores if store._programs]
+    assert len(strategy._runner._halves._bound) == 1
 
 
 def test_a_closure_returns_variables_and_modules_as_they_are() -> None:

@@ -23,6 +23,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
+from distribute_jax.servers import _processes
 
 SECONDS = 120
 
@@ -258,6 +259,51 @@ def test_a_worker_that_takes_too_long_is_replaced() -> None:
     coordinator.schedule(step, args=(batches(1)[0],))
     coordinator.join(SECONDS)
     assert int(count[...]) == 2
+
+
+@pytest.mark.exhaustive
+def test_processes_unload_programs_of_deleted_models() -> None:
+    """At the next join; workers at the run after it."""
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+    coordinator = ClusterCoordinator(strategy)
+
+    def train() -> None:
+        (_, _, count), step = build(strategy)
+        for n in (1, 2):
+            coordinator.schedule(step, args=(batches(1)[0],))
+            coordinator.join(SECONDS)
+            assert int(count[...]) == n
+
+    for _ in range(3):
+        train()
+        gc.collect()
+    engine: Any = strategy._runner._engine
+    assert [len(store._loads) for store in engine._stores] == [1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_a_stopped_process_is_named(
+    role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and nothing is lost when it goes on."""
+    monkeypatch.setattr(_processes, "_PATIENCE", 0.1)
+    others = children(role)  # of a strategy that was not collected yet
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+    coordinator = ClusterCoordinator(strategy)
+    (_, _, count), step = build(strategy)
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    (pid,) = {*children(role)}.difference(others)
+    os.kill(pid, signal.SIGSTOP)
+    coordinator.schedule(step, args=(batches(1)[0],))
+    with pytest.raises(dj.DeadlineExceededError):
+        coordinator.join(1.0)
+    os.kill(pid, signal.SIGCONT)
+    coordinator.join(SECONDS)
+    assert int(count[...]) == 2
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"Waiting for {role} 0: process {pid} is stopped.")
 
 
 def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
