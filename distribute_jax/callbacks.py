@@ -14,6 +14,7 @@ from distribute_jax.training.callbacks._debug import (
 )
 from distribute_jax.training.callbacks._loggers import (
     CSVLogger,
+    LogEvery,
     MLflowLogger,
     TensorBoard,
     WandbLogger,
@@ -34,6 +35,7 @@ __all__ = [
     "History",
     "LambdaCallback",
     "LearningRateScheduler",
+    "LogEvery",
     "LossSpike",
     "MLflowLogger",
     "ModelCheckpoint",

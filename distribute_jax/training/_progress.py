@@ -120,7 +120,7 @@ class Lines(Callback):
         done = self._now.done
         batches = f"{done} batch{'' if done == 1 else 'es'}"
         seconds = f"{self._now.seconds - self._start.seconds:.1f} s"
-        self._print([self.title, batches, seconds, *self.speed(), *_numbers(logs)])
+        self._print([self.title, batches, seconds, *self.speed(), *numbers(logs)])
 
     def _print(self, parts: list[str]) -> None:
         print(" - ".join(parts), flush=True)
@@ -173,9 +173,9 @@ class Bar(Lines):
         if not self._is_due():
             return
         if self._snapshot is not None and self._snapshot.is_ready:
-            self._shown, self._snapshot = _numbers(self._snapshot.logs()), None
+            self._shown, self._snapshot = numbers(self._snapshot.logs()), None
         if self._snapshot is None and kind is not None:
-            self._snapshot = Snapshot(self.model.trainer.tracked(kind))
+            self._snapshot = self.model.trainer.snapshot(kind)
         self._draw("", self._now.done, self._steps, [*self.speed(), *self._shown])
 
     def _draw_first(self) -> None:
@@ -241,7 +241,8 @@ class NotebookBar(Bar):
         self._bar = None
 
 
-def _numbers(logs: dict[str, Any] | None) -> list[str]:
+def numbers(logs: dict[str, Any] | None) -> list[str]:
+    """Returns the scalars of logs as text."""
     scalars = {name: float(v) for name, v in (logs or {}).items() if not np.ndim(v)}
     return [f"{name}: {_short(value)}" for name, value in scalars.items()]
 

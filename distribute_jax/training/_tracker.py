@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Container, Mapping
-from itertools import chain, count
+from copy import copy
+from itertools import chain, count, takewhile
 from typing import Any
 
 import jax
@@ -165,17 +166,21 @@ def copied(values: list[jax.Array]) -> list[jax.Array]:
 
 
 class Snapshot:
-    """A copy of loss and metrics on the devices; reading waits for the steps before."""
+    """A copy of loss and metrics on the devices; reading waits for the steps before.
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    ``returned`` are the numbers of a user's step, which may not have updated loss and metrics.
+    """
+
+    def __init__(self, tracker: Tracker, returned: StepLogs | None = None) -> None:
+        self._tracker, self._returned = tracker, returned
         with outside_mesh():
             self._values = copied([_local_copy(v) for v in variables(tracker)])
         self._logs: dict[str, Any] | None = None
 
     @property
     def is_ready(self) -> bool:
-        return all(value.is_ready() for value in self._values)
+        returned = [] if self._returned is None else self._returned.waiting
+        return all(map(_is_computed, [*self._values, *returned]))
 
     def logs(self) -> dict[str, Any]:
         if self._logs is None:
@@ -184,8 +189,15 @@ class Snapshot:
             with outside_mesh():
                 for variable, value in zip(variables(tracker), host, strict=True):
                     variable.set_raw_value(value)
-                self._logs = {name: _plain(value) for name, value in tracker.compute().items()}
+                is_empty = self._returned is not None and not tracker.loss.count[...]
+                computed = {} if is_empty else tracker.compute()
+                self._logs = {name: _plain(value) for name, value in computed.items()}
+            self._logs |= {} if self._returned is None else self._returned.means()
         return self._logs
+
+
+def _is_computed(tree: PyTree) -> bool:
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_ready"))
 
 
 def variables(tracker: nnx.Pytree) -> list[Any]:
@@ -232,33 +244,45 @@ class StepLogs:
         self.reset()
 
     def reset(self) -> None:
-        self._waiting: list[Any] = []
+        self.waiting: list[Any] = []
         self._sums: dict[str, tuple[float, int]] = {}
 
     def add(self, returned: Any, examples: int) -> None:
         """Adds what a dispatch returned, of one step or several."""
         del examples
-        self._waiting.append(returned)
-        if len(self._waiting) == _UNREAD:
-            self._read()
+        self.waiting.append(returned)
+        if len(self.waiting) == _UNREAD:
+            self._read_all()
+
+    def copy(self) -> StepLogs:
+        """Returns a copy that gets no more numbers."""
+        ready = list(takewhile(_is_computed, self.waiting))
+        self._read(ready)
+        self.waiting = self.waiting[len(ready) :]
+        new = copy(self)
+        new.waiting, new._sums = list(self.waiting), dict(self._sums)
+        return new
 
     def means(self) -> dict[str, float]:
-        self._read()
+        self._read_all()
         return {name: total / count for name, (total, count) in self._sums.items()}
 
     @property
     def text(self) -> str:
         """The state as text, for a backup: the names are known after the first step only."""
-        self._read()
+        self._read_all()
         return json.dumps(self._sums)
 
     @text.setter
     def text(self, text: str) -> None:
-        self._waiting = []
+        self.waiting = []
         self._sums = {name: (total, count) for name, (total, count) in json.loads(text).items()}
 
-    def _read(self) -> None:
-        waiting, self._waiting = self._waiting, []
+    def _read_all(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        self._read(waiting)
+
+    def _read(self, waiting: list[Any]) -> None:
         for logs in map(self.strategy._fetched, waiting):
             if logs is not None and not isinstance(logs, dict):
                 raise ArgumentError(

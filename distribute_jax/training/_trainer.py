@@ -149,12 +149,18 @@ class Trainer:
 
     def logs(self, kind: str = "train") -> dict[str, Any]:
         """Returns loss and metrics so far, and the means of what a user's step returned."""
-        if not self.overrides(kind):
-            return Snapshot(self.tracked(kind)).logs()
-        means, tracker = self.step_logs[kind].means(), self.tracker(kind)
-        if not np.asarray(tracker.loss.count.get_raw_value()):
-            return means  # the user's step did not call that of Model
-        return {**Snapshot(self.tracked(kind)).logs(), **means}
+        returned = self.step_logs[kind] if self.overrides(kind) else None
+        return Snapshot(self.tracked(kind), returned).logs()
+
+    def snapshot(self, kind: str = "train") -> Snapshot:
+        """Returns a copy of loss and metrics so far, on the chief alone, without waiting."""
+        returned = None
+        if self.overrides(
+            kind
+        ):  # what replicas of several processes returned, all of them have to sum
+            is_alone = is_local(self.strategy.mesh)
+            returned = self.step_logs[kind].copy() if is_alone else StepLogs(self.strategy, kind)
+        return Snapshot(self.tracked(kind), returned)
 
     def evaluate(
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList

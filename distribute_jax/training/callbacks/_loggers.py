@@ -1,4 +1,4 @@
-"""Callbacks that write logs: ``CSVLogger``, ``TensorBoard``, ``WandbLogger`` and ``MLflowLogger``."""
+"""Callbacks that log: ``CSVLogger``, ``LogEvery``, ``TensorBoard``, ``WandbLogger`` and ``MLflowLogger``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import numpy as np
 
 from distribute_jax import summary
 from distribute_jax._absent import answering_keywords
-from distribute_jax._checks import check_choice, refuse
+from distribute_jax._checks import check_choice, check_int, refuse
 from distribute_jax._errors import ArgumentError, MissingPackageError
 from distribute_jax._mesh import on_host
 from distribute_jax.processes import is_chief
+from distribute_jax.training._progress import numbers
 from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training._weights import weight_variables
 from distribute_jax.training.callbacks._callback import Callback
@@ -147,7 +148,7 @@ class _BatchLogger(_Logger):
         self._step += batch + 1 - self._batches
         self._batches = batch + 1
         if due := self._schedule.batch_is_due(batch):
-            self._waiting.append((self._step, Snapshot(self.model.trainer.tracked("train"))))
+            self._waiting.append((self._step, self.model.trainer.snapshot()))
         self._write_batches(at_most=WAITING)
         if due:
             self._on_due()
@@ -188,6 +189,32 @@ class _BatchLogger(_Logger):
     @abstractmethod
     def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
         """Writes numbers of training or validation at a step."""
+
+
+class LogEvery(_BatchLogger):
+    """Prints the running loss and metrics of ``fit`` after every so many batches, on the chief only.
+
+    A line is printed when the devices have computed its numbers: the loop does not wait.
+
+    Args:
+        batches: after how many batches.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> callback = dj.callbacks.LogEvery(100)
+    """
+
+    def __init__(self, batches: int = 100) -> None:
+        check_int("LogEvery: batches", batches)
+        super().__init__(batches)
+
+    def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        """The line of an epoch is that of ``fit``."""
+
+    def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
+        if is_chief():
+            named = {name.removeprefix("batch_"): value for name, value in scalars.items()}
+            print(" - ".join([f"Step {step}", *numbers(named)]), flush=True)
 
 
 class TensorBoard(_BatchLogger):

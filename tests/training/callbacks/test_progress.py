@@ -14,6 +14,7 @@ from rich.console import Console
 
 import distribute_jax as dj
 from distribute_jax.training import _progress
+from distribute_jax.training._trainer import Trainer
 
 LINE = re.compile(
     r"(.+) - (\d+) batch(?:es)? - [\d.]+ s(?: - [\d.e+]+ m?s/step - [\d,]+ examples/s)?(?: - (.+))?"
@@ -93,13 +94,13 @@ def test_the_bar_never_waits_for_a_step(
     class Unready:
         is_ready = False
 
-        def __init__(self, tracker: Any) -> None:
-            asked.append(tracker)
+        def __init__(self, trainer: Any, kind: str) -> None:
+            asked.append(kind)
 
         def logs(self) -> Any:
             raise AssertionError("it was read, which waits")
 
-    monkeypatch.setattr(_progress, "Snapshot", Unready)
+    monkeypatch.setattr(Trainer, "snapshot", lambda *args: Unready(*args))
     example.fit(verbose=1, batch_size=2)
     assert len(asked) == 1
     assert "4/4" in screen.file.getvalue()

@@ -1,0 +1,34 @@
+"""``LogEvery``, and the numbers of a step of the user's while an epoch runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+
+X = np.arange(1.0, 13.0, dtype=np.float32).reshape(12, 1)
+
+
+class Counting(dj.Model):
+    """Reports the sum of a batch, and trains nothing."""
+
+    def train_step(self, batch: Any) -> Any:
+        return {"sum": jnp.sum(batch[0])}
+
+
+def test_every_second_batch_is_logged(s2: dj.Strategy, capsys: pytest.CaptureFixture[str]):
+    """Steps go on over the epochs; of a user's step are logged its means so far, without metrics."""
+    with s2.scope():
+        model = Counting(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    model.compile("sgd", "mse", metrics=["mae"])
+    data = [(x,) for x in np.split(X, 3)]
+    model.fit(data, epochs=2, callbacks=[dj.callbacks.LogEvery(2)], verbose=0)
+    lines = ["Step 2 - sum: 18.0000", "Step 4 - sum: 10.0000", "Step 6 - sum: 26.0000"]
+    assert capsys.readouterr().out.splitlines() == lines
+    with pytest.raises(dj.ArgumentError, match="LogEvery: batches must be an integer >= 1"):
+        dj.callbacks.LogEvery(0)
