@@ -46,4 +46,7 @@ def command(train: Callable[[int], tuple[list[float], Any]], report: Callable[[A
     count = dj.MirroredStrategy().num_replicas_in_sync
     losses, trained = train(count)
     print(f"{report(trained)}, loss {losses[0]:.3f} → {losses[-1]:.3f}", end=", ")
-    print(f"{len(losses)} steps on {count} devices in {time.perf_counter() - started:.0f} s")
+    print(
+        f"{len(losses)} steps on {count} devices in {time.perf_counter() - started:.0f} s", end=""
+    )
+    print(f" ({time.process_time():.0f} s of CPU)")

@@ -38,7 +38,7 @@ def new_state() -> TrainState:
     """Makes parameters from a fixed seed, and the optimizer's state."""
     model = CNN()
     params = model.init(jax.random.key(0), TRAIN[0][:1])
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(5e-3))
 
 
 # plain: @jax.jit

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -29,25 +31,31 @@ def gallery(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "batches", few)
 
 
-def losses_of(text: str, devices: int) -> list[float]:
-    """Runs a program's text for four steps."""
-    namespace = {"__name__": "program"}
-    exec(compile(text, "program", "exec"), namespace)
-    return namespace["train"](devices, 4)[0]
+def losses_of(text: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Runs a program's text for four steps, without dropout."""
+    module = ModuleType("program")
+    monkeypatch.setitem(sys.modules, "program", module)
+    exec(compile(text, "program", "exec"), vars(module))
+    module.DROPOUT = 0.0
+    return module.train(devices, 4)[0]
 
 
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [pytest.param(name, n, marks=pytest.mark.exhaustive) for name in NAMES for n in (1, 4)],
 )
-def test_a_program_has_the_losses_of_the_plain_flax_program(name: str, replicas: int):
-    """To 1e-5; the plain one is the program with its marked lines put back."""
+def test_a_program_has_the_losses_of_the_plain_flax_program(
+    name: str, replicas: int, monkeypatch: pytest.MonkeyPatch
+):
+    """To 1e-5, partial batches included; the plain one is the program with its marked lines put back."""
     import plain
 
-    expected = losses_of(plain.plain(name), 1)
-    assert "distribute_jax" not in plain.plain(name).partition("def ")[2]
+    expected = losses_of(plain.plain(name), 1, monkeypatch)
+    assert not re.search(r"\bdj\b", plain.plain(name))
     assert len(set(expected)) == 4
-    np.testing.assert_allclose(losses_of(plain.source(name), replicas), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        losses_of(plain.source(name), replicas, monkeypatch), expected, rtol=1e-5
+    )
 
 
 def test_the_page_has_the_lines_that_each_program_changes():
@@ -61,8 +69,8 @@ def test_the_page_has_the_lines_that_each_program_changes():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_prints_its_result_and_time(name: str, tmp_path: Path):
-    """On four devices; the loss falls."""
+    """On four devices; the loss falls, if it is not that of two opponents."""
     printed = output(f"gallery/{name}", "--devices=4", folder=tmp_path)
-    found = re.search(r"loss (\S+) → (\S+), \d+ steps on 4 devices in \d+ s\n$", printed)
+    found = re.search(r"loss (\S+) → (\S+), \d+ steps on 4 devices in \d+ s \(", printed)
     assert found is not None
-    assert float(found[2]) < float(found[1])
+    assert float(found[2]) < float(found[1]) or name == "gan"
