@@ -349,12 +349,15 @@ class LossSpike(Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy != "rollback":
             return
+        if is_due := self._schedule.batch_is_due(batch):
+            self.model.strategy._settle()
         self._late.append(copy_of(self._losses.guard.counts))
-        is_due = self._schedule.batch_is_due(batch)
         if not self._went_back(0 if is_due else BEHIND) and is_due:
             self._keep()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self.policy == "rollback":
+            self._late.append(copy_of(self._losses.guard.counts))
         self._went_back(0)
         self.spikes = self._losses.guard.skipped
 

@@ -101,6 +101,18 @@ def test_a_warning_changes_nothing_and_a_rollback_goes_back() -> None:
     assert same(state(model), states[7])  # looked at after four more, at the latest
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_parameter_servers_skip_and_go_back_as_one_device(policy: str) -> None:
+    """Bitwise, although batches after the spike were scheduled when it is seen."""
+    data, guards, states = batches(14, spikes=[11]), [], []
+    for strategy in (dj.OneDeviceStrategy("cpu:0"), dj.ParameterServerStrategy(max_staleness=0)):
+        guards.append(LossSpike(factor=5, window=10, policy=policy))
+        states.append(fitted(compiled(strategy), data, guards[-1]))
+    assert [guard.spikes for guard in guards] == [1, 1]
+    assert same(*states)
+
+
 def test_a_resumed_training_has_the_window(tmp_path: Path) -> None:
     """The spike is the first batch after the interruption, and is seen."""
     data = batches(14, spikes=[11])
