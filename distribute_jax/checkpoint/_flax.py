@@ -24,6 +24,7 @@ from distribute_jax.variables import Variable
 
 _TREE = "_METADATA"
 """The file in which Orbax says what tree it wrote to a folder."""
+_WRITTEN = "_CHECKPOINT_METADATA"
 _NOT_WEIGHTS = (nnx.RngState, nnx.Cache, nnx.Intermediate)
 _AROUND_WEIGHTS = ("params", "model", "module", "state")
 _MISFIT = """\
@@ -36,12 +37,20 @@ def flax_folder(path: str | os.PathLike[str]) -> Path | None:
     """Returns the folder in which Orbax wrote a tree for plain Flax; None where none is at a path.
 
     Raises:
-        CheckpointError: there are several, as a ``CheckpointManager`` writes items.
+        CheckpointError: there are several, as the steps and items of Orbax's ``CheckpointManager``.
     """
     place = Path(path)
     if (place / _TREE).exists():
         return place.absolute()
-    if not (place / "_CHECKPOINT_METADATA").exists():
+    if not (place / _WRITTEN).exists():
+        steps = sorted(
+            int(p.parent.name) for p in place.glob(f"*/{_WRITTEN}") if p.parent.name.isdigit()
+        )
+        if steps:
+            raise CheckpointError(
+                f"{place} has Orbax checkpoints of steps {', '.join(map(str, steps))}. Give the path of one: "
+                f"{place / str(steps[-1])}"
+            )
         return None
     items = sorted(item.name for item in place.iterdir() if (item / _TREE).exists())
     if len(items) != 1:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_067,
-    lines_of_tests: 47_328,
+    lines: 51_076,
+    lines_of_tests: 47_336,
     files: 245,
     pieces: 1,
     private_words: 8,

@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
-from flax.training.train_state import TrainState
 
 import distribute_jax as dj
 
@@ -65,16 +63,24 @@ def test_weights_of_an_nnx_program(tmp_path: Path):
 
 
 def test_weights_of_a_linen_program(tmp_path: Path):
-    """Its variables, and a TrainState with them."""
-    variables = Linen().init(jax.random.key(5), X)
-    train_state = TrainState.create(apply_fn=print, params=variables["params"], tx=optax.adam(1e-3))
-    tree = {"state": train_state, "batch_stats": variables["batch_stats"]}
+    """Its variables, and what a TrainState with them is saved as."""
+    numbers = np.random.default_rng(1)
+    shapes = {
+        "Dense_0": {"kernel": (3, 4), "bias": (4,)},
+        "Dense_1": {"kernel": (4, 2), "bias": (2,)},
+    }
+    shapes["BatchNorm_0"] = {"scale": (4,), "bias": (4,)}
+    params = jax.tree.map(numbers.random, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    stats = {"BatchNorm_0": {"mean": np.zeros(4), "var": np.ones(4)}}
+    variables = {"params": params, "batch_stats": stats}
+    state = {"step": np.zeros(()), "params": params, "opt_state": [{"mu": params}, None]}
+    tree = {"state": state, "batch_stats": stats}
     model = dj.Model(Linen(), sample_input=X)
     for path in (saved(tmp_path / "variables", variables), saved(tmp_path / "state", tree)):
         model.set_weights([np.zeros_like(w) for w in model.get_weights()])
         model.load_weights(path)
         np.testing.assert_array_equal(
-            model.module.Dense_0["kernel"], variables["params"]["Dense_0"]["kernel"]
+            model.module.Dense_0["kernel"], np.float32(params["Dense_0"]["kernel"])
         )
         np.testing.assert_array_equal(model.module.BatchNorm_0["var"], np.ones(4))
 
@@ -97,6 +103,8 @@ def test_other_weights_are_refused_by_name_with_the_nearest(tmp_path: Path):
         manager.save(3, args=ocp.args.Composite(**items))
     with pytest.raises(dj.CheckpointError, match=r"checkpoint of 2 trees \(a, b\)"):
         model.load_weights(tmp_path / "steps" / "3")
+    with pytest.raises(dj.CheckpointError, match=r"of steps 3\. Give the path of one: .*/3"):
+        model.load_weights(tmp_path / "steps")
     (tmp_path / "other" / "_METADATA").write_text("{")
     with pytest.raises(dj.CheckpointDamagedError, match="Orbax cannot read"):
         model.load_weights(tmp_path / "other")
