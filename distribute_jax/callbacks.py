@@ -21,6 +21,7 @@ from distribute_jax.training.callbacks._loggers import (
 )
 from distribute_jax.training.callbacks._monitor import (
     EarlyStopping,
+    LearningRateFinder,
     LearningRateScheduler,
     ReduceLROnPlateau,
     SwapEMAWeights,
@@ -34,6 +35,7 @@ __all__ = [
     "EarlyStopping",
     "History",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateScheduler",
     "LogEvery",
     "LossSpike",

@@ -122,6 +122,11 @@ class Trainer:
         """Returns loss and metrics of training, or those of other runs."""
         return self.setup.tracker if kind == "train" else self.setup.tested
 
+    def reset(self, kind: str) -> None:
+        """Begins loss, metrics and what a user's step returned."""
+        self.tracker(kind).reset()
+        self.step_logs[kind].reset()
+
     def tracked(self, kind: str) -> Tracker:
         """Returns loss and metrics of training or of an evaluation, with the newest numbers there are."""
         tracker = self.tracker(kind)
@@ -139,8 +144,7 @@ class Trainer:
     ) -> tuple[int, dict[str, Any]]:
         """Trains on the batches; returns how many there were, ``done`` before included, and the logs."""
         if not done:
-            self.setup.tracker.reset()
-            self.step_logs["train"].reset()
+            self.reset("train")
         with hint(partial(dict_hint, "fit", batches)), self._training():
             self._check_first(batches)
             with self._labels_checked("train", batches):
@@ -166,8 +170,7 @@ class Trainer:
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList
     ) -> dict[str, Any]:
         """Returns loss and metrics over the batches, in evaluation mode."""
-        self.setup.tested.reset()
-        self.step_logs["test"].reset()
+        self.reset("test")
         with hint(partial(dict_hint, "evaluate", batches)), mode(self.module, training=False):
             self._check_first(batches)
             callbacks.call("on_test_begin")

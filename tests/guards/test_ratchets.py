@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_076,
-    lines_of_tests: 47_336,
+    lines: 51_191,
+    lines_of_tests: 47_425,
     files: 245,
     pieces: 1,
-    private_words: 8,
+    private_words: 9,
     private_imports: 31,
 }
 

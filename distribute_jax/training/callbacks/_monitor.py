@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
-from distribute_jax._checks import check_choice
+from distribute_jax._checks import check_choice, check_int, check_number
 from distribute_jax._errors import ArgumentError
 from distribute_jax.processes import is_chief
+from distribute_jax.program._snapshot import snapshot
 from distribute_jax.training.callbacks._callback import Callback
 
 FALLS = (
@@ -337,3 +339,111 @@ class SwapEMAWeights(Callback):
 
     def _release(self) -> None:
         self._swap(averages=False)
+
+
+class LearningRateFinder(Callback):
+    """Tries learning rates: one for each batch, from low to high, in a ``fit`` that changes nothing.
+
+    The rates grow exponentially, until the smoothed loss is far above its lowest value. Then ``fit`` ends,
+    and weights, optimizer and random streams are those before it.
+
+    Args:
+        min_lr: the first rate.
+        max_lr: the last rate.
+        num_training_steps: how many rates; ``fit`` needs as many batches, in any number of epochs.
+        early_stop_threshold: how many times the lowest loss ends the search; None to try all rates.
+
+    Attributes:
+        rates: the rates that were tried.
+        losses: the smoothed loss of each.
+        suggestion: the rate at which the loss falls most steeply; None if there are too few.
+
+    Raises:
+        ValueError: rates that do not grow; an optimizer whose rate cannot be set; no loss in the logs.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> finder = dj.callbacks.LearningRateFinder()
+        >>> # model.fit(x, y, epochs=100, callbacks=[finder])
+        >>> # model.learning_rate = finder.suggestion
+
+    Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.LearningRateFinder.html
+    """
+
+    reads_late = True
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training_steps: int = 100,
+        early_stop_threshold: float | None = 4.0,
+    ) -> None:
+        super().__init__()
+        check_number("LearningRateFinder: min_lr", min_lr)
+        check_number("LearningRateFinder: max_lr", max_lr, at_least=min_lr)
+        check_int("LearningRateFinder: num_training_steps", num_training_steps, 2)
+        if early_stop_threshold is not None:
+            check_number("LearningRateFinder: early_stop_threshold", early_stop_threshold)
+        self._tried = np.geomspace(min_lr, max_lr, num_training_steps)
+        self._threshold = early_stop_threshold
+        self._kept: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.suggestion: float | None = None
+        self._mean = 0.0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._start()
+        self._kept = [snapshot(node) for node in self._nodes()]
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.model.trainer.reset("train")  # so that the logs are those of this batch
+        self.model.learning_rate = float(self._tried[len(self.rates)])
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.model.strategy._settle()
+        logs = self._read()
+        if "loss" not in logs:
+            raise ArgumentError("LearningRateFinder needs a loss, and the logs have none.")
+        self.rates.append(self.model.learning_rate)
+        self._mean = _SMOOTH * self._mean + (1 - _SMOOTH) * float(logs["loss"])
+        self.losses.append(self._mean / (1 - _SMOOTH ** len(self.rates)))
+        last, lowest = self.losses[-1], min(self.losses[_SKIPPED:], default=math.inf)
+        most = math.inf if self._threshold is None else (self._threshold - 1) * abs(lowest)
+        if not (math.isfinite(last) and last - lowest <= most) or not self._left():
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if not self.model.stop_training:
+            warnings.warn(
+                f"LearningRateFinder tried {len(self.rates)} of {len(self._tried)} rates, since there "
+                "were no more batches. Pass more epochs to fit.",
+                stacklevel=2,
+            )
+        smooth = self.losses[_SKIPPED:-1]
+        if len(smooth) > 1:
+            self.suggestion = self.rates[_SKIPPED + int(np.argmin(np.gradient(smooth)))]
+        self._release()
+
+    def _left(self) -> int:
+        return len(self._tried) - len(self.rates)
+
+    def _nodes(self) -> list[Any]:
+        self.model.strategy._settle()
+        return [self.model.module, self.model.optimizer]
+
+    def _release(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            for node, state in zip(self._nodes(), kept, strict=True):
+                nnx.update(node, state)
+
+
+_SMOOTH = 0.98
+"""How much of the mean of the losses stays with each, as in Lightning and fastai."""
+_SKIPPED = 10
+"""The first rates, whose losses are not smooth yet: they do not count."""
