@@ -21,7 +21,7 @@ from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, kee
 from distribute_jax.program._jaxprs import ClosedJaxpr
 from distribute_jax.program._plan import Plan, model_shaped
 from distribute_jax.program._trace import Call, Traced, abstract, global_value, state_outputs
-from distribute_jax.program._undo import StepCounts, begun, undone
+from distribute_jax.program._undo import StepCounts, begun, undone, updated_if_sound
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
 """Returns the function that a jaxpr is."""
@@ -168,6 +168,10 @@ def flat_step(
     avals = _input_avals(call, arrays)
     state, old = len(plan.combine), traced.old_inputs
     variables = [variable for variable, *_ in state_outputs(call, traced)]
+    decided = [
+        done and rule is Combine.MIRRORED
+        for done, rule in zip(updated_if_sound(traced.jaxpr.jaxpr), plan.combine, strict=False)
+    ]
     position = {i: at for at, i in enumerate(order)}
     # Arrays captured where nothing can be assigned are constants of the trace: read them as inputs.
     array_at = {id(array): traced.sizes[0] + i for i, array in enumerate(arrays)}
@@ -193,7 +197,7 @@ def flat_step(
             merged = merge.combined([outs[k] for k in merge.outputs], before)
             for k, value in zip(merge.outputs, merged, strict=True):
                 new[k] = value
-        return undone(new, [inputs[i] for i in old], variables) + [
+        return undone(new, [inputs[i] for i in old], variables, decided) + [
             out if mirrored else out[None]
             for out, mirrored in zip(outs[state:], plan.mirrored, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from distribute_jax.program._undo import (
     Unconditional,
     first_of,
     first_replica_of,
+    if_sound,
     mark_of,
     replica_now,
 )
@@ -215,9 +217,8 @@ class Optimizer(nnx.Optimizer[Any]):
         applied = finite = _finite(jax.tree.leaves(grads))
         if guard is not None:
             applied = guard.judge(finite, replica)
-            if self.loss_scale is None and replica_now() is not None:  # run undoes the step
-                return update(self, model)
-        when(applied, update, [(self, _is_updated), (model, self.wrt)])
+        parts = [(self, _is_updated), (model, self.wrt)]
+        when(applied, update, parts, jax.lax.cond if guard is None else if_sound)
         if self.loss_scale is not None:
             self.loss_scale.adjust(finite)
         return None
@@ -259,7 +260,18 @@ _NOT_FINITE = "the gradients{of} are not finite"
 
 
 def _finite(leaves: Sequence[jax.Array]) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(_columns(leaf))) for leaf in leaves]))
+
+
+def _columns(leaf: jax.Array) -> jax.Array:
+    """Returns fewer numbers that are finite where all of an array are: 0 times infinity is NaN.
+
+    XLA's matrix product reads an array in a third of the time of its reduction to one bool on a CPU.
+    """
+    if leaf.ndim < 2:
+        return leaf
+    rows = leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])
+    return jnp.zeros(len(rows), leaf.dtype) @ rows
 
 
 def _summed(grads: Any, *, marked: bool = False) -> tuple[Any, Any]:
@@ -357,7 +369,10 @@ class LossScale(nnx.Module):
 
 
 def when(
-    condition: jax.Array, action: Callable[..., Any], parts: Sequence[tuple[Any, Any]]
+    condition: jax.Array,
+    action: Callable[..., Any],
+    parts: Sequence[tuple[Any, Any]],
+    cond: Callable[..., Any] = jax.lax.cond,
 ) -> None:
     """Runs ``action``, which changes objects in place, if the condition holds on all replicas.
 
@@ -376,7 +391,7 @@ def when(
         cast: list[Any] = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), news, olds)
         return cast
 
-    news = jax.lax.cond(condition, run, lambda olds: olds, olds)
+    news = cond(condition, run, lambda olds: olds, olds)
     for (node, _), new in zip(parts, news, strict=True):
         nnx.update(node, new)
 

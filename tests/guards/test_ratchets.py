@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_191,
-    lines_of_tests: 47_425,
+    lines: 51_243,
+    lines_of_tests: 47_441,
     files: 245,
     pieces: 1,
     private_words: 9,
