@@ -20,7 +20,7 @@ from distribute_jax.program._binding import (
     contents_restored_on_error,
 )
 from distribute_jax.program._cache import Request
-from distribute_jax.program._capture import without_jit
+from distribute_jax.program._capture import captures, without_jit
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import RunOptions, checked_run_options
@@ -50,6 +50,11 @@ class BoundHalves:
     def __post_init__(self) -> None:
         self.guards = [v for v in self.binding.variables if isinstance(v, StepCounts)]
         self.leaves = jax.tree.leaves(read_raw(self.binding.variables))
+
+    def fits_function(self, fn: Callable[..., Any]) -> bool:
+        """Returns whether a function without arguments of its own reaches what it was traced with."""
+        with one_at_a_time:
+            return self.binding.holds(captures(fn).values) and self.fits()
 
     def fits(self) -> bool:
         """Returns whether what the variables hold now is of the shapes and dtypes that it was traced with."""

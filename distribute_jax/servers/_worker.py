@@ -141,7 +141,9 @@ def _asked(
     half: LookupHalf | None, at: Sequence[int], rows: Sequence[Any], ids: Sequence[Any]
 ) -> tuple[list[int], list[Any]]:
     """Returns of which of its arrays a server is asked for some rows, and for which."""
-    by = [None if half is None else half.pulls[i] for i in at]
+    if half is None:
+        return [], []
+    by = [half.pulls[i] for i in at]
     asked = [n for n, j in enumerate(by) if j is not None]
     return asked, [_within(ids[j], rows[n]) for n, j in enumerate(by) if j is not None]
 

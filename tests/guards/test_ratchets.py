@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_243,
-    lines_of_tests: 47_441,
+    lines: 51_263,
+    lines_of_tests: 47_471,
     files: 245,
     pieces: 1,
-    private_words: 9,
+    private_words: 10,
     private_imports: 31,
 }
 

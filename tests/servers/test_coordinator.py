@@ -569,6 +569,36 @@ def test_the_same_leaves_in_another_structure_are_other_arguments() -> None:
     assert [coordinator.schedule(first, **call).fetch() for call in calls] == [2, 1]
 
 
+def test_a_function_that_is_scheduled_again_is_looked_up_once_and_never_stale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Python number, an array and a variable that it captures are as when it is scheduled."""
+    strategy, coordinator = of_servers()
+    calls, bound = [], strategy._runner._halves.bound
+    monkeypatch.setattr(
+        strategy._runner._halves, "bound", lambda *x: (calls.append(x), bound(*x))[1]
+    )
+    factor: Any = 2
+    with strategy.scope():
+        weight = dj.Variable(1.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step() -> jax.Array:
+        return weight[...] * factor
+
+    values = [coordinator.schedule(step) for _ in range(3)]
+    assert len(calls) == 1
+    weight[...] = 5.0
+    values.append(coordinator.schedule(step))
+    factor = 3
+    values.append(coordinator.schedule(step))
+    for number in (4, 6):
+        factor = jnp.float32(number)
+        values.append(coordinator.schedule(step))
+    weight = dj.Variable(7.0, aggregation=dj.VariableAggregation.SUM)
+    values.append(coordinator.schedule(step))
+    assert coordinator.fetch(values) == [2, 2, 2, 10, 15, 20, 30, 42]
+
+
 def test_wrong_arguments_are_named() -> None:
     """Timeouts, datasets, elements and functions that cannot be."""
     _, coordinator = of_servers()
