@@ -17,6 +17,7 @@ from distribute_jax._messages import error_text
 from distribute_jax.processes import describe_processes
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._binding import Binding
+from distribute_jax.program._pieces import needed_only
 from distribute_jax.program._program import Program
 from distribute_jax.program._random import draws_its_own
 from distribute_jax.program._remarks import Notice
@@ -123,7 +124,13 @@ class Notices:
 def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
     rules = iter(program.plan.combine)
     nodes = dict(zip(binding.node_names, binding.nodes, strict=True))
-    for index, size in zip(program.written, program.traced.written_sizes, strict=True):
+    traced = program.traced
+    jaxpr = traced.jaxpr.jaxpr
+    _, needed = needed_only(jaxpr, range(len(jaxpr.outvars)))
+    starts = zip(binding.variables, traced.input_starts, strict=False)
+    # An RNN draws a key for its first carry, which is zeros.
+    ignored = {id(v) for v, start in starts if isinstance(v, nnx.RngKey) and start not in needed}
+    for index, size in zip(program.written, traced.written_sizes, strict=True):
         rule = list(itertools.islice(rules, size))
         variable, name = binding.variables[index], binding.names[index]
         owner = name.rpartition(".")[0]
@@ -133,6 +140,7 @@ def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
         named = (path, type(about).__name__)
         if Combine.MEAN in rule:
             yield Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, about)
-        if isinstance(variable, nnx.RngCount) and draws_its_own(variable, node):
+        is_ignored = id(getattr(node, "key", None)) in ignored
+        if isinstance(variable, nnx.RngCount) and draws_its_own(variable, node) and not is_ignored:
             yield Notice(_RANDOM, named, about)
     yield from program.plan.notices

@@ -90,7 +90,7 @@ def is_jit_of_collectives(eqn: Any) -> bool:
 
 def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
     """Returns a condition that computes some of its results, and reads only what these need."""
-    parts = [_needed_only(opened(body), outs) for body in eqn.params["branches"]]
+    parts = [needed_only(opened(body), outs) for body in eqn.params["branches"]]
     reads = sorted(set().union(*(reads for _, reads in parts)))
     branches = tuple(
         ClosedJaxpr(
@@ -105,7 +105,7 @@ def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
     )
 
 
-def _needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
+def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
     """Returns a program with some of its outputs, and the inputs that these need."""
     atoms = [jaxpr.outvars[i] for i in outs]
     needed, eqns = set(variables(atoms)), []

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_263,
-    lines_of_tests: 47_471,
+    lines: 51_271,
+    lines_of_tests: 47_461,
     files: 245,
     pieces: 1,
     private_words: 10,

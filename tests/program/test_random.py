@@ -254,7 +254,8 @@ def test_a_marked_stream_is_not_among_the_reasons_why_a_step_differs_from_one_de
     with s4.scope():
         same, own = (nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=i)) for i in range(2))
         dj.same_on_all_replicas(same)
-    s4.run(lambda: (same(jnp.ones(4)), own(jnp.ones(4))))
+        recurrent = nnx.RNN(nnx.GRUCell(2, 2, rngs=nnx.Rngs(0)))  # draws a key and makes zeros
+    s4.run(lambda: (same(jnp.ones(4)), own(jnp.ones(4)), recurrent(jnp.ones((1, 1, 2)))))
     [record] = caplog.records
     assert "own.rngs (RngStream)" in record.getMessage()
     assert "dj.same_on_all_replicas(stream)" in record.getMessage()
