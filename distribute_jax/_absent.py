@@ -84,6 +84,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "fit_generator": "fit takes generators",
         "layers": "the layers are attributes of model.module",
         "metrics_names": "the keys of model.evaluate(x, y, return_dict=True)",
+        "trainable": "compile(trainable='^head') freezes all other weights",
         "trainable_variables": _WEIGHTS,
         "trainable_weights": _WEIGHTS,
         "variables": "nnx.state(model.module)",

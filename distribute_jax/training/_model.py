@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
-from distribute_jax._absent import answering, answering_keywords
+from distribute_jax._absent import answering, answering_keywords, missing
 from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
@@ -78,6 +78,12 @@ class Model(Stored):
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Model")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses Keras's way of freezing weights, which would be without effect."""
+        if name == "trainable":
+            raise missing("dj.Model", "'Model' object", name, self)
+        super().__setattr__(name, value)
 
     def __init__(self, module: Any, sample_input: PyTree = None, *, rngs: Any = None) -> None:
         self.strategy: Strategy = get_strategy()

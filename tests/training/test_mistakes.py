@@ -109,6 +109,12 @@ def test_the_message_says_what_to_write(mistake: str, s2: dj.MirroredStrategy, t
     assert not any(part in text for part in ("Param(", "# Param", "array([")), text
 
 
+def test_weights_are_not_frozen_by_an_attribute(s2: dj.MirroredStrategy):
+    """As in Keras, where it has an effect; here ``compile`` freezes."""
+    with pytest.raises(AttributeError, match=r"compile\(trainable='\^head'\)"):
+        classifier(s2).trainable = False
+
+
 def test_labels_are_checked_in_every_fit_before_a_step(s2: dj.MirroredStrategy):
     """Also where the step is compiled already; not those of ``ignore_class``. Weights do not change."""
     model = classifier(s2)
