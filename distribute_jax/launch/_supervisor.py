@@ -44,7 +44,7 @@ PREFIX = "distribute-jax-"
 
 _AFTER_A_FAILURE = 1.0
 """Seconds that the others have to end by themselves: without the one that failed they cannot save."""
-_LONGEST_ALIKE = 10.0
+_LONGEST_WAIT = 10.0
 """Seconds, at most, in which the others may fail as the first one did, so that a restart is in vain."""
 _LOOPBACK = "127.0.0.1"
 _LONG = 86400.0
@@ -236,7 +236,7 @@ class Attempt:
             # A process that ended because of another one may be seen before that one.
             seconds = _AFTER_A_FAILURE if event.code == OTHER_FAILED else 0
             if of_the_program([failure]) and not (_best(group) or self._progress.best):
-                seconds = min(max(_AFTER_A_FAILURE, event.seconds), _LONGEST_ALIKE)
+                seconds = min(max(_AFTER_A_FAILURE, event.seconds), _LONGEST_WAIT)
             self._end_within(seconds)
 
     def _rejoin(self, group: ProcessGroup) -> None:
