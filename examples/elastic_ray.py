@@ -83,7 +83,11 @@ def attempt(count: int, options: argparse.Namespace) -> str:
     actor = ray.remote(Worker).options(num_cpus=1, num_gpus=options.gpus)
     workers = [actor.remote() for _ in range(count)]
     try:
-        host, port = ray.get([worker.address.remote() for worker in workers], timeout=60)[0]
+        addresses = [worker.address.remote() for worker in workers]
+        while len(ray.wait(addresses, num_returns=count, timeout=POLL_SECONDS)[0]) < count:
+            if room(options) < count:  # Ray has only now noticed that a node is gone
+                return ""
+        host, port = ray.get(addresses)[0]
         address = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
         calls = [
             worker.train.remote({**address, "RANK": str(i), "LOCAL_RANK": "0"}, notice, options)
