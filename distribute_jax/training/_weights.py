@@ -316,12 +316,12 @@ class Stored(ABC):
             MissingPackageError: flatbuffers is not installed.
 
         Example:
-            >>> import distribute_jax as dj, jax.export, numpy as np, tempfile
+            >>> import distribute_jax as dj, jax.export, numpy as np, pathlib, tempfile
             >>> from flax import nnx
             >>> model = dj.Model(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
-            >>> path = tempfile.mkdtemp() + "/linear.jax"
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "linear.jax")
             >>> model.export(path, np.ones((1, 3), np.float32))
-            >>> served = jax.export.deserialize(bytearray(open(path, "rb").read()))
+            >>> served = jax.export.deserialize(bytearray(path.read_bytes()))
             >>> served.call(np.ones((5, 3), np.float32)).shape
             (5, 2)
         """
