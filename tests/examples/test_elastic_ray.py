@@ -12,7 +12,7 @@ from example_program import command, environment, output
 pytestmark = pytest.mark.exhaustive
 ray = pytest.importorskip("ray")
 
-STEPS = 100
+STEPS = 400
 
 
 def losses(lines: list[str]) -> dict[int, float]:
@@ -37,9 +37,9 @@ def test_the_loss_is_that_of_a_job_that_lost_nothing(tmp_path, monkeypatch):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    assert job.stdout is not None
     lines: list[str] = []
     try:
-        assert job.stdout is not None
         for line in job.stdout:
             lines.append(line)
             if len(nodes) == 3 and f"step 20/{STEPS}" in line:
@@ -49,13 +49,14 @@ def test_the_loss_is_that_of_a_job_that_lost_nothing(tmp_path, monkeypatch):
         assert job.wait(timeout=60) == 0, "".join(lines)
     finally:
         job.kill()
+        job.stdout.close()
         cluster.shutdown()
     text = "".join(lines)
     workers = re.findall(r"Training with (\d) workers", text)
     assert [of for of, _ in groupby(workers)] == ["3", "2", "3"], text
     starts = [int(step) for step in re.findall(r"Resuming after step (\d+)", text)]
     assert starts[0] == 0
-    assert starts[1] in (10, 20)
+    assert 10 <= starts[1] < 50
     assert starts[2] >= 50
     alone = output("digits_job", *options[:2], f"--directory={tmp_path / 'alone'}", folder=tmp_path)
     wanted = losses(alone.splitlines())
