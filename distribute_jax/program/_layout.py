@@ -170,7 +170,7 @@ def flat_step(
     variables = [variable for variable, *_ in state_outputs(call, traced)]
     decided = [
         done and rule is Combine.MIRRORED
-        for done, rule in zip(updated_if_sound(traced.jaxpr.jaxpr), plan.combine, strict=False)
+        for done, rule in zip(updated_if_sound(traced.jaxpr.jaxpr, old), plan.combine, strict=True)
     ]
     position = {i: at for at, i in enumerate(order)}
     # Arrays captured where nothing can be assigned are constants of the trace: read them as inputs.

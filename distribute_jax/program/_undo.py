@@ -127,15 +127,17 @@ def if_sound(
     return jax.jit(update_if_sound)(sound, old)
 
 
-def updated_if_sound(jaxpr: Any) -> list[bool]:
-    """Returns for each output of a step whether ``if_sound`` decided on it."""
-    decided = {
-        id(var)
+def updated_if_sound(jaxpr: Any, old: Sequence[int]) -> list[bool]:
+    """Returns for each output that is state whether ``if_sound`` chose between it and its ``old`` input."""
+    kept = {
+        id(new): before
         for eqn in jaxpr.eqns
         if eqn.params.get("name") == "update_if_sound"
-        for var in eqn.outvars
+        for new, before in zip(eqn.outvars, eqn.invars[-len(eqn.outvars) :], strict=True)
     }
-    return [id(var) in decided for var in jaxpr.outvars]
+    return [
+        kept.get(id(new)) is jaxpr.invars[at] for new, at in zip(jaxpr.outvars, old, strict=False)
+    ]
 
 
 def undone(

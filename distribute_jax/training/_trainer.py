@@ -159,9 +159,8 @@ class Trainer:
     def snapshot(self, kind: str = "train") -> Snapshot:
         """Returns a copy of loss and metrics so far, on the chief alone, without waiting."""
         returned = None
-        if self.overrides(
-            kind
-        ):  # what replicas of several processes returned, all of them have to sum
+        if self.overrides(kind):
+            # What replicas of several processes returned, all of them have to sum.
             is_alone = is_local(self.strategy.mesh)
             returned = self.step_logs[kind].copy() if is_alone else StepLogs(self.strategy, kind)
         return Snapshot(self.tracked(kind), returned)

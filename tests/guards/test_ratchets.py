@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_278,
-    lines_of_tests: 47_536,
+    lines: 51_273,
+    lines_of_tests: 47_556,
     files: 245,
     pieces: 1,
     private_words: 10,

@@ -206,3 +206,23 @@ def test_an_update_that_may_be_skipped_is_made_in_place(s2: dj.Strategy) -> None
 
         needed.append(s2.plan(step, args=batch).temporary_bytes)
     assert needed[1] < 1.1 * needed[0]
+
+
+def test_a_skipped_step_is_undone_whole_where_weights_change_before(s2: dj.Strategy) -> None:
+    """By a first update of the same optimizer, whose gradients are sound, and by the step itself."""
+    with s2.scope():
+        net = Net()
+        optimizer = dj.Optimizer(net, optax.adam(0.1), skip_nonfinite=True)
+
+    def step(x: jax.Array) -> None:
+        net.layer.bias[...] += 1
+        for factor in (1, x[0, 0] / x[0, 0]):
+            loss_fn = lambda net: dj.compute_average_loss(net.layer(x)[:, 0] ** 2) * factor  # noqa: B023, E731
+            optimizer.update(net, nnx.grad(loss_fn)(net))
+
+    before = [np.asarray(x) for x in jax.tree.leaves(nnx.state((net, optimizer), nnx.Param))]
+    (batch,) = s2.distribute_dataset([np.ones((ROWS, 3), "f4") * (np.arange(ROWS) > 0)[:, None]])
+    s2.run(step, args=(batch,))
+    after = jax.tree.leaves(nnx.state((net, optimizer), nnx.Param))
+    assert optimizer.skipped_steps == 1
+    assert all(map(np.array_equal, before, after))

@@ -311,7 +311,7 @@ class _RunLogger(_BatchLogger):
     _refusals = Exception  # of the network, and the service's
     _package = ""
 
-    def __init__(self, update_freq: str | int, settings: dict[str, Any]) -> None:
+    def __init__(self, update_freq: str | int = "epoch", **settings: Any) -> None:
         super().__init__(update_freq)
         self._settings, self._is_ours = settings, False
         self._run: Any = None
@@ -391,9 +391,6 @@ class WandbLogger(_RunLogger):
 
     _package = "wandb"
 
-    def __init__(self, update_freq: str | int = "epoch", **settings: Any) -> None:
-        super().__init__(update_freq, settings)
-
     def _active(self, service: Any) -> Any:
         return service.run
 
@@ -426,9 +423,6 @@ class MLflowLogger(_RunLogger):
     """
 
     _package = "mlflow"
-
-    def __init__(self, update_freq: str | int = "epoch", **settings: Any) -> None:
-        super().__init__(update_freq, settings)
 
     def _active(self, service: Any) -> Any:
         return service if service.active_run() else None
