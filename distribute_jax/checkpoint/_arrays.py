@@ -98,27 +98,38 @@ Sizes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 def read_arrays(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
     """Reads some arrays of a folder, as they are stored; raises where Orbax cannot, or they are larger."""
-    import orbax.checkpoint as ocp
+    with reading(folder) as orbax:
+        stored = orbax.metadata(folder.absolute()).item_metadata
+        for name, (dtype, shape) in sizes.items():
+            found = stored[name].shape
+            if tuple(found) not in (shape, (size_of(dtype, shape),)):
+                raise ValueError(f"array {name} has the shape {tuple(found)}, not {shape}")
+        read: Mapping[str, Any] = orbax.restore(
+            folder.absolute(), args=as_numpy(dict.fromkeys(sizes, 0))
+        )
+    return read
 
-    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in sizes}
-    some = ocp.args.PyTreeRestore(
-        item=dict.fromkeys(sizes, 0), restore_args=as_numpy, partial_restore=True
-    )
+
+@contextmanager
+def reading(folder: Path) -> Iterator[Any]:
+    """Yields Orbax to read a folder; what it says of bytes that it did not write is an error of ours."""
     with orbax_alone() as orbax:
         try:
-            stored = orbax.metadata(folder.absolute()).item_metadata
-            for name, (dtype, shape) in sizes.items():
-                found = stored[name].shape
-                if tuple(found) not in (shape, (size_of(dtype, shape),)):
-                    raise ValueError(f"array {name} has the shape {tuple(found)}, not {shape}")
-            read: Mapping[str, Any] = orbax.restore(folder.absolute(), args=some)
+            yield orbax
         except PermissionError:
             raise
-        except Exception as error:  # whatever a parser says of bytes that are not what was written
+        except Exception as error:  # of any parser
             raise CheckpointDamagedError(
                 f"Orbax cannot read {folder} ({error_text(error):.200})"
             ) from error
-    return read
+
+
+def as_numpy(some: Any) -> Any:
+    """Returns the arguments with which Orbax reads some leaves of a tree as arrays of NumPy."""
+    import orbax.checkpoint as ocp
+
+    each = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), some)
+    return ocp.args.PyTreeRestore(item=some, restore_args=each, partial_restore=True)
 
 
 def write_bytes(folder: Path, named: Mapping[str, Array]) -> None:

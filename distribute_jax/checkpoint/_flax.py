@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from distribute_jax._errors import CheckpointDamagedError, CheckpointError
+from distribute_jax._errors import CheckpointError
 from distribute_jax._mesh import put
-from distribute_jax._messages import error_text, listed
+from distribute_jax._messages import listed
 from distribute_jax.checkpoint._agreement import on_all
-from distribute_jax.checkpoint._arrays import orbax_alone
+from distribute_jax.checkpoint._arrays import as_numpy, reading
 from distribute_jax.variables import Variable
 
 _TREE = "_METADATA"
@@ -63,23 +63,13 @@ def flax_folder(path: str | os.PathLike[str]) -> Path | None:
 
 def _read(folder: Path, wanted: Mapping[str, Any] | None = None) -> Any:
     """Reads leaves of such a folder as arrays of NumPy, or by default the types of all."""
-    import orbax.checkpoint as ocp
-
     absl = logging.getLogger("absl")
     absl.addFilter(_is_not_of_orbax)  # it warns of every item that a manager wrote
     try:
-        with orbax_alone() as orbax:
+        with reading(folder) as orbax:
             if wanted is None:
                 return dict(orbax.metadata(folder).item_metadata.tree)
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-            some = ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True)
-            return orbax.restore(folder, args=some)
-    except PermissionError:
-        raise
-    except Exception as error:  # whatever a parser says of bytes that are not what was written
-        raise CheckpointDamagedError(
-            f"Orbax cannot read {folder} ({error_text(error):.200})"
-        ) from error
+            return orbax.restore(folder, args=as_numpy(wanted))
     finally:
         absl.removeFilter(_is_not_of_orbax)
 

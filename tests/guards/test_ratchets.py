@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_273,
+    lines: 51_274,
     lines_of_tests: 47_556,
     files: 245,
     pieces: 1,
