@@ -181,7 +181,7 @@ def create(folder: str, contents: Contents) -> None:
     pip = [inside, "-m", "pip", "install", *quick, "-c", constraints_file(python.release)]
     venv = [python.executable, "-m", "venv", folder]
     for command in (venv, pip + BUILD_TOOLS, pip + contents.packages):
-        if run(command, job_environment(inside)):
+        if any(run([command], job_environment(inside))):
             sys.exit(
                 "dev.py: Installing failed: {}\nNext, check the network and the disk, then type the same"
                 " command again; it starts afresh.".format(" ".join(map(shlex.quote, command)))
@@ -220,14 +220,15 @@ def job_environment(python: str, devices: str = "simulated") -> Dict[str, str]:
     return kept
 
 
-def run(command: List[str], environment: Dict[str, str]) -> int:
-    """Runs a command in the repository and returns its status; never leaves it behind."""
-    child = subprocess.Popen(command, cwd=ROOT, env=environment)
+def run(commands: List[List[str]], environment: Dict[str, str]) -> List[int]:
+    """Runs commands in the repository, all at once; returns their statuses and leaves none behind."""
+    children = [subprocess.Popen(command, cwd=ROOT, env=environment) for command in commands]
     try:
-        return child.wait()
+        return [child.wait() for child in children]
     finally:
-        child.terminate()  # does nothing if it has ended
-        child.wait()
+        for child in children:
+            child.terminate()  # does nothing if it has ended
+            child.wait()
 
 
 def work(options: argparse.Namespace, rest: List[str]) -> int:
@@ -235,7 +236,7 @@ def work(options: argparse.Namespace, rest: List[str]) -> int:
     with environment_ready() as python:
         environment = job_environment(python, options.devices)
         for part in DEMO if options.command == "demo" else [["-m", "benchmarks"]]:
-            status = run([python, *part, "--devices", options.devices, *rest], environment)
+            (status,) = run([[python, *part, "--devices", options.devices, *rest]], environment)
             if status or {"-h", "--help"} & set(rest):
                 break
     return status
@@ -252,22 +253,21 @@ def test(options: argparse.Namespace, rest: List[str]) -> int:
         steps = [["pytest", "tests/data/sources"]]
     elif options.lint or not (options.no_lint or rest):
         steps = LINT + steps * (not options.lint)
-    failed = []
     with environment_ready(contents) as python:
-        # Compiled programs that workers, and later runs, share.
+        # Compiled programs and modules that workers, the processes of tests and later runs share.
         environment = dict(
             job_environment(python),
             JAX_COMPILATION_CACHE_DIR=os.path.join(ROOT, ".cache", "jax"),
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+            PYTHONDONTWRITEBYTECODE="",
+            PYTHONPYCACHEPREFIX=os.path.join(ROOT, ".cache", "pycache"),
         )
-        for step in steps:
-            command = [python, "-m", *step]
-            say(" ".join(step))
-            if run(command, environment):
-                failed.append(" ".join(map(shlex.quote, command)))
-    for line in failed:
-        say("FAILED; to repeat it: " + line)
-    return 1 if failed else 0
+        say(", ".join(" ".join(step) for step in steps))
+        statuses = run([[python, "-m", *step] for step in steps], environment)
+    for number, step in enumerate(steps):
+        if statuses[number]:
+            say("FAILED; to repeat it: " + " ".join(map(shlex.quote, [python, "-m", *step])))
+    return int(any(statuses))
 
 
 def pythons(options: argparse.Namespace, rest: List[str]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import enum
 import functools
 import inspect
@@ -507,6 +508,10 @@ def _ring(*_: Any) -> None:
 
 def fault(w: World, case: Case) -> str | None:
     """Runs a case, and returns what is wrong with how it ended; None where it succeeded or is refused."""
+    return contextvars.copy_context().run(_fault, w, case)  # a default writer ends with its case
+
+
+def _fault(w: World, case: Case) -> str | None:
     with _quiet():
         args, kwargs = arguments(w, case)
         call = case.target.call
