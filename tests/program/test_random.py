@@ -262,9 +262,11 @@ def test_a_marked_stream_is_not_among_the_reasons_why_a_step_differs_from_one_de
 
 
 @pytest.mark.parametrize(
-    "value", [nnx.Linear(1, 1, rngs=nnx.Rngs(0)), jax.random.key(0), "dropout"]
+    "make",
+    [lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), lambda: jax.random.key(0), lambda: "dropout"],
 )
-def test_what_holds_no_stream_cannot_be_marked(value: Any):
+def test_what_holds_no_stream_cannot_be_marked(make: Callable[[], Any]):
+    value = make()
     with pytest.raises(ValueError, match=r"no random stream.*dj\.same_on_all_replicas\(rngs"):
         dj.same_on_all_replicas(value)
 

@@ -155,12 +155,12 @@ def test_a_divided_variable_is_read_and_written_as_numpy_does() -> None:
 
 
 def test_a_checkpoint_of_parts_is_restored_into_any_number_of_servers(tmp_path: Path) -> None:
-    """Of four parts into 1, 2, 3 and 7 servers, and under another strategy, where training goes on."""
+    """Of four parts into 1 and 3 servers, and under another strategy, where training goes on."""
     state, _ = train(of_servers(4), OPTIMIZERS["adam"], steps=1)
     manager, ids = dj.CheckpointManager(tmp_path), np.arange(16, dtype=np.int32) % 13
     manager.save(0, state)
     ends = []
-    for strategy in (*map(of_servers, (1, 2, 3, 7)), dj.OneDeviceStrategy("cpu:0")):
+    for strategy in (*map(of_servers, (1, 3)), dj.OneDeviceStrategy("cpu:0")):
         again, step, _ = made(strategy, OPTIMIZERS["adam"])
         manager.restore(0, again)
         for one, other in zip(leaves(state), leaves(again), strict=True):

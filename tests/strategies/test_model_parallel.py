@@ -308,22 +308,25 @@ def test_create_refuses_what_cannot_be_traced() -> None:
         dj.MirroredStrategy([0, 1]).create(reads)
 
 
-RNGS = nnx.Rngs(0)
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "message"),
     [
-        (Language(), r"make must be a function .*; got Language"),
-        (lambda: 3, r"make must be a function .*; got one that returns 3"),
-        (lambda: dj.Model(Block(nnx.Rngs(0))), r"cannot be made inside of strategy.create"),
-        (lambda: Block(RNGS), r"changes an nnx.Rngs or a module that was made before it"),
+        ("module", r"make must be a function .*; got Language"),
+        ("number", r"make must be a function .*; got one that returns 3"),
+        ("model", r"cannot be made inside of strategy.create"),
+        ("rngs", r"changes an nnx.Rngs or a module that was made before it"),
     ],
 )
-def test_create_takes_a_function_that_makes_all_of_the_model(make: Any, message: str) -> None:
+def test_create_takes_a_function_that_makes_all_of_the_model(kind: str, message: str) -> None:
     """A model, a function without one, and random streams from outside are refused."""
+    rngs = nnx.Rngs(0)
+    make: dict[str, Any] = {
+        "number": lambda: 3,
+        "model": lambda: dj.Model(Block(nnx.Rngs(0))),
+        "rngs": lambda: Block(rngs),
+    }
     with pytest.raises(ValueError, match=message):
-        dj.MirroredStrategy([0, 1]).create(make)
+        dj.MirroredStrategy([0, 1]).create(make[kind] if kind in make else Language())
 
 
 def test_create_makes_arrays_that_are_no_variables() -> None:
