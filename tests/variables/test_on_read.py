@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import distribute_jax as dj
 from distribute_jax import VariableAggregation as Agg
@@ -187,15 +188,19 @@ def test_every_lowering_keeps_components(s4: dj.MirroredStrategy, lowering: Any)
 
 
 def test_it_moves_to_another_number_of_replicas(strategy: dj.Strategy):
-    """Made outside of every scope, or under four replicas, it reads the same elsewhere."""
-    four = dj.MirroredStrategy([0, 1, 2, 3])
-    for home in (None, four):
-        if home is None:
-            variable = dj.Variable(10.0, synchronization=ON_READ, aggregation=Agg.SUM)
-        else:
-            variable = made(home, Agg.SUM)
-            home.run(lambda: variable.assign(replica_id()))  # noqa: B023
-        before = float(variable.numpy())
+    """Made outside of every scope, or moved from three replicas as the error says, it reads the same."""
+    three = dj.MirroredStrategy([0, 1, 2])
+    outside = dj.Variable(10.0, synchronization=ON_READ, aggregation=Agg.SUM)
+    moved = nnx.List([made(three, Agg.SUM)])
+    three.run(lambda: moved[0].assign(replica_id()))
+    with pytest.raises(
+        dj.MixedStrategiesError, match=r"cpu:2\]\n.*nnx\.update\(model, jax\.device_put"
+    ):
+        strategy.run(lambda: moved[0].assign_add(1.0))
+    sharding = NamedSharding(strategy.mesh, PartitionSpec())
+    nnx.update(moved, jax.device_put(nnx.state(moved), sharding))
+    for variable, before in ((outside, 10.0), (moved[0], 3.0)):
+        assert float(variable.numpy()) == before
         strategy.run(lambda: variable.assign_add(1.0))  # noqa: B023
         assert len(variable.values) == strategy.num_replicas_in_sync
         assert float(variable.numpy()) == before + strategy.num_replicas_in_sync
