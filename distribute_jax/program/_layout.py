@@ -161,13 +161,13 @@ def flat_step(
 ) -> FlatStep:
     """Returns the step of one replica as a function of those flat inputs that it uses, in this order.
 
-    It does not keep the captured arrays alive. ``kept`` is the sharding over the replicas that each flat
-    input keeps, of those that are state.
+    It keeps neither variables nor captured arrays alive. ``kept`` is the sharding over the replicas that
+    each flat input keeps, of those that are state.
     """
     shardings = _step_shardings(call, traced, plan, kept)
     avals = _input_avals(call, arrays)
     state, old = len(plan.combine), traced.old_inputs
-    variables = [variable for variable, *_ in state_outputs(call, traced)]
+    kinds = [type(variable) for variable, *_ in state_outputs(call, traced)]
     decided = [
         done and rule is Combine.MIRRORED
         for done, rule in zip(updated_if_sound(traced.jaxpr.jaxpr, old), plan.combine, strict=True)
@@ -183,8 +183,8 @@ def flat_step(
             for i, aval in enumerate(avals)
         ]
         inputs = [x[0] if s else x for x, s in zip(every, shardings.stacked, strict=True)]
-        for i, variable in zip(old, variables, strict=True):
-            if isinstance(variable, StepCounts):
+        for i, kind in zip(old, kinds, strict=True):
+            if issubclass(kind, StepCounts):
                 inputs[i] = begun(inputs[i])
         consts = [inputs[array_at[id(c)]] if id(c) in array_at else c for c in traced.jaxpr.consts]
         outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
@@ -197,7 +197,7 @@ def flat_step(
             merged = merge.combined([outs[k] for k in merge.outputs], before)
             for k, value in zip(merge.outputs, merged, strict=True):
                 new[k] = value
-        return undone(new, [inputs[i] for i in old], variables, decided) + [
+        return undone(new, [inputs[i] for i in old], kinds, decided) + [
             out if mirrored else out[None]
             for out, mirrored in zip(outs[state:], plan.mirrored, strict=True)
         ]

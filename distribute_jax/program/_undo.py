@@ -141,21 +141,21 @@ def updated_if_sound(jaxpr: Any, old: Sequence[int]) -> list[bool]:
 
 
 def undone(
-    new: Sequence[Any], old: Sequence[Any], variables: Sequence[Any], decided: Sequence[bool]
+    new: Sequence[Any], old: Sequence[Any], kinds: Sequence[type], decided: Sequence[bool]
 ) -> list[Any]:
     """Returns the state that a step leaves: the old one where a guard among the variables refused it.
 
     The one guard of a step has ``decided`` on some of it before.
     """
-    counts = [x for x, v in zip(new, variables, strict=True) if isinstance(v, StepCounts)]
+    counts = [x for x, kind in zip(new, kinds, strict=True) if issubclass(kind, StepCounts)]
     if not counts:
         return list(new)
     sound = jnp.stack([x[SOUND] for x in counts]).all()
     return [
         x
-        if isinstance(v, Unconditional) or (done and len(counts) == 1)
+        if issubclass(kind, Unconditional) or (done and len(counts) == 1)
         else jnp.where(sound, x, before.astype(x.dtype))
-        for x, before, v, done in zip(new, old, variables, decided, strict=True)
+        for x, before, kind, done in zip(new, old, kinds, decided, strict=True)
     ]
 
 

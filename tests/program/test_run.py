@@ -491,6 +491,22 @@ def test_two_models_of_one_shape_share_the_program(s2: dj.MirroredStrategy):
     assert len(traces) == 1
 
 
+def test_a_program_that_is_shared_keeps_no_model(s2: dj.MirroredStrategy):
+    """The state of the model that it was compiled for is freed, while another model still runs it."""
+
+    def step(model: Linear) -> None:
+        model.w[...] += 1
+
+    first, second = built(s2), built(s2)
+    s2.run(step, args=(first,))
+    s2.run(step, args=(second,))
+    gone = weakref.ref(first.w[...])
+    del first
+    gc.collect()
+    assert gone() is None
+    assert s2._runner.programs() == 1
+
+
 def test_as_many_programs_are_kept_as_the_limit_says(
     s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
