@@ -117,6 +117,8 @@ class _WithoutAxis(RenamedAxis):
 
 
 def _over_one(eqn: Any, *values: jax.Array) -> Any:
+    if eqn.params.get("perm") == ():  # a shift to the next replica, of which vmap wants one
+        return list(map(jnp.zeros_like, values))
     groups = {"axis_index_groups": None} if "axis_index_groups" in eqn.params else {}
 
     def bound(_: Any, *values: jax.Array) -> Any:

@@ -96,6 +96,9 @@ SAME: dict[str, Step] = {
         lambda x: jax.lax.psum_scatter(x**2, "data", scatter_dimension=1, tiled=True)
     ),
     "gradient of ppermute": cotangent(lambda x: shifted(x**2)),
+    "ppermute to the next": lambda x: jax.lax.ppermute(
+        x, "data", [(i, i + 1) for i in range(replicas() - 1)]
+    ),
     "gradient of all_to_all": cotangent(
         lambda x: jax.lax.all_to_all((x**2).T, "data", 0, 1, tiled=True)
     ),
@@ -197,6 +200,13 @@ def test_one_replica_of_two_cores_has_the_bits_of_one_device():
             assert a.dtype == b.dtype, name
     steps = cores.run_steps(lambda x: jax.lax.psum(x, "data"), iter([(1.0,), (2.0,)]), 2)
     assert steps.tolist() == [1.0, 2.0]
+
+
+def test_a_shift_to_the_next_replica_leaves_zeros_for_one_of_two_cores():
+    """A replica to which no other sends gets zeros, as on several devices, also where it is alone."""
+    result = ran(one_replica_of_two_cores(), SAME["ppermute to the next"])
+    assert result.shape == (2 * ROWS, ROWS)
+    assert not np.asarray(result).any()
 
 
 def test_one_replica_of_two_cores_keeps_state_divided_over_them():
