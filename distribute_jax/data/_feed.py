@@ -125,11 +125,11 @@ class GlobalBatches(Feed):
                 "other files or batches, one batch makes several steps. Let every process read everything "
                 'and take its part: dj.InputOptions(auto_shard_policy="data").'
             )
-        if not self._source.can_seek:
+        if not self._source.can_resume:
             raise ArgumentError(
                 f"iterator.{method} needs a source that can start at any batch, and "
-                f"{self._source.text} cannot. Distribute dj.data.from_arrays(...) or a Grain dataset, "
-                "or save at the end of an epoch only."
+                f"{self._source.text} cannot. {self._source.how_to_resume}"
+                "Distribute dj.data.from_arrays(...) or a Grain dataset, or save at the end of an epoch only."
             )
 
 

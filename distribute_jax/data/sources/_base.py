@@ -25,6 +25,8 @@ class Source(ABC):
 
     can_seek: bool = False
     """Whether ``open_at`` can start anywhere."""
+    how_to_resume: str = ""
+    """What has to be done for ``can_resume``, as a sentence with a space behind it."""
     is_infinite: bool = False
     """Whether an epoch never ends."""
     seed: int | None = None
@@ -38,6 +40,11 @@ class Source(ABC):
     @abstractmethod
     def text(self) -> str:
         """What messages call it, for example ``a tf.data.Dataset``."""
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether ``open_at`` can go on within an epoch; unlike ``can_seek`` it may take a while."""
+        return self.can_seek
 
     @property
     def batching(self) -> str:

@@ -1,6 +1,7 @@
 """Batches of a ``tf.data.Dataset``, which is sharded by its files where it reads files.
 
-``tf.raw_ops.DatasetToGraphV2`` serializes a dataset as a graph, which shows the files that it reads, and
+``tf.raw_ops.DatasetToGraphV2`` serializes a dataset as a graph, which shows the files that it reads and
+what may differ in another pass, and
 ``tf.raw_ops.AutoShardDataset`` is the op by which ``tf.distribute`` itself shards by files.
 """
 
@@ -22,6 +23,10 @@ class TfData(Stream):
     """A batched ``tf.data.Dataset``; TensorFlow was imported by whoever made it."""
 
     text = "a tf.data.Dataset"
+    how_to_resume = (
+        "A tf.data.Dataset can if TensorFlow alone computes it, without random numbers, and every pass is "
+        "the same: shuffle(n, seed=1, reshuffle_each_iteration=False), and not deterministic=False. "
+    )
 
     def __init__(self, dataset: Any, called: str) -> None:
         self._tf = tf = sys.modules["tensorflow"]
@@ -61,6 +66,14 @@ class TfData(Stream):
     def shard_files(self, count: int, index: int) -> TfData:
         return TfData(shard_by_files(self._tf, self._dataset, count, index), self._called)
 
+    @cached_property
+    def can_resume(self) -> bool:
+        return repeats_itself(self._tf, self._dataset)
+
+    def open_at(self, epoch: int, position: int) -> Iterator[PyTree]:
+        batches: Iterator[PyTree] = self._dataset.skip(position).as_numpy_iterator()
+        return batches
+
 
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
 """The beginnings of the names of the ops that read files; versions follow."""
@@ -68,20 +81,49 @@ _IGNORE_STATE = 1
 """``external_state_policy`` of the op: variables and tables need not be saved, only read."""
 _FILE = 1
 """``tf.data.experimental.AutoShardPolicy.FILE``, as the op takes it."""
+_VARYING = (
+    *("Random", "Rng", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal", "Sampl"),
+    *("StatefulRandom", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulUniform"),
+    *("Generator", "PyFunc", "EagerPyFunc", "Shuffle", "Snapshot", "LoadDataset"),
+)
+"""The beginnings of the names of the ops that may yield something else in another pass."""
 
 
 def count_files(tf: Any, dataset: Any) -> int | None:
     """Returns how many files the readers of a dataset have, the fewest of several; None if unknown."""
     try:
-        serialized = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=_IGNORE_STATE,
-        )
-        graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+        graph = _graph(tf, dataset)
         return min((_count(tf, graph, name) for name in _file_names(graph)), default=None)
     except (tf.errors.OpError, ValueError, TypeError):
         # A dataset that TensorFlow cannot serialize, or whose file names come from its data.
         return None
+
+
+def repeats_itself(tf: Any, dataset: Any) -> bool:
+    """Returns whether the graph of a dataset shows that every pass yields the same, in any process."""
+    try:
+        graph = _graph(tf, dataset)
+    except (tf.errors.OpError, ValueError, TypeError):
+        return False
+    constants = {node.name: node.attr["value"].tensor for node in graph.node if node.op == "Const"}
+
+    def repeats(node: Any) -> bool:
+        if node.op == "ShuffleDatasetV3":
+            seeds = [name for name in node.input[2:4] if name in constants]
+            seeded = any(tf.make_ndarray(constants[name]) for name in seeds)
+            return seeded and not node.attr["reshuffle_each_iteration"].b
+        return not node.op.startswith(_VARYING) and node.attr["deterministic"].s != b"false"
+
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return dataset.options().deterministic is not False and all(map(repeats, nodes))
+
+
+def _graph(tf: Any, dataset: Any) -> Any:
+    serialized = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        external_state_policy=_IGNORE_STATE,
+    )
+    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
 
 
 def shard_by_files(tf: Any, dataset: Any, count: int, index: int) -> Any:

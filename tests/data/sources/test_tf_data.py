@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from source_helpers import assert_same, assert_two_epochs, cut, epoch_of
 
+import distribute_jax as dj
 from distribute_jax.data.sources import find_source
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: dev.py test --sources has it")
@@ -125,6 +126,82 @@ def test_the_option_of_the_dataset_is_told(name):
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]
     source = find_source(numbers().with_options(options))
     assert source.auto_shard_policy == (None if name == "AUTO" else name)
+
+
+# Resuming
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+def noise(x: Any) -> Any:
+    return x + tf.random.uniform([], maxval=9, dtype=tf.int32)
+
+
+def in_python(x: Any) -> Any:
+    return tf.py_function(double, [x], tf.int32)
+
+
+def changed(**more: Any) -> Any:
+    options = tf.data.Options()
+    for name, value in more.items():
+        setattr(options, name, value)
+    return numbers().with_options(options)
+
+
+THE_SAME_IN_EACH_PASS = {
+    "in order": lambda: numbers(22),
+    "of unknown length": lambda: numbers(22).filter(lambda batch: batch[0] != 4),
+    "of parallel calls": lambda: numbers(22).map(double, num_parallel_calls=2).prefetch(1),
+    "shuffled once": lambda: (
+        tf.data.Dataset.range(22, output_type=tf.int32)
+        .shuffle(22, seed=1, reshuffle_each_iteration=False)
+        .repeat(2)
+        .batch(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THE_SAME_IN_EACH_PASS)
+def test_another_dataset_goes_on_at_the_very_next_batch(s2, name):
+    """As a restarted program makes it: from any batch of the second epoch, to its end."""
+    first = s2.distribute_dataset(THE_SAME_IN_EACH_PASS[name]())
+    wanted = epoch_of(first)
+    iterator = iter(first)
+    for position in range(len(wanted)):
+        resumed = iter(s2.distribute_dataset(THE_SAME_IN_EACH_PASS[name]()))
+        resumed.restore(iterator.state())
+        assert_same(epoch_of(resumed), wanted[position:])
+        next(iterator)
+
+
+NOT_THE_SAME = {
+    "reshuffled": lambda: numbers().shuffle(3, seed=1),
+    "without a seed": lambda: numbers().shuffle(3, reshuffle_each_iteration=False),
+    "shuffled inside": lambda: numbers().flat_map(
+        lambda x: tf.data.Dataset.from_tensors(x).shuffle(3, reshuffle_each_iteration=False)
+    ),
+    "random numbers": lambda: numbers().map(noise),
+    "random choices": lambda: tf.data.Dataset.sample_from_datasets([numbers(), numbers()]),
+    "Python": lambda: numbers().map(in_python),
+    "generator": lambda: tf.data.Dataset.from_generator(
+        lambda: iter([N]), output_signature=tf.TensorSpec([None], tf.int32)
+    ),
+    "as it comes": lambda: numbers().map(double, num_parallel_calls=2, deterministic=False),
+    "as it comes, by option": lambda: changed(deterministic=False),
+}
+
+
+@pytest.mark.parametrize("name", NOT_THE_SAME)
+def test_what_may_differ_in_another_pass_is_not_resumed(s2, name):
+    """state and restore say what is missing, and the pass itself goes on."""
+    tf.random.set_seed(None)
+    iterator = iter(s2.distribute_dataset(NOT_THE_SAME[name]()))
+    for call in (iterator.state, lambda: iterator.restore({})):
+        with pytest.raises(dj.ArgumentError, match="reshuffle_each_iteration=False"):
+            call()
+    assert epoch_of(iterator)
 
 
 # Files
