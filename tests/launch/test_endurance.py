@@ -92,7 +92,7 @@ class Run:
         options = [
             "--processes=2",
             "--devices-per-process=1",
-            "--max-restarts=9",
+            "--max-restarts=1000",  # on a busy machine many kills in a row come before the next save
             "--max-pause=0.1",
         ]
         arguments = [str(script), str(folder / "steps"), kind, str(steps), str(width)]
