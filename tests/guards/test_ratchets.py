@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_325,
-    lines_of_tests: 47_701,
+    lines_of_tests: 47_702,
     files: 245,
     pieces: 1,
     private_words: 10,
