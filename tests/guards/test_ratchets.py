@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_325,
-    lines_of_tests: 47_702,
+    lines: 51_326,
+    lines_of_tests: 47_705,
     files: 245,
     pieces: 1,
     private_words: 10,

@@ -85,6 +85,7 @@ _VARYING = (
     *("Random", "Rng", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal", "Sampl"),
     *("StatefulRandom", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulUniform"),
     *("Generator", "PyFunc", "EagerPyFunc", "Shuffle", "Snapshot", "LoadDataset"),
+    *("DataService", "ReadVariable", "Timestamp"),
 )
 """The beginnings of the names of the ops that may yield something else in another pass."""
 

@@ -176,6 +176,7 @@ def test_another_dataset_goes_on_at_the_very_next_batch(s2, name):
         next(iterator)
 
 
+VARIABLE = tf.Variable(1)
 NOT_THE_SAME = {
     "reshuffled": lambda: numbers().shuffle(3, seed=1),
     "without a seed": lambda: numbers().shuffle(3, reshuffle_each_iteration=False),
@@ -185,6 +186,8 @@ NOT_THE_SAME = {
     "random numbers": lambda: numbers().map(noise),
     "random choices": lambda: tf.data.Dataset.sample_from_datasets([numbers(), numbers()]),
     "Python": lambda: numbers().map(in_python),
+    "a variable": lambda: numbers().map(lambda x: x + VARIABLE),
+    "the time": lambda: numbers().map(lambda x: x + tf.cast(tf.timestamp(), tf.int32)),
     "generator": lambda: tf.data.Dataset.from_generator(
         lambda: iter([N]), output_signature=tf.TensorSpec([None], tf.int32)
     ),
