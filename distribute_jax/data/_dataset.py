@@ -21,8 +21,11 @@ from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher, thread_
 from distribute_jax.data._state import State
 from distribute_jax.processes import doing
 
-_Placed: TypeAlias = tuple[HostElement, PyTree]
-"""An element as it was on the host, and as it is on the devices."""
+Observer: TypeAlias = Callable[[PyTree], Any]
+"""What is noted of a batch while it is on the host."""
+
+_Placed: TypeAlias = tuple[HostElement, PyTree, list[Any]]
+"""An element as it was on the host, as it is on the devices, and what was observed."""
 
 
 class Loop(Protocol):
@@ -87,9 +90,8 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         """Starts the next epoch from its first batch."""
         self._guard()
-        elements = self._placed(self._feed.open(self._epoch))
         self._epoch += 1
-        return DistributedIterator(self, self._epoch - 1, elements)
+        return DistributedIterator(self, self._epoch - 1, self._feed.open(self._epoch - 1))
 
     @property
     def element_spec(self) -> PyTree:
@@ -155,10 +157,16 @@ class DistributedDataset:
             state = reduce_func(state, element)
         return state
 
-    def _placed(self, elements: Iterator[HostElement], done: int = 0) -> Iterator[_Placed]:
+    def _placed(
+        self, elements: Iterator[HostElement], observers: list[Observer], done: int = 0
+    ) -> Iterator[_Placed]:
         length = self._feed.cardinality
         agreed = self._ends(elements, None if length is None else length - done)
-        placed = ((element, element.placed(self._mesh)) for element in agreed)
+        placed = (
+            # Loaders reuse their buffers, so a batch is observed before the next one is read.
+            (element, element.placed(self._mesh), [one(element.batch) for one in observers])
+            for element in agreed
+        )
         if self._ahead == 0:
             return placed
         self._stalls.restart()
@@ -188,11 +196,13 @@ class DistributedIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, dataset: DistributedDataset, epoch: int, elements: Iterator[_Placed]
+        self, dataset: DistributedDataset, epoch: int, elements: Iterator[HostElement]
     ) -> None:
         self._dataset = dataset
         self._epoch = epoch
-        self._elements = elements
+        self._observers: list[Observer] = []
+        self._observed: list[Any] = []
+        self._elements = dataset._placed(elements, self._observers)
         self._progress = EpochProgress()
         self._is_first = True
         self._loop: Loop | None = None
@@ -261,7 +271,7 @@ class DistributedIterator(Iterator[Any]):
         dataset._guard()
         epoch, progress, elements = dataset._feed.resume(state)
         self._epoch, self._progress = epoch, progress
-        self._elements = dataset._placed(elements, progress.batches)
+        self._elements = dataset._placed(elements, self._observers, progress.batches)
         # The first element from here on may be a partial one, which shows no batch size.
         self._is_first = progress.batches == 0
         dataset._epoch = epoch + 1
@@ -272,10 +282,10 @@ class DistributedIterator(Iterator[Any]):
         if self._loop is not None and is_between_steps():
             self._loop.between_steps()
         with doing("waiting for the next batch"):
-            pair = next(self._elements, None)
-        if pair is None:
+            taken = next(self._elements, None)
+        if taken is None:
             return ()
-        element, placed = pair
+        element, placed, self._observed = taken
         if self._is_first:
             self._is_first = False
             self._dataset._note_first(element)
@@ -288,6 +298,16 @@ class DistributedIterator(Iterator[Any]):
 def watch(iterator: DistributedIterator, loop: Loop | None) -> None:
     """Notifies a loop of every batch that is taken from now on; None notifies nobody."""
     iterator._loop = loop
+
+
+def observe(iterator: DistributedIterator, observer: Observer) -> None:
+    """Calls a function with every batch that is read from now on, while it is on the host."""
+    iterator._observers[:] = [observer]
+
+
+def observed(iterator: DistributedIterator) -> Any:
+    """Returns what the observer returned for the newest batch; None without one."""
+    return next(iter(iterator._observed), None)
 
 
 def is_infinite(dataset: DistributedDataset) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from distribute_jax._checks import converting
-from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import real_array
 from distribute_jax.losses._loss import FormulaLoss, check_smoothing
 from distribute_jax.losses._shapes import (
@@ -341,38 +339,7 @@ def class_numbers(name: str, y_true: Any, predicted: jax.Array, axis: int) -> ja
         labels = labels[..., 0]
     if labels.shape != wanted:
         raise mismatch(name, labels.shape, predicted.shape, _CLASS_NUMBERS)
-    check_labels(name, predicted.shape[axis])
     return labels.astype(jnp.int32)
-
-
-@dataclass(eq=False)
-class LabelRange:
-    """The smallest and the largest class number of the batch that a step is traced for."""
-
-    low: int
-    high: int
-    classes: int | None = None
-    """How many classes the step has, once it was traced."""
-
-    def check(self, name: str, classes: int) -> None:
-        """Raises if the step would turn labels into NaN."""
-        self.classes = classes
-        if self.low < 0 or self.high >= classes:
-            raise ArgumentError(
-                f"{name} got labels from {self.low} to {self.high}, and the model has {classes} outputs for "
-                f"the classes 0 to {classes - 1}: the loss of the others is NaN. Number the classes from 0, "
-                "or give the last layer an output for each; what is not to count has ignore_class=…."
-            )
-
-
-LABELS: ContextVar[LabelRange | None] = ContextVar("distribute_jax_labels", default=None)
-"""The labels of the batch that is about to run, where they are known."""
-
-
-def check_labels(name: str, classes: int) -> None:
-    """Raises if the batch that is about to run has labels that are not classes."""
-    if (labels := LABELS.get()) is not None:
-        labels.check(name, classes)
 
 
 @dataclass(repr=False, eq=False)

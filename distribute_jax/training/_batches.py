@@ -14,8 +14,9 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.data import DistributedDataset
-from distribute_jax.data._dataset import dealt_to
+from distribute_jax.data._dataset import dealt_to, observe, observed
 from distribute_jax.strategies import get_replica_context
+from distribute_jax.training._objective import LabelCheck
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,22 @@ class Batches(Iterator[tuple[Any, ...]]):
         """The entries of dict batches without keys."""
         self.count = self.examples = 0
         self._next: list[tuple[Any, ...]] = []
+        self._labels: LabelCheck | None = None
+
+    def observe_labels(self, labels: LabelCheck) -> None:
+        """Has the labels of every batch looked at while it is on the host."""
+        keys = self.keys  # the thread that reads ahead must not hold the batches
+
+        def ranges(batch: PyTree) -> Any:
+            with suppress(ArgumentError):
+                return labels.ranges((*keys.arguments(batch), None, None)[1])
+
+        observe(self.iterator, ranges)
+
+    def check_labels(self, labels: LabelCheck) -> None:
+        """Checks the labels of the newest batch, and of all after it, where they were on the host."""
+        labels.add(observed(self.iterator) or {}, f" in batch {self.count} of the dataset")
+        self._labels = labels
 
     def peek(self) -> tuple[Any, ...] | None:
         """Returns the next batch without taking it; None at the end."""
@@ -74,6 +91,8 @@ class Batches(Iterator[tuple[Any, ...]]):
             if isinstance(batch, dict) and not self.keys:
                 self.names = sorted(map(repr, batch))
             self._next.append(self.keys.arguments(batch))
+            if self._labels is not None:
+                self.check_labels(self._labels)
         return self._next[0]
 
     def position(self) -> str:

@@ -237,7 +237,8 @@ class Model(Stored):
             x: arrays of examples, or dicts of them; a list or tuple of equally long arrays is several
                 inputs, which the module gets as a tuple. Or any source of global batches that
                 ``strategy.distribute_dataset`` takes, as a list of ``(x, y)``, or what it returned.
-            y: targets, for arrays.
+            y: targets, for arrays. Class numbers that are not classes raise an error: those of the first
+                batch, and of every later one that is made of NumPy arrays.
             batch_size: examples in a global batch, for arrays; 32 by default.
             epochs: the number of the epoch to stop before, counted from 0.
             verbose: 0 for silence, 1 for a bar, 2 for a line per epoch.

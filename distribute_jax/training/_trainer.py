@@ -21,7 +21,6 @@ from distribute_jax._mesh import is_local, on_host
 from distribute_jax._messages import listed
 from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
-from distribute_jax.losses._crossentropy import LABELS, LabelRange
 from distribute_jax.losses._shapes import check_probabilities
 from distribute_jax.processes import current_job
 from distribute_jax.program import RunOptions, library_options
@@ -57,8 +56,6 @@ class Trainer:
     _steps: dict[Any, Step] = field(default_factory=dict)
     _sizes: dict[str, StepsPerExecution] = field(default_factory=dict)
     _checked: bool = False
-    _classes: int | None = None
-    """Into how many classes the model sorts, once it was traced."""
     _labelled: weakref.ref[Any] | None = None
     """The dataset whose labels were checked last."""
     _verified: set[str] = field(default_factory=set)
@@ -146,9 +143,9 @@ class Trainer:
         if not done:
             self.reset("train")
         with hint(partial(dict_hint, "fit", batches)), self._training():
+            self._check_labels("train", batches)
             self._check_first(batches)
-            with self._labels_checked("train", batches):
-                done = self._loop("train", batches, callbacks, self.logs, limit, done)
+            done = self._loop("train", batches, callbacks, self.logs, limit, done)
         return done, self.logs()
 
     def logs(self, kind: str = "train") -> dict[str, Any]:
@@ -171,10 +168,10 @@ class Trainer:
         """Returns loss and metrics over the batches, in evaluation mode."""
         self.reset("test")
         with hint(partial(dict_hint, "evaluate", batches)), mode(self.module, training=False):
+            self._check_labels("test", batches)
             self._check_first(batches)
             callbacks.call("on_test_begin")
-            with self._labels_checked("test", batches):
-                done = self._loop("test", batches, callbacks, partial(self.logs, "test"), limit)
+            done = self._loop("test", batches, callbacks, partial(self.logs, "test"), limit)
         if limit is not None and done < limit:
             warn_of_early_end("evaluation", done, limit)
         logs = self.logs("test")
@@ -253,32 +250,29 @@ class Trainer:
             check_probabilities(losses[key], np.asarray(values))
         self._checked = True
 
-    @contextmanager
-    def _labels_checked(self, kind: str, batches: Batches) -> Iterator[None]:
-        """Raises for class numbers of the first batch that are not classes, when the step is traced."""
-        labels = None if self.overrides(kind) else self._label_range(batches)
-        token = LABELS.set(labels)
-        try:
-            if labels is not None and self._classes is not None:  # the step may be compiled
-                labels.check(self.setup.objective.losses[None].name, self._classes)
-            yield
-        finally:
-            LABELS.reset(token)
-            self._classes = self._classes if labels is None else labels.classes
+    def _check_labels(self, kind: str, batches: Batches) -> None:
+        """Raises for class numbers that are not classes: of the first batch here, of others as they come.
 
-    def _label_range(self, batches: Batches) -> LabelRange | None:
-        """Returns the class numbers of the first batch of a new dataset, where they are known."""
-        loss = self.setup.objective.losses.get(None)
-        is_new = self._labelled is None or self._labelled() is not batches.dataset
-        if loss is None or not loss.takes_class_numbers or not is_new:
-            return None
-        self._labelled = weakref.ref(batches.dataset)
+        The processes of a job compare the first batch of a dataset together, wherever its labels are.
+        Later ones are checked where they come from the host.
+        """
+        labels = self.setup.objective.labels
+        labels.restart()
+        if not labels or self.overrides(kind):
+            return
+        batches.observe_labels(labels)
         _, y, *_ = (*(batches.peek() or ()), None, None)
-        if not isinstance(y, PerReplica):
-            return None
-        labels = np.asarray(self.strategy.gather(y, axis=0))
-        labels = labels[labels != getattr(loss, "ignore_class", None)]
-        return LabelRange(int(labels.min()), int(labels.max())) if labels.size else None
+        if self._labelled is None or self._labelled() is not batches.dataset:
+            self._labelled = weakref.ref(batches.dataset)
+            labels.add(labels.ranges(jax.tree.map(self._on_host, y, is_leaf=is_per_replica)))
+        batches.check_labels(labels)
+
+    def _on_host(self, leaf: Any) -> Any:
+        return np.asarray(self.strategy.gather(leaf, axis=0)) if is_per_replica(leaf) else leaf
+
+
+def is_per_replica(leaf: Any) -> bool:
+    return isinstance(leaf, PerReplica)
 
 
 @contextmanager
@@ -338,7 +332,7 @@ class Outputs:
         gathered = jax.tree.map(
             self._gathered,
             self._strategy._fetched(outputs),
-            is_leaf=lambda leaf: isinstance(leaf, PerReplica),
+            is_leaf=is_per_replica,
         )
         if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
             raise ArgumentError(_NO_ROWS.format(names=""))

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_326,
-    lines_of_tests: 47_705,
+    lines: 51_389,
+    lines_of_tests: 47_744,
     files: 245,
     pieces: 1,
     private_words: 10,

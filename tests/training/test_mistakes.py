@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ import distribute_jax as dj
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(np.int32)
+LATE = np.where(np.arange(16) == 15, 2, Y)
+"""Labels of which the last one is not a class."""
 SPARSE = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
+IGNORING = dj.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-3)
 OPTAX = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -43,6 +46,22 @@ def save(strategy: dj.Strategy, folder: Path, weights: bool) -> str:
     return path
 
 
+def two_outputs(strategy: dj.Strategy) -> dj.Model:
+    with strategy.scope():
+        outputs = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda x: {"a": x, "b": x})
+        model = dj.Model(outputs)
+    model.compile("sgd", {"a": SPARSE, "b": OPTAX})
+    return model
+
+
+def reused() -> Iterator[dict[str, np.ndarray]]:
+    """A loader's batches, each written where the one before was."""
+    batch = {"x": X[:8].copy(), "y": Y[:8].copy()}
+    for labels in (Y[:8], LATE[8:], Y[:8], Y[:8]):
+        batch["y"][:] = labels
+        yield batch
+
+
 Mistake = Callable[[dj.Strategy, Path], Any]
 WRONG: dict[str, tuple[Mistake, str]] = {
     "labels from 1": (
@@ -51,10 +70,30 @@ WRONG: dict[str, tuple[Mistake, str]] = {
     ),
     "labels below 0": (lambda s, _: classifier(s).evaluate(X, Y - 1, verbose=0), "from -1 to 0"),
     "labels for optax": (
-        lambda s, _: classifier(s, loss=OPTAX).fit(X, Y[:, None] + 1, verbose=0), "from 1 to 2"
+        lambda s, _: classifier(s, loss=OPTAX).fit(X, Y + 1, verbose=0), "from 1 to 2"
     ),
     "labels to validate on": (
         lambda s, _: classifier(s).fit(X, Y, validation_data=(X, Y + 1), verbose=0), "from 1 to 2"
+    ),
+    "a label of a later batch": (
+        lambda s, _: classifier(s).fit(X, LATE, 8, shuffle=False, verbose=0),
+        "got labels from 0 to 2 in batch 1 of the dataset, and the model has 2 outputs",
+    ),
+    "a label of a batch that is dispatched with the first": (
+        lambda s, _: classifier(s, steps_per_execution=2).fit(X, LATE, 8, shuffle=False, verbose=0),
+        "got labels from 0 to 2, and the model has 2 outputs",
+    ),
+    "a label in a dict of a loader that reuses its buffers": (
+        lambda s, _: classifier(s).fit(reused(), x_key="x", y_key="y", verbose=0),
+        "from 0 to 2 in batch 1",
+    ),
+    "a label for one of two outputs": (
+        lambda s, _: two_outputs(s).fit(X, {"a": Y, "b": LATE}, 8, shuffle=False, verbose=0),
+        "from 0 to 2 in batch 1 of the dataset for the output 'b'",
+    ),
+    "a label beside those that are ignored": (
+        lambda s, _: classifier(s, loss=IGNORING).fit(X, LATE - 3 * (LATE == 0), 8, shuffle=False, verbose=0),
+        "from 1 to 2 in batch 1",
     ),
     "width in fit": (
         lambda s, _: classifier(s, 5).fit(X, Y, verbose=0),
