@@ -1,4 +1,4 @@
-"""Who is current on this thread: which strategy, and inside ``run`` which replica."""
+"""What this thread is doing, and what must not be called meanwhile."""
 
 from __future__ import annotations
 
@@ -6,88 +6,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from distribute_jax import _frames
 from distribute_jax._errors import ContextError, MixedStrategiesError
 from distribute_jax._jax_private import at_top_level
 
 
-@dataclass(frozen=True, eq=False)
-class Frame:
-    """One entry of the thread's stack."""
-
-    strategy: Any
-    """The strategy that is current."""
-    replica: Any = None
-    """The replica context inside ``run``; None in cross-replica context."""
-    merging: bool = False
-    """Whether this is the inside of ``merge_call``, where cross-replica methods are traced."""
-
-
-class _Stack(threading.local):
+class _Doing(threading.local):
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
         self.reads_ahead = False
         self.batches_taken: int | None = None
 
 
-_stack = _Stack()
+_doing = _Doing()
 _threads_of_steps: set[int] = set()
-_default: list[Callable[[], Frame]] = []
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def set_default(make: Callable[[], Frame]) -> None:
-    """Registers what is current where nothing was entered; the strategies call this once."""
-    _default[:] = [make]
-
-
-def entered() -> Frame | None:
-    """Returns the innermost frame of this thread, or None where none was entered."""
-    return _stack.frames[-1] if _stack.frames else None
-
-
-def default() -> Frame:
-    """Returns the frame that stands in where none was entered."""
-    return _default[0]()
-
-
-def current() -> Frame:
-    """Returns the innermost frame of this thread, or the default one."""
-    return _stack.frames[-1] if _stack.frames else default()
-
-
-def push(frame: Frame) -> None:
-    """Makes a frame current."""
-    _stack.frames.append(frame)
-
-
-def pop(frame: Frame) -> None:
-    """Leaves a frame, which must be the current one."""
-    if entered() is not frame:
-        raise ContextError(
-            "A strategy scope was left in the wrong order: another scope that was entered later is "
-            "still open. Leave the inner one first, or nest the `with` statements."
-        )
-    _stack.frames.pop()
-
-
-@contextmanager
-def frame(strategy: Any, replica: Any = None, *, merging: bool = False) -> Iterator[None]:
-    """Makes a strategy, and maybe a replica, current for the block."""
-    new, below = Frame(strategy, replica, merging), len(_stack.frames)
-    push(new)
-    try:
-        yield
-        pop(new)
-    finally:
-        del _stack.frames[below:]  # a scope left open inside ends with the block
 
 
 def require_method(strategy: Any, method: str) -> None:
     """Raises where a cross-replica method of a strategy must not be called."""
-    top = entered()
+    top = _frames.entered()
     if top is not None and (top.replica is not None or top.strategy is not strategy):
         require_cross_replica(method)
         require_unmixed(strategy)
@@ -120,29 +59,29 @@ def other_thread_runs_steps() -> bool:
 @contextmanager
 def reading_ahead() -> Iterator[None]:
     """Marks this thread as one that reads batches for a loop in another thread."""
-    _stack.reads_ahead = True
+    _doing.reads_ahead = True
     try:
         yield
     finally:
-        _stack.reads_ahead = False
+        _doing.reads_ahead = False
 
 
 @contextmanager
 def taking_several() -> Iterator[None]:
     """Marks the batches that are taken for one dispatch: only before the first is a step over."""
-    _stack.batches_taken = 0
+    _doing.batches_taken = 0
     try:
         yield
     finally:
-        _stack.batches_taken = None
+        _doing.batches_taken = None
 
 
 def is_between_steps() -> bool:
     """Returns whether the steps of all batches taken so far have run, as a batch is taken."""
-    if _stack.batches_taken is None:
+    if _doing.batches_taken is None:
         return True
-    _stack.batches_taken += 1
-    return _stack.batches_taken == 1
+    _doing.batches_taken += 1
+    return _doing.batches_taken == 1
 
 
 _show_program: list[Callable[[Callable[[int | None], Any]], None]] = []
@@ -166,7 +105,7 @@ def show_program(plan: Callable[[int | None], Any]) -> None:
 
 def require_loop(method: str) -> None:
     """Raises in a thread that reads batches ahead of the loop, which would wait for the loop itself."""
-    if _stack.reads_ahead:
+    if _doing.reads_ahead:
         raise ContextError(
             f"{method} was called by a source of batches, in the thread that reads ahead of the loop. Two "
             "programs at once could wait for each other without end, and would use weights of an earlier "
@@ -177,7 +116,7 @@ def require_loop(method: str) -> None:
 
 def require_cross_replica(method: str) -> None:
     """Raises inside ``run``, where cross-replica methods make no sense."""
-    top = entered()
+    top = _frames.entered()
     if top is not None and top.replica is not None:
         raise ContextError(
             f"{method} was called inside a function given to strategy.run, on one replica. Method "
@@ -188,7 +127,7 @@ def require_cross_replica(method: str) -> None:
 
 def merging() -> bool:
     """Returns whether this is the inside of ``merge_call`` in a step that is being compiled."""
-    top = entered()
+    top = _frames.entered()
     return top is not None and top.merging and not at_top_level()
 
 
@@ -205,7 +144,7 @@ def require_outside_step(method: str) -> None:
 
 def require_unmixed(strategy: Any) -> None:
     """Raises where another strategy than this one is current."""
-    top = entered()
+    top = _frames.entered()
     if top is not None and top.strategy is not strategy:
         raise MixedStrategiesError(
             f"Mixing different tf.distribute.Strategy objects: {top.strategy!r} is current, and "

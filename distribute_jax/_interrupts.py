@@ -25,10 +25,9 @@ def interrupts_held_back() -> Iterator[None]:
         return
     handlers = {s: h for s in _SIGNALS if callable(h := signal.getsignal(s))}
     came: list[int] = []
-    holding = True
 
     def hold_back(number: int, frame: Any) -> None:
-        if not holding or number in came:
+        if number in came:
             handler: Any = handlers[signal.Signals(number)]
             handler(number, frame)
         else:
@@ -40,8 +39,20 @@ def interrupts_held_back() -> Iterator[None]:
                 signal.signal(number, hold_back)
             yield
         finally:
-            holding = False
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            _set_handlers(handlers)
             for number in came:
                 again.callback(signal.raise_signal, number)
+
+
+def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
+    """Sets all, also where one of those that are set already is called meanwhile and raises."""
+    left, interrupt = list(handlers), None
+    while left:
+        try:
+            while left:
+                signal.signal(left[-1], handlers[left[-1]])
+                left.pop()
+        except BaseException as raised:
+            interrupt = raised
+    if interrupt is not None:
+        raise interrupt

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
+from distribute_jax import _frames
 from distribute_jax._errors import DistributeError
 
 _LOG = logging.getLogger("distribute_jax")
@@ -57,16 +58,20 @@ _NOTE_OF_JAX = "JAX has removed its internal frames"
 
 
 def frames_hidden(fn: Callable[P, R]) -> Callable[P, R]:
-    """Makes errors that leave a public function show the user's lines only.
+    """Makes errors that leave a public function show the user's lines only, and leave no scope open.
 
     ``DISTRIBUTE_JAX_FULL_TRACEBACK=1`` shows all.
     """
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        depth = _frames.depth()
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
+            _frames.leave_to(
+                depth
+            )  # an interrupt at the first instruction of __exit__ leaves a scope open
             hide_frames(error)
             raise
 

@@ -26,7 +26,7 @@ if not os.environ.get("TESTS_AS_USERS"):
 import pytest
 
 import distribute_jax as dj
-from distribute_jax import _context
+from distribute_jax import _frames
 
 TESTS = Path(__file__).parent
 
@@ -75,6 +75,8 @@ def s4() -> dj.MirroredStrategy:
 
 @pytest.fixture(autouse=True)
 def _no_strategy_left_behind() -> None:
-    """Fails a test that leaves a strategy current for the next one."""
+    """Fails a test that leaves a strategy current, and leaves it before the next one."""
     yield
-    assert _context.entered() is None, "a scope was left open"
+    left_open = _frames.depth()
+    _frames.leave_to(0)
+    assert not left_open, "a scope was left open"

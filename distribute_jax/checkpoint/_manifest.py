@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from distribute_jax import _context
+from distribute_jax import _frames
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError
 from distribute_jax._messages import listed
 from distribute_jax.checkpoint._leaves import (
@@ -95,7 +95,7 @@ class Manifest:
 
 def made_by(devices: int) -> dict[str, Any]:
     """Returns what is saving: versions of packages, the open scope, and over how many devices."""
-    top = _context.entered()
+    top = _frames.entered()
     return {
         "strategy": None if top is None else type(top.strategy).__name__,
         "replicas": devices,

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 
-from distribute_jax import _context
+from distribute_jax import _context, _frames
 from distribute_jax._interrupts import interrupts_held_back
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ class InputStallMonitor:
 
 def thread_context() -> Context:
     """Returns what makes the JAX settings and the strategy of this thread current in another one."""
-    top = _context.entered()
+    top = _frames.entered()
     config: Any = jax.config
     x64, device = config.jax_enable_x64, config.jax_default_device
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax import _context
+from distribute_jax import _frames
 from distribute_jax._absent import answering
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._mesh import DATA
@@ -200,7 +200,7 @@ class ReplicaContext:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#merge_call
         """
-        top = _context.entered()
+        top = _frames.entered()
         if top is not None and top.replica is None:
             raise ContextError(
                 "merge_call was called in cross-replica context. Call it inside a function given to "
@@ -212,7 +212,7 @@ class ReplicaContext:
             (tuple(args), kwargs or {}),
             is_leaf=lambda leaf: isinstance(leaf, (nnx.Variable, nnx.Pytree)),
         )
-        with _context.frame(self._strategy, merging=True):
+        with _frames.frame(self._strategy, merging=True):
             result = merge_fn(self._strategy, *args, **kwargs)
         return jax.tree.map(
             self._local_part, result, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)

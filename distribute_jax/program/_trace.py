@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from distribute_jax import _context
+from distribute_jax import _frames
 from distribute_jax._errors import ArgumentError, StaleCaptureError
 from distribute_jax._jax_private import adopt, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
@@ -213,7 +213,7 @@ class _Recorder:
         with ExitStack() as stack:
             stack.enter_context(swapped_arrays(binding, arrays))
             stack.enter_context(swapped_state(binding.variables, nodes, raws, self.rebuilt))
-            stack.enter_context(_context.frame(call.strategy, context))
+            stack.enter_context(_frames.frame(call.strategy, context))
             before = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
             noted = stack.enter_context(record_created())
             attributes = [set(vars(node)) for node in nodes]

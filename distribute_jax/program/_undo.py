@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax import _context
+from distribute_jax import _frames
 from distribute_jax._errors import StepsSkippedError
 from distribute_jax._mesh import on_host, outside_mesh, put
 from distribute_jax.processes import is_chief
@@ -91,7 +91,7 @@ def first_replica_of(flag: jax.Array) -> tuple[jax.Array, Any]:
 
 def replica_now() -> Any:
     """Returns the replica context inside ``run``; None elsewhere."""
-    frame = _context.entered()
+    frame = _frames.entered()
     return None if frame is None else frame.replica
 
 

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from distribute_jax import _context
+from distribute_jax import _context, _frames
 from distribute_jax._absent import answering
 from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
@@ -113,7 +113,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are combined."""
-        top = _context.entered()
+        top = _frames.entered()
         # A step that is compared with one device runs there as one replica, and plans are for any number.
         if top is not None and getattr(top.strategy, "stands_for", None) is self:
             return int(top.strategy.num_replicas_in_sync)
@@ -319,7 +319,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#gather
         """
-        top = _context.entered()
+        top = _frames.entered()
         if top is not None and top.replica is not None:
             raise ContextError(
                 "strategy.gather was called inside a function given to strategy.run. Use "

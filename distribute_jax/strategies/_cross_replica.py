@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from distribute_jax import _context
+from distribute_jax import _context, _frames
 from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError
 from distribute_jax._jax_private import uncommitted
@@ -131,7 +131,7 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
     """Returns this process's parts of one leaf, or None for a value that is not distributed."""
     value, is_equal = _read(value, mesh)
     if isinstance(value, DistributedValues):
-        top = _context.entered()
+        top = _frames.entered()
         if top is None or top.replica is None:
             _context.require_untraced("strategy.experimental_local_results")
         with reading(value):
@@ -167,7 +167,7 @@ def _of_traced_variable(variable: nnx.Variable[Any]) -> Any:
     raw = variable.get_raw_value()
     if not isinstance(raw, jax.Array):
         return raw
-    replicas = _context.current().strategy.num_replicas_in_sync
+    replicas = _frames.current().strategy.num_replicas_in_sync
     # What is written to mirrored variables was combined when it was written.
     differs = not isinstance(variable, Variable) or variable.is_on_read
     return MergedValues(

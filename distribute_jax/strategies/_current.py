@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from distribute_jax import _context
+from distribute_jax import _frames
 from distribute_jax._errors import ContextError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.program import ReplicaContext
@@ -30,7 +30,7 @@ def get_strategy() -> Strategy:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
     """
-    strategy: Strategy = _context.current().strategy
+    strategy: Strategy = _frames.current().strategy
     return strategy
 
 
@@ -44,7 +44,7 @@ def has_strategy() -> bool:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/has_strategy
     """
-    return _context.current().strategy is not _context.default().strategy
+    return _frames.current().strategy is not _frames.default().strategy
 
 
 def get_replica_context() -> Any:
@@ -63,7 +63,7 @@ def get_replica_context() -> Any:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_replica_context
     """
-    replica: ReplicaContext | None = _context.current().replica
+    replica: ReplicaContext | None = _frames.current().replica
     return replica
 
 
@@ -77,7 +77,7 @@ def in_cross_replica_context() -> bool:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
     """
-    return _context.current().replica is None
+    return _frames.current().replica is None
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -99,7 +99,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental_set_strategy
     """
-    top = _context.entered()
+    top = _frames.entered()
     by_us = bool(_set_for_good) and _set_for_good[-1].is_current()
     if top is not None and not by_us:
         raise ContextError(
@@ -122,10 +122,10 @@ class _DefaultStrategy(Strategy):
 
 
 @functools.cache
-def default_frame() -> _context.Frame:
+def default_frame() -> _frames.Frame:
     """Returns the default strategy with its replica context, made at the first use."""
     strategy = _DefaultStrategy()
-    return _context.Frame(strategy, ReplicaContext(strategy, bound=False))
+    return _frames.Frame(strategy, ReplicaContext(strategy, bound=False))
 
 
-_context.set_default(default_frame)
+_frames.set_default(default_frame)

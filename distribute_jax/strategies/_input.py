@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from distribute_jax import _context
+from distribute_jax import _context, _frames
 from distribute_jax._errors import ArgumentError, IterationError, UnsupportedError
 from distribute_jax._mesh import (
     is_local,
@@ -140,7 +140,7 @@ class InputMethods:
 
 def guard_iteration() -> None:
     """Raises where a distributed dataset must not be iterated."""
-    top = _context.entered()
+    top = _frames.entered()
     if top is not None and top.replica is not None:
         raise IterationError(
             "A distributed dataset was iterated inside a function given to strategy.run, on one "

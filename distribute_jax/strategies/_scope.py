@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from distribute_jax import _context
+from distribute_jax import _context, _frames
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._user_frames import log_once, users_line
 from distribute_jax.program import Replicas
 
@@ -19,7 +20,7 @@ class Scope:
 
     def __init__(self, strategy: Any, replicas: Replicas) -> None:
         self._strategy, self._replicas = strategy, replicas
-        self._entered: list[tuple[_context.Frame, Any]] = []
+        self._entered: list[_frames.Frame] = []
         self._unused: str | None = users_line()
 
     def __del__(self) -> None:
@@ -38,27 +39,40 @@ class Scope:
         _context.require_cross_replica("strategy.scope()")
         _context.require_unmixed(self._strategy)
         _context.require_untraced("strategy.scope()")
-        frame = _context.Frame(self._strategy, merging=_context.merging())
-        # In merge_call the mesh is known already, and arrays have no place of their own.
+        below = _frames.depth()
+        try:
+            with interrupts_held_back():
+                self._entered.append(self._enter())
+        except BaseException:
+            _frames.leave_to(below)  # the interrupt that was held back: the block is not reached
+            raise
+        return self._strategy
+
+    def _enter(self) -> _frames.Frame:
         where = ExitStack()
+        frame = _frames.Frame(self._strategy, merging=_context.merging(), leave=where.close)
+        # In merge_call the mesh is known already, and arrays have no place of their own.
         if not frame.merging:
             where.enter_context(self._where())
             if self._replicas.rules is not None:
                 # Flax would take the names of logical axes for those of the mesh.
                 where.enter_context(nnx.use_eager_sharding(False))
-        _context.push(frame)
-        self._entered.append((frame, where))
-        return self._strategy
+        _frames.push(frame)
+        return frame
 
     def is_current(self) -> bool:
         """Returns whether this scope was entered last on this thread."""
-        return bool(self._entered) and _context.entered() is self._entered[-1][0]
+        return bool(self._entered) and _frames.entered() is self._entered[-1]
 
     def __exit__(self, *error: Any) -> None:
-        frame, where = self._entered[-1]
-        _context.pop(frame)
+        frame = self._entered[-1]
+        try:
+            with interrupts_held_back():
+                _frames.pop(frame)
+        finally:
+            if _frames.entered() is frame:
+                _frames.pop(frame)  # an interrupt came before they were held back
         self._entered.pop()
-        where.close()
 
     def _where(self) -> Any:
         """Returns the context in which Flax, by itself, builds variables where the strategy wants them."""

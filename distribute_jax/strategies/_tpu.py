@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from distribute_jax import _context
+from distribute_jax import _frames
 from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError, ContextError, MixedStrategiesError
 from distribute_jax._mesh import DATA, cores_per_replica, factors, replica_mesh
@@ -190,7 +190,7 @@ class TPUStrategy(Strategy):
         return _constrained(array, [()] * array.ndim)
 
     def _checked(self, tensor: Any, method: str) -> jax.Array:
-        top = _context.entered()
+        top = _frames.entered()
         if top is None or top.replica is None:
             raise ContextError(
                 f"{method} was called outside of run, where no program is compiled whose arrays it could "

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from distribute_jax import _context
+from distribute_jax import _context, _frames
 from distribute_jax._errors import ContextError, DonatedError, MixedStrategiesError
 from distribute_jax._jax_private import at_top_level
 from distribute_jax._mesh import outside_mesh
@@ -29,13 +29,13 @@ from distribute_jax.variables._components import uncommitted_copy
 
 def inside_replica() -> bool:
     """Whether the code runs as one replica."""
-    top = _context.entered()
+    top = _frames.entered()
     return top is not None and top.replica is not None
 
 
 def inside_run() -> bool:
     """Whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
-    top = _context.entered()
+    top = _frames.entered()
     return top is not None and (top.replica is not None or (top.merging and not at_top_level()))
 
 
@@ -55,7 +55,7 @@ def check_current_strategy(raw: Any, name: str) -> None:
     mesh = _foreign_mesh(raw)
     if mesh is None or mesh.size == 1:
         return
-    current = _context.current().strategy
+    current = _frames.current().strategy
     raise MixedStrategiesError(
         f"Variable {name!r} was written under {current!r}, but it was made under another strategy, over "
         f"[{', '.join(map(str, mesh.devices.flat))}]. Mixing different tf.distribute.Strategy objects: "
@@ -66,7 +66,7 @@ def check_current_strategy(raw: Any, name: str) -> None:
 
 def _foreign_mesh(raw: Any) -> Mesh | None:
     """Returns the mesh of a value on other devices than those of the current strategy."""
-    top = _context.entered()
+    top = _frames.entered()
     if top is None or not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):
         return None
     sharding = raw.sharding

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from distribute_jax import _context
+from distribute_jax import _frames
 from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._jax_private import at_top_level, uncommitted
@@ -127,10 +127,10 @@ class Variable(nnx.Variable[Any]):
             note_created(self, raw)
             return raw
         if not self.is_on_read:
-            in_scope = _context.entered() is not None and at_top_level()
+            in_scope = _frames.entered() is not None and at_top_level()
             # A new array is stored where the scope puts state; one made before would stay where it is.
             return _components.uncommitted_copy(value) if in_scope else value
-        mesh = _context.current().strategy.mesh
+        mesh = _frames.current().strategy.mesh
         stacked = _components.initial_components(value, num_replicas(mesh), self.aggregation)
         return _components.place(stacked, mesh)
 
@@ -395,7 +395,7 @@ class Variable(nnx.Variable[Any]):
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return _components.first_replica(value)
         op = "sum" if self.aggregation is _SUM else "mean"
-        total: jax.Array = _context.current().replica.all_reduce(op, value)
+        total: jax.Array = _frames.current().replica.all_reduce(op, value)
         return total.astype(value.dtype)
 
     def _store(self, raw: Any) -> Any:

@@ -207,6 +207,52 @@ def test_handlers_are_as_before_after_the_block():
         assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)) == old
 
 
+def test_handlers_are_as_before_though_one_that_is_back_already_raises(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def all_handlers() -> list[Any]:
+        return [signal.getsignal(number) for number in signal.valid_signals()]
+
+    set_handler = signal.signal
+    raised = []
+
+    def signal_once_it_is_back(number: int, handler: Any) -> Any:
+        result = set_handler(number, handler)
+        if handler is interrupt and not raised:
+            raised.append(number)
+            signal.raise_signal(number)
+        return result
+
+    old = signal.signal(signal.SIGUSR1, interrupt)
+    with alarms(interrupt):
+        before = all_handlers()
+        monkeypatch.setattr(signal, "signal", signal_once_it_is_back)
+        with pytest.raises(KeyboardInterrupt), interrupts_held_back():
+            pass
+        monkeypatch.undo()
+        assert all_handlers() == before
+    signal.signal(signal.SIGUSR1, old)
+    assert raised
+
+
+def test_an_interrupt_where_a_scope_begins_or_ends_leaves_none_open_behind_fit(s2: dj.Strategy):
+    with s2.scope():
+        model = dj.Model(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+        model.compile(optimizer="sgd", loss="mse")
+    x = np.ones((4, 2), np.float32)
+
+    def fit() -> None:
+        model.fit(x, x, batch_size=4, verbose=0)
+
+    fit()
+    at = 1
+    while interrupted(fit, at, frozenset({"__enter__", "__exit__"})):
+        assert not dj.has_strategy(), f"instruction {at}"
+        assert jax.sharding.get_mesh().empty, f"instruction {at}"
+        at += 1
+    assert at > 50
+
+
 def test_a_variable_may_hold_a_nest_of_a_single_array(strategy: dj.Strategy):
     with strategy.scope():
         nest = nnx.Variable({"nested": jnp.zeros(3)})

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax import _context
+from distribute_jax import _frames
 
 SUM = dj.VariableAggregation.SUM
 ON_READ = dj.VariableSynchronization.ON_READ
@@ -109,7 +109,7 @@ def test_a_scope_left_open_inside_ends_with_the_call(s2: dj.MirroredStrategy):
     """The mistake is named, and code after the step does not stand in a scope."""
     with pytest.raises(RuntimeError, match="left in the wrong order"):
         merge(s2, lambda current: current.scope().__enter__() and None)
-    assert _context.entered() is None
+    assert _frames.entered() is None
 
 
 def test_random_keys_are_regrouped(s4: dj.MirroredStrategy):
@@ -147,7 +147,7 @@ def test_what_would_start_a_program_is_refused(s2: dj.MirroredStrategy, method: 
         RuntimeError, match=rf"^{method} was called inside merge_call.*extended\.update"
     ):
         merge(s2, REFUSED[method])
-    assert _context.entered() is None
+    assert _frames.entered() is None
 
 
 def test_on_one_replica_components_of_all_are_refused(
@@ -173,4 +173,4 @@ def test_a_scope_under_the_users_own_jit_is_refused(s2: dj.MirroredStrategy):
         RuntimeError, match=r"strategy\.scope\(\) was called inside a function that JAX"
     ):
         scoped()
-    assert _context.entered() is None
+    assert _frames.entered() is None

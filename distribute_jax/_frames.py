@@ -1,0 +1,92 @@
+"""The strategies that are current on this thread, and inside ``run`` the replica: a stack of frames."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from distribute_jax._errors import ContextError
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One entry of the thread's stack."""
+
+    strategy: Any
+    """The strategy that is current."""
+    replica: Any = None
+    """The replica context inside ``run``; None in cross-replica context."""
+    merging: bool = False
+    """Whether this is the inside of ``merge_call``, where cross-replica methods are traced."""
+    leave: Callable[[], None] = lambda: None
+    """Ends what was entered together with the strategy, such as its mesh."""
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+_default: list[Callable[[], Frame]] = []
+
+
+def set_default(make: Callable[[], Frame]) -> None:
+    """Registers what is current where nothing was entered; the strategies call this once."""
+    _default[:] = [make]
+
+
+def entered() -> Frame | None:
+    """Returns the innermost frame of this thread, or None where none was entered."""
+    return _stack.frames[-1] if _stack.frames else None
+
+
+def default() -> Frame:
+    """Returns the frame that stands in where none was entered."""
+    return _default[0]()
+
+
+def current() -> Frame:
+    """Returns the innermost frame of this thread, or the default one."""
+    return _stack.frames[-1] if _stack.frames else default()
+
+
+def push(frame: Frame) -> None:
+    """Makes a frame current."""
+    _stack.frames.append(frame)
+
+
+def pop(frame: Frame) -> None:
+    """Leaves a frame, which must be the current one."""
+    if entered() is not frame:
+        raise ContextError(
+            "A strategy scope was left in the wrong order: another scope that was entered later is "
+            "still open. Leave the inner one first, or nest the `with` statements."
+        )
+    leave_to(len(_stack.frames) - 1)
+
+
+def depth() -> int:
+    """Returns how many frames this thread has entered."""
+    return len(_stack.frames)
+
+
+def leave_to(below: int) -> None:
+    """Leaves all frames above the first ones, such as scopes that an interrupt has left open."""
+    while len(_stack.frames) > below:
+        _stack.frames.pop().leave()
+
+
+@contextmanager
+def frame(strategy: Any, replica: Any = None, *, merging: bool = False) -> Iterator[None]:
+    """Makes a strategy, and maybe a replica, current for the block."""
+    new, below = Frame(strategy, replica, merging), depth()
+    push(new)
+    try:
+        yield
+        pop(new)
+    finally:
+        leave_to(below)  # a scope left open inside ends with the block
