@@ -25,6 +25,7 @@ from distribute_jax.program._options import RunOptions, library_options
 from distribute_jax.program._part import Part
 from distribute_jax.program._placement import Path, PlacedLeaf, modules_of
 from distribute_jax.program._placement_rules import Rules
+from distribute_jax.program._preparation import PreparationClock
 from distribute_jax.program._random import same_on_all_replicas
 from distribute_jax.program._replica_context import MergedValues, ReplicaContext
 from distribute_jax.program._results import per_example
@@ -44,6 +45,7 @@ __all__ = [
     "Path",
     "PlacedLeaf",
     "PlanTable",
+    "PreparationClock",
     "ReplicaContext",
     "Replicas",
     "Rules",

@@ -28,6 +28,7 @@ from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
 from distribute_jax.program._failures import Notices
 from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
+from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import (
     Replicas,
@@ -113,7 +114,8 @@ class ProgramCache:
             call = self.call(request, binding)
             contents = contents_of(binding.watch.containers)
             with (
-                contents_restored_on_error(contents), compilable(name), doing(f"{COMPILING} {name}"),
+                contents_restored_on_error(contents), compilable(name), preparing(),
+                doing(f"{COMPILING} {name}"),
             ):  # fmt: skip
                 before, captured = binding, binding.captured()
                 with self.tracing(request):

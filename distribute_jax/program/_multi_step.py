@@ -18,6 +18,7 @@ from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._lowerings import Compiled
+from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program
 
 
@@ -62,7 +63,8 @@ def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
 def scanned(program: Program, steps: int) -> Compiled:
     """Returns k steps of a program compiled into one; kept with the program."""
     if steps not in program.scanned:
-        program.scanned[steps] = _compile(program, steps)
+        with preparing():
+            program.scanned[steps] = _compile(program, steps)
     return program.scanned[steps]
 
 

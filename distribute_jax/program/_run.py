@@ -25,6 +25,7 @@ from distribute_jax.program._failures import failed, named
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
+from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._state_placement import Replicas
@@ -217,8 +218,9 @@ class Runner:
         call = self.cache.call(request, entry.binding)
         known = entry.program.padding is not None
         traces = nullcontext() if known else self.cache.tracing(request, entry)
+        first = nullcontext() if known else preparing()
         run = functools.partial(run_checked_for_leaks, call, entry, request.values)
-        with named(entry.step, entry.program), traces:
+        with named(entry.step, entry.program), traces, first:
             arrays = self._advance(entry, run, flat)
         return wrap_partial(call, entry, arrays)
 
@@ -232,7 +234,7 @@ class Runner:
             entry.program.verified.add("auto")
             return
         call = self.cache.call(request, entry.binding)
-        with named(entry.step, entry.program), self.cache.tracing(request, entry):
+        with named(entry.step, entry.program), self.cache.tracing(request, entry), preparing():
             enough = verify(call, entry, request.values, options)
         entry.program.times_compared += 1
         if options.verify != "always" and (enough or entry.program.times_compared > _ENOUGH):

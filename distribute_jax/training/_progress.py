@@ -39,6 +39,8 @@ class _Pace(NamedTuple):
     seconds: float
     done: int
     examples: int
+    prepared: float
+    """Seconds that went into compiling."""
 
 
 class Lines(Callback):
@@ -56,7 +58,7 @@ class Lines(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._start = self._now = _Pace(time.perf_counter(), 0, 0)
+        self._start = self._now = _Pace(time.perf_counter(), 0, 0, self._prepared())
         self._first = None if self._compiles else self._start
         self._is_timed = True
 
@@ -98,17 +100,22 @@ class Lines(Callback):
 
     def _count(self, batch: int, kind: str | None) -> None:
         del kind
-        self._now = _Pace(time.perf_counter(), batch + 1, self.params["examples"])
+        examples = self.params["examples"]
+        self._now = _Pace(time.perf_counter(), batch + 1, examples, self._prepared())
         self._first, self._compiles = self._first or self._now, False
 
     def speed(self) -> list[str]:
         """Returns the pace, without what was compiled; empty after a first batch alone."""
         first = self._first or self._now
         seconds, done = self._now.seconds - first.seconds, self._now.done - first.done
+        seconds -= self._now.prepared - first.prepared
         if seconds <= 0 or not done:
             return []
         rate = (self._now.examples - first.examples) / seconds
         return [f"{_short_time(seconds / done)}/step", f"{rate:,.0f} examples/s"]
+
+    def _prepared(self) -> float:
+        return 0.0 if self.model is None else self.model._predicting_trainer().clock.seconds
 
     def _stop_clock(self) -> None:
         if self._is_timed:

@@ -23,7 +23,7 @@ from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
 from distribute_jax.losses._shapes import check_probabilities
 from distribute_jax.processes import current_job
-from distribute_jax.program import RunOptions, library_options
+from distribute_jax.program import PreparationClock, RunOptions, library_options
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import Batches, dict_hint, hint
 from distribute_jax.training._compile import Setup
@@ -59,10 +59,13 @@ class Trainer:
     _labelled: weakref.ref[Any] | None = None
     """The dataset whose labels were checked last."""
     _verified: set[str] = field(default_factory=set)
+    _read: frozenset[str] = frozenset()
+    """The kinds whose numbers were read once, which compiles."""
 
     def __post_init__(self) -> None:
         self.step_logs = {kind: StepLogs(self.strategy, kind) for kind in ("train", "test")}
         trackers = self.setup.tracker, self.setup.tested
+        self.clock = PreparationClock(self._wait_for_steps)
         self.guard = ReentrancyGuard(self.strategy, trackers, list(self.step_logs.values()))
 
     def step(self, kind: str, *, own: bool = True) -> Step:
@@ -136,6 +139,11 @@ class Trainer:
         trackers = self.setup.tracker, self.setup.tested
         jax.block_until_ready([v.get_raw_value() for t in trackers for v in variables(t)])
 
+    def _wait_for_steps(self) -> None:
+        with suppress(Exception):  # of a step, which is raised where its results are read
+            self._wait()
+            jax.block_until_ready(jax.tree.leaves(nnx.state(self.module)))
+
     def epoch(
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList, done: int = 0
     ) -> tuple[int, dict[str, Any]]:
@@ -151,7 +159,9 @@ class Trainer:
     def logs(self, kind: str = "train") -> dict[str, Any]:
         """Returns loss and metrics so far, and the means of what a user's step returned."""
         returned = self.step_logs[kind] if self.overrides(kind) else None
-        return Snapshot(self.tracked(kind), returned).logs()
+        compiles, self._read = kind not in self._read, self._read | {kind}
+        with self.clock.running() if compiles else nullcontext():
+            return Snapshot(self.tracked(kind), returned).logs()
 
     def snapshot(self, kind: str = "train") -> Snapshot:
         """Returns a copy of loss and metrics so far, on the chief alone, without waiting."""
@@ -207,7 +217,7 @@ class Trainer:
         if self.overrides(kind) and consume is None:
             consume = self.step_logs[kind].add
         step, size, start = self.step(kind), self.steps_per_execution(kind), batches.examples
-        with _settled(self.strategy):
+        with _settled(self.strategy), self.clock.counting():
             while (limit is None or done < limit) and batches.peek() is not None:
                 most = size.size if limit is None else min(size.size, limit - done)
                 callbacks.call(f"on_{kind}_batch_begin", done)

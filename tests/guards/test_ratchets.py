@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_450,
-    lines_of_tests: 47_793,
-    files: 246,
+    lines: 51_529,
+    lines_of_tests: 47_827,
+    files: 247,
     pieces: 1,
     private_words: 10,
     private_imports: 31,

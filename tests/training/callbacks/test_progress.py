@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 from rich.console import Console
 
 import distribute_jax as dj
@@ -221,3 +222,36 @@ def test_other_processes_are_silent(monkeypatch: pytest.MonkeyPatch):
     assert len(_progress.progress("auto", "fit")) == 1
     monkeypatch.setattr("distribute_jax.processes._job._current", SimpleNamespace(index=1))
     assert _progress.progress("auto", "fit") == []
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": "first"}, {"steps_per_execution": 2}], ids=str)
+def test_the_speed_has_no_compilation_of_later_batches(
+    s2: dj.Strategy,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+):
+    """A step takes one second, and each trace 1000: of the first batch, of a partial one, of two at once."""
+    now = [0.0]
+    monkeypatch.setattr(_progress.time, "perf_counter", lambda: now[0])
+
+    class Slow(nnx.Linear):
+        def __call__(self, x: Any) -> Any:
+            now[0] += 1000.0
+            return super().__call__(x)
+
+    def second(*_: Any) -> None:
+        now[0] += 1.0
+
+    with s2.scope():
+        model = dj.Model(Slow(2, 1, rngs=nnx.Rngs(0)))
+    model.compile("sgd", "mse", **options)
+    x, callback = (
+        np.ones((14, 2), np.float32),
+        dj.callbacks.LambdaCallback(on_train_batch_end=second),
+    )
+    model.fit(x, x[:, :1], 4, callbacks=[callback], verbose=2)
+    (batches,) = re.findall(
+        r"Epoch 1/1 - 4 batches - \d+\.0 s - ([\d.]+ m?s/step)", capsys.readouterr().out
+    )
+    assert batches == ("500 ms/step" if "steps_per_execution" in options else "1.00 s/step")
