@@ -225,6 +225,8 @@ class _Comparison:
             with jax.enable_x64(True):
                 exact = self._in_float64()
                 left = self._apart(exact, differing, _EXACT, 8 * self._spacing)
+                if 2 * len(left) < len(self.chosen):
+                    left = self._apart(self._with_inexact_terms(exact), left, _EXACT, _EXACT)
                 far = self._judged(exact, left, OTHER_ORDER, only=Verdict.UNEQUAL)
             # What is far apart in float64 alone says that some operation has another meaning there.
             seen = self._judged(self._native, far, OTHER_ORDER)
@@ -251,6 +253,10 @@ class _Comparison:
             run_one, flat_one = in_float64(self._single_call, self.single, self._single_flat)
             one = as_read(self.single, run_one(flat_one))
         return _Outcomes(run, flat, self._before(flat), many, one)
+
+    def _with_inexact_terms(self, exact: _Outcomes) -> _Outcomes:
+        run, _ = in_float64(self.call, self.entry, self._native.flat, inexact_terms=True)
+        return exact._replace(run=run)
 
     def _before(self, flat: list[Any]) -> list[Any]:
         before: list[Any] = [0.0 if i is None else flat[i] for i in self._old]

@@ -6,6 +6,7 @@ The equations are those of the trace, also where the user's code pins a dtype, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,15 +36,26 @@ class NotInFloat64Error(Exception):
     """An equation of the step cannot be computed in float64."""
 
 
-def in_float64(call: Call, entry: BoundProgram, flat: Sequence[Any]) -> tuple[Run, list[Any]]:
+def in_float64(
+    call: Call, entry: BoundProgram, flat: Sequence[Any], *, inexact_terms: bool = False
+) -> tuple[Run, list[Any]]:
     """Compiles a step in float64, and widens its inputs; for a block with ``jax.enable_x64(True)``.
+
+    With ``inexact_terms`` every term of a sum is off by a random few last digits, which other inputs make
+    others. What that changes is the rounding of sums, also of such as inputs do not change: the signs that
+    are the gradient of an absolute error may cancel up to their rounding.
 
     Raises:
         NotInFloat64Error: it holds an equation for which there is no float64.
     """
     program = entry.program
     step = flat_step(
-        call, program.traced, program.plan, program.order, call.binding.captured(), _widely
+        call,
+        program.traced,
+        program.plan,
+        program.order,
+        call.binding.captured(),
+        _with_inexact_terms if inexact_terms else _widely,
     )
     where = step.shardings.in_shardings(step.mesh)
     inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
@@ -75,6 +87,36 @@ def _widely(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     return lambda *inputs: evaluated(jaxpr, inputs)
 
 
+def _with_inexact_terms(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+    def evaluate(*inputs: Any) -> list[Any]:
+        numbers = [x for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
+        token = _seed.set(_MANY_TURNS * sum(jnp.sum(x.astype(jnp.float64)) for x in numbers))
+        try:
+            return evaluated(jaxpr, inputs)
+        finally:
+            _seed.reset(token)
+
+    return evaluate
+
+
+_seed: ContextVar[Any] = ContextVar("_seed", default=None)
+"""What makes the random digits of terms, in a step with inexact ones."""
+_MANY_TURNS = 1e16
+"""A sum of inputs changed in its last digit is another angle."""
+_SUMS = frozenset(
+    ("add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated")
+)
+_INEXACT = 2.0**-44
+"""More than the rounding of a sum in float64, and far less than a difference that matters."""
+
+
+def _inexact(x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    angles = _seed.get() + 12.9898 * jnp.arange(x.size, dtype=jnp.float64)
+    return x * (1 + _INEXACT * jnp.sin(angles).reshape(x.shape))
+
+
 def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr, closed or open, with every floating number in float64."""
     consts, jaxpr = getattr(jaxpr, "consts", ()), opened(jaxpr)
@@ -88,7 +130,10 @@ def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         return values[var]
 
     for eqn in jaxpr.eqns:
-        outs = _RULES.get(eqn.primitive.name, _bound)(eqn, list(map(read, eqn.invars)))
+        operands = list(map(read, eqn.invars))
+        if _seed.get() is not None and eqn.primitive.name in _SUMS:
+            operands = list(map(_inexact, operands))
+        outs = _RULES.get(eqn.primitive.name, _bound)(eqn, operands)
         values.update(zip(eqn.outvars, map(_widened, outs), strict=True))
     return list(map(read, jaxpr.outvars))
 

@@ -388,6 +388,32 @@ def test_a_factor_between_state_and_weights_is_found(s4: dj.MirroredStrategy, fa
         s4.run(step, args=(batch,))
 
 
+@pytest.mark.parametrize("factor", [1, 4])
+def test_signs_that_cancel_up_to_rounding_are_equal(s4: dj.MirroredStrategy, factor: float):
+    """The bias's gradient is 6/12 - 6/12, and no input changes its rounding; a factor elsewhere is found."""
+    with s4.scope():
+        layers = (nnx.Linear(8, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 1, rngs=nnx.Rngs(1)))
+        model = nnx.Sequential(*layers)
+        optimizer = dj.Optimizer(model, optax.lion(1e-2))
+    labels = 100 * np.sign([3, -1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1], dtype=np.float32)
+    (batch,) = s4.distribute_dataset([(X[:12], labels)])
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        gradients = nnx.grad(lambda m: dj.compute_average_loss(jnp.abs(jnp.squeeze(m(x), 1) - y)))(
+            model
+        )
+        if context().num_replicas_in_sync > 1:
+            gradients.layers[1].kernel[...] *= factor
+        optimizer.update(model, gradients)
+
+    if factor == 1:
+        s4.run(step, args=batch)
+    else:
+        with pytest.raises(dj.NotEqualError, match=r"\['kernel'\]: .*4\.000") as caught:
+            s4.run(step, args=batch)
+        assert "bias" not in str(caught.value)
+
+
 def test_what_large_weights_hide_is_looked_at_in_float64(
     s4: dj.MirroredStrategy, in_float64: list[str]
 ):
