@@ -50,10 +50,13 @@ def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
         out_shardings=step.shardings.out_shardings(step.mesh),
         donate_argnums=tuple(step.donated),
     )
-    if step.ahead is not None:
-        ahead: Compiled = step.ahead.compile(jitted.trace(*step.avals), step.mesh.size, options)
-        return ahead
-    compiled: Compiled = with_packed_numbers(jitted.lower(*step.avals).compile(options), step.avals)
+    with outside_mesh():  # that of an open scope need not be the one that divides state
+        jitted_trace = jitted.trace(*step.avals)
+        if step.ahead is not None:
+            ahead: Compiled = step.ahead.compile(jitted_trace, step.mesh.size, options)
+            return ahead
+        lowered = jitted_trace.lower()
+    compiled: Compiled = with_packed_numbers(lowered.compile(options), step.avals)
     return compiled
 
 

@@ -230,3 +230,19 @@ def test_checkpoints_go_into_other_layouts(before: str, after: str, tmp_path: Pa
     dj.checkpoint.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
     assert_same_bits(values((model, optimizer)), expected)
     trained(other, model, optimizer, (16,))
+
+
+def test_inside_the_scope() -> None:
+    """Steps, ``fit``, ``evaluate`` and plain calls work in the scope, whose mesh is not that of a step."""
+    x = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
+    runs = []
+    for strategy in (grouped(4, 2), dj.MirroredStrategy([0, 1, 2, 3])):
+        with strategy.scope():
+            model = dj.Model(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+            model.compile(optax.sgd(0.1), "mse")
+            history = model.fit(x, x[:, :32], batch_size=8, shuffle=False, verbose=0).history
+            (batch,) = strategy.distribute_dataset([x[:8]])
+            rows = strategy.gather(strategy.run(model.module, args=(batch,)), axis=0)
+            plain = jax.nn.relu(model.module(x[:8]))
+            runs.append((history, model.evaluate(x, x[:, :32], verbose=0), rows, plain))
+    assert_close(*runs)
