@@ -49,6 +49,7 @@ jax.checkpoint.
 Run one replica on each device (replicas_per_device=1), or {instead}."""
 _KNOWN = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
 _INSIDE = "move {what} out of the {body} around it"
+_AXES = "combine the axes of jax.vmap and the replicas one after the other"
 _REF = "make the ref after the collective that comes between it and its use"
 _OTHER = "use one of these in its place, and the default cross_device_ops"
 
@@ -150,8 +151,12 @@ class InTurn(SplitStep):
             for inner in (e for e in equations(body) if names_axis(e, DATA)):
                 instead = _INSIDE.format(what=name(inner), body=name(eqn))
                 raise self._refusal(inner, instead)
-        known = eqn.primitive.name in _KNOWN and eqn.params.get("axis_index_groups") is None
-        if names_axis(eqn, DATA) and not known:
+        if not names_axis(eqn, DATA):
+            return
+        of_vmap = [axis for axis in eqn.params.get("axes", ()) if axis != DATA]
+        if of_vmap:
+            raise self._refusal(eqn, _AXES)
+        if eqn.primitive.name not in _KNOWN or eqn.params.get("axis_index_groups") is not None:
             raise self._refusal(eqn, _OTHER)
 
     def _refusal(self, eqn: Any, instead: str) -> LoweringError:

@@ -12,11 +12,12 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from distribute_jax._errors import StepFailedError
-from distribute_jax._mesh import replicas_per_device
+from distribute_jax._errors import LoweringError, StepFailedError
+from distribute_jax._mesh import cores_per_replica, replicas_per_device
 from distribute_jax._messages import error_text, listed
 from distribute_jax._user_frames import log_once
 from distribute_jax.program._in_turn import InTurn, in_turn
+from distribute_jax.program._jaxprs import equations, line, name
 from distribute_jax.program._layout import (
     AheadOfTime,
     FlatStep,
@@ -146,6 +147,7 @@ def build(
         _note_whole_arguments(call, traced, replicas.placement.mesh)
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
+    _check_callbacks(traced, call.mesh, replicas.placement.mesh if shares else call.mesh)
     if shares:
         step, compile_ = on_shares(step, InTurn if several else SplitStep), compile_shares
     elif several:
@@ -161,6 +163,22 @@ def build(
         mesh=call.mesh, step=step, compile=compile_,
         parameter_device=replicas.parameter_device, has_token=has_token,
     )  # fmt: skip
+
+
+def _check_callbacks(traced: Traced, mesh: Mesh, of_state: Mesh) -> None:
+    """Refuses callbacks that return arrays beside automatic axes or two meshes, where JAX has none."""
+    if of_state == mesh and (cores_per_replica(mesh) == 1 or not maps_shards(mesh)):
+        return
+    for eqn in equations(traced.jaxpr.jaxpr):
+        if name(eqn) in ("pure_callback", "io_callback"):
+            where = "with shard_over" if of_state != mesh else "on replicas of several devices"
+            raise LoweringError(_CALLBACK.format(what=name(eqn), line=line(eqn), where=where))
+
+
+_CALLBACK = """\
+{what} at {line} cannot run {where}: JAX does not compile it there.
+Compute what it returns before the step and pass it in args; to look at values use jax.debug.callback. A \
+strategy without shard_over, with one device for each replica, runs it."""
 
 
 def _note_whole_arguments(call: Call, traced: Traced, mesh: Mesh) -> None:

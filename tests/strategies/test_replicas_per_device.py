@@ -313,9 +313,15 @@ def exchanged(x: jax.Array) -> jax.Array:
     return jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
 
 
+def over_both(x: jax.Array) -> jax.Array:
+    """A sum over the replicas and an axis of ``vmap`` at once."""
+    return jax.vmap(lambda x: jax.lax.psum(x, ("data", "rows")), axis_name="rows")(x)
+
+
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
+        (over_both, "psum at .* cannot run with .*combine the axes of jax.vmap and the replicas"),
         (
             in_scan,
             r"psum at test_repl\S+ cannot run with replicas_per_device=2.*move psum out of the scan",

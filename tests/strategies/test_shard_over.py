@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 from test_divided_arguments import ROWS, state, trained as train_state, update as update_state
 from test_fully_sharded import (
@@ -246,3 +247,30 @@ def test_inside_the_scope() -> None:
             plain = jax.nn.relu(model.module(x[:8]))
             runs.append((history, model.evaluate(x, x[:, :32], verbose=0), rows, plain))
     assert_close(*runs)
+
+
+@pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
+@pytest.mark.parametrize(
+    ("strategy", "where"),
+    [
+        (lambda: grouped(4, 2), "with shard_over"),
+        (
+            lambda: dj.ModelParallelStrategy(
+                range(4), model=2, rules={"kernel": PartitionSpec(None, "model")}
+            ),
+            "on replicas of several devices",
+        ),
+    ],
+)
+def test_callbacks_that_return_arrays_are_refused(call: Any, strategy: Any, where: str) -> None:
+    """JAX compiles none beside automatic axes, or over two meshes: the message names the line."""
+    strategy = strategy()
+    with strategy.scope():
+        layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+
+    def step(x: jax.Array) -> jax.Array:
+        return call(lambda y: y, jax.ShapeDtypeStruct((), x.dtype), layer(x).sum())
+
+    (batch,) = strategy.distribute_dataset([np.ones((8, 64), np.float32)])
+    with pytest.raises(dj.LoweringError, match=rf"callback at test_shard_\S+ cannot run {where}"):
+        strategy.run(step, args=(batch,))
