@@ -142,6 +142,8 @@ class FlatStep:
     """Whether compiling takes longer than running."""
     ahead: AheadOfTime | None = None
     """What compiles it if the mesh is abstract."""
+    gathers_once: bool = False
+    """Whether an input that the replicas divide is gathered once, and not again for the backward pass."""
 
     @property
     def platform(self) -> str:

@@ -142,7 +142,8 @@ def build(
     if options.donate_state and is_jit and _can_donate(traced):
         donated_state = len(traced.old_inputs)
     more = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
-    step = replace(step, donated=(*range(donated_state), *more), ahead=ahead)
+    donated, once = (*range(donated_state), *more), replicas.gathers_once
+    step = replace(step, donated=donated, ahead=ahead, gathers_once=once)
     if replicas.placement.divides_arguments:
         _note_whole_arguments(call, traced, replicas.placement.mesh)
     if replicas.parameter_device is not None:

@@ -127,7 +127,9 @@ def split_in(
     """Returns the two halves of a traced step."""
     marks = [_NOT_REPLICATED if split else MIRRORED for split in step.shardings.split]
     each, replicas = replicas_per_device(step.mesh), num_replicas(step.mesh)
-    return kind(body, marks, step.shardings.mirrored, replicas, each, shares, results)
+    return kind(
+        body, marks, step.shardings.mirrored, replicas, each, shares, results, step.gathers_once
+    )
 
 
 def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> Any:
@@ -204,11 +206,14 @@ class SplitStep:
         each: int,
         shares: Mapping[int, Cut | None],
         results: Mapping[int, Cut | None],
+        gathers_once: bool = False,
     ) -> None:
         """Splits a step of so many replicas, ``each`` of them on a device.
 
-        ``shares`` says how inputs are divided, ``results`` how outputs should be.
+        ``shares`` says how inputs are divided, ``results`` how outputs should be. What ``gathers_once`` is
+        kept to the end of the first half.
         """
+        self._gathers_once = gathers_once
         self.body, self.jaxpr, self.replicas, self.each = body, body.jaxpr, replicas, each
         self._shares = {i: cut for i, cut in shares.items() if cut is not None}
         self._wanted = _wanted(self.jaxpr, results)
@@ -314,7 +319,7 @@ class SplitStep:
     def gathering(self) -> Gathering:
         """Returns what runs equations that read shares."""
         total = sum(prod(self.jaxpr.invars[i].aval.shape) for i in self._shares)
-        return Gathering(total)
+        return Gathering(total, keeps=self._gathers_once)
 
     def sums(self) -> list[tuple[Any, Any]]:
         """Returns what is summed between the halves, with the sum."""

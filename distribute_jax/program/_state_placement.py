@@ -216,6 +216,8 @@ class Replicas:
     """The name of the strategy, for messages."""
     shard_over: int | None = None
     """How many devices that follow each other share the state; None for all."""
+    gathers_once: bool = False
+    """Whether what a step has gathered is kept for its backward pass."""
 
     @property
     def placement(self) -> Placement:

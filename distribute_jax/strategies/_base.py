@@ -78,6 +78,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         shared: tuple[type[nnx.Variable[Any]], ...] = (),
         rules: Rules | None = None,
         shard_over: int | None = None,
+        gathers_once: bool = False,
         axis_name: str = DATA,
     ) -> None:
         """Takes the devices along the mesh's ``"data"`` axis as replicas.
@@ -89,12 +90,15 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             shared: the kinds of variables of which each replica keeps its share.
             rules: what divides the model over the devices of each replica.
             shard_over: how many devices that follow each other share the state; None for all.
+            gathers_once: whether what a step has gathered is kept for its backward pass.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
         name = type(self).__name__
         self._mesh = mesh
-        self._replicas = Replicas(mesh, parameter_device, shared, rules, name, shard_over)
+        self._replicas = Replicas(
+            mesh, parameter_device, shared, rules, name, shard_over, gathers_once
+        )
         self._axis_name = checked_axis_name(axis_name, mesh, name)
         self._runner = Runner(self, self._replicas, steps_in_flight)
 
@@ -429,6 +433,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         sharded = ", shard_optimizer_state=True" if self._replicas.shared == (nnx.OptState,) else ""
         over = self._replicas.shard_over
         groups = "" if over is None else f", shard_over={over}"
+        groups += ", reshard_after_forward=False" if self._replicas.gathers_once else ""
         each = replicas_per_device(self._mesh)
         several = f", replicas_per_device={each}" if each > 1 else ""
         return f"{type(self).__name__}([{names}]{sharded}{groups}{several})"

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_bool, check_int
 from distribute_jax._mesh import DATA, replica_mesh, state_mesh
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
@@ -32,6 +32,10 @@ class FullyShardedStrategy(Strategy):
             it; None means all devices. Their number is a multiple of it. The step, its replicas and the axis
             ``"data"`` stay those of all devices; sums in groups have another order, so that losses and
             updates are those of ``MirroredStrategy`` to rounding. 1, which divides nothing, is refused.
+        reshard_after_forward: whether a parameter that was gathered is dropped, and gathered again for the
+            backward pass. With False it is kept: a step gathers each parameter once and needs the memory of
+            the whole parameters while it runs, as PyTorch's option of this name. Layers inside ``nnx.scan``
+            and rematerialised blocks are gathered again in any case.
         replicas_per_device: as for ``MirroredStrategy``; the state is divided among the devices.
         cluster_resolver: who the processes are, to divide the model over the devices of all of them, as
             ``dj.cluster_resolver.detect()``; they are connected as by ``MultiWorkerMirroredStrategy``.
@@ -65,6 +69,7 @@ class FullyShardedStrategy(Strategy):
         devices: Sequence[Any] | None = None,
         *,
         shard_over: int | None = None,
+        reshard_after_forward: bool = True,
         replicas_per_device: int = 1,
         cluster_resolver: ClusterResolver | None = None,
         cluster_options: ClusterOptions | None = None,
@@ -84,5 +89,6 @@ class FullyShardedStrategy(Strategy):
             steps_in_flight=steps_in_flight,
             shared=(nnx.Variable,),
             shard_over=shard_over,
+            gathers_once=not check_bool(f"{name}: reshard_after_forward", reshard_after_forward),
             axis_name=axis_name,
         )

@@ -220,6 +220,31 @@ def test_layers_are_gathered_in_the_scan_and_summed_there() -> None:
     assert (found["all_gather"], found["reduce_scatter"], found["all_to_all"]) == (7, 3, 0)
 
 
+@pytest.mark.parametrize("devices", [long(2), 4, long(8)])
+@pytest.mark.parametrize("name", ["loop", *map(long, ("scan", "remat", "dropout", "convolution"))])
+def test_parameters_are_gathered_once_where_they_are_kept(name: str, devices: int) -> None:
+    """Without reshard_after_forward a parameter is gathered once in a step, which leaves the same bits."""
+    numbers = list(range(devices))
+    kept = dj.FullyShardedStrategy(numbers, reshard_after_forward=False)
+    dropped, mirrored = dj.FullyShardedStrategy(numbers), dj.MirroredStrategy(numbers)
+    model, optimizer = made(kept, MODELS[name])
+    got, again, wanted = (
+        trained(strategy, *both)
+        for strategy, both in (
+            (kept, (model, optimizer)),
+            (dropped, made(dropped, MODELS[name])),
+            (mirrored, made(mirrored, MODELS[name])),
+        )
+    )
+    assert_same_bits(got, wanted)
+    assert_same_bits(again, wanted)
+    if name == "loop":
+        divided = [x for x in jax.tree.leaves(nnx.state(model)) if not x.is_fully_replicated]
+        gathers = collectives(kept)["all_gather"]
+        assert gathers == len(divided) < collectives(dropped)["all_gather"]
+    assert repr(kept).endswith(", reshard_after_forward=False)")
+
+
 @pytest.mark.exhaustive
 def test_gradients_that_our_optimizer_sums_are_summed_in_the_scan_too() -> None:
     """What marks them for the proof does not keep a stack of whole gradients until after the scan."""
