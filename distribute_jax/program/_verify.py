@@ -179,7 +179,7 @@ class _Comparison:
         entry.check_readable(flat)
         self.call, self.entry, self._every = call, entry, chosen is None
         self.chosen = chosen = range(len(entry.output_names())) if chosen is None else chosen
-        self._old = _old_inputs(call, entry, len(flat))
+        self._old = _old_inputs(call, entry)
         self._spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
         self.outs = entry.execute(copied(flat))
         # A scope's mesh has all replicas, and JAX refuses another beside it.
@@ -336,20 +336,28 @@ class _Comparison:
         return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
 
 
-def _old_inputs(call: Call, entry: BoundProgram, inputs: int) -> list[int | None]:
+def _old_inputs(call: Call, entry: BoundProgram) -> list[int | None]:
     """Returns for each output the flat input that it is the new value of, None where it is of none."""
-    traced, at = entry.program.traced, 0
+    traced, arguments = entry.program.traced, call.arguments
     old: list[int | None] = []
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
-        before = traced.input_starts[index + 1] - traced.input_starts[index]
-        old += list(range(at, at + size)) if before == size else [None] * size
-        at += before
-    first = inputs - traced.sizes[2] - traced.sizes[3]
-    arguments: dict[int, int] = {}
+        start, end = traced.input_starts[index : index + 2]
+        old += list(range(start, end)) if end - start == size else [None] * size
+    # The leaves of a nest of Flax's variables, such as nnx.split makes, are these.
+    variables = dict(zip(map(id, call.binding.variables), traced.input_starts, strict=False))
+    of_result: dict[int, int | None] = {}
     for part in model_shaped(call, traced):
         for k, leaf in zip(part.results, part.leaves, strict=True):
-            arguments[k] = first + call.arguments.kinds[: leaf.position].count("data")
-    return [*old, *(arguments.get(k) for k in range(len(traced.results.names)))]
+            before = arguments.kinds[: leaf.position]
+            of_result[k] = (
+                sum(traced.sizes[:2]) + before.count("data")
+                if arguments.kinds[leaf.position] == "data"
+                else variables.get(id(arguments.leaves[leaf.position]))
+            )
+    old += [of_result.get(k) for k in range(len(traced.results.names))]
+    # The program takes what it reads, in another order.
+    position = {i: at for at, i in enumerate(entry.program.order)}
+    return [None if i is None else position.get(i) for i in old]
 
 
 def _old_on_host(old: Any, new: Any) -> Array:

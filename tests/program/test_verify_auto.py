@@ -134,25 +134,28 @@ def test_several_steps_in_one_dispatch_are_compared_before(s4: dj.MirroredStrate
         s4.run_steps(mean_step(model, optimizer), iterator, steps=3)
 
 
-def test_state_that_a_function_takes_and_returns_is_compared(s4: dj.MirroredStrategy):
-    """As of Linen. The change is looked at, which is small beside the weights."""
+@pytest.mark.parametrize("kind", [jnp.asarray, nnx.Param])
+def test_state_that_a_function_takes_and_returns_is_compared(
+    s4: dj.MirroredStrategy, kind: Callable[[jax.Array], Any]
+):
+    """As of Linen and of nnx.split. The change is looked at, which is small beside the weights."""
     tx = optax.sgd(1e-4)
     with s4.scope():
-        params = {"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}
-        state = {"params": params, "opt": tx.init(params), "step": 0}
+        params = {"kernel": kind(jnp.ones((8, 3))), "bias": kind(jnp.zeros(3))}
+        state = {"params": params, "opt": tx.init(params), "step": 0, "again": kind(jnp.ones(3))}
     (batch,) = s4.distribute_dataset([(X, Y)])
 
     def step(op: str, state: Any, x: jax.Array, y: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
-            logits = x @ params["kernel"] + params["bias"]
+            logits = x @ params["kernel"][...] + params["bias"][...]
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
         gradients = context().all_reduce(op, jax.grad(loss)(state["params"]))
         updates, opt = tx.update(gradients, state["opt"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt, "step": state["step"] + 1}, context().all_gather(
-            x, axis=0
-        )
+        not_read = jax.tree.map(jnp.zeros_like, state["again"])
+        new = {"params": params, "opt": opt, "step": state["step"] + 1, "again": not_read}
+        return new, context().all_gather(x, axis=0)
 
     new, _ = s4.run(step, args=("mean", state, *batch))
     assert int(new["step"]) == 1
