@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,9 +100,17 @@ def _step_shardings(
 def returned_arguments(call: Call, traced: Traced) -> Iterator[tuple[int, int]]:
     """Returns the outputs that are the new value of an argument, each with that input."""
     results, data = sum(traced.written_sizes), sum(traced.sizes[:2])
+    kinds, variables = call.arguments.kinds, map(id, call.binding.variables)
+    starts = dict(zip(variables, itertools.pairwise(traced.input_starts), strict=True))
     for part in model_shaped(call, traced):
         for k, leaf in zip(part.results, part.leaves, strict=True):
-            yield results + k, data + call.arguments.kinds[: leaf.position].count("data")
+            if kinds[leaf.position] == "data":
+                yield results + k, data + kinds[: leaf.position].count("data")
+                continue
+            # A variable, as in an nnx.State.
+            start, end = starts.get(id(call.arguments.leaves[leaf.position]), (0, 0))
+            if end - start == 1:
+                yield results + k, start
 
 
 class AheadOfTime:

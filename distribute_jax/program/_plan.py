@@ -304,7 +304,9 @@ def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
         arrays = all(is_array(x) or is_number(x) or isinstance(x, PerReplica) for x in leaves)
         if leaves and arrays and not jax.tree_util.treedef_is_leaf(structure):
             wanted = list(map(_leaf, leaves, jax.tree.leaves(at)))
-            if any(leaf.shape and not leaf.per_replica for leaf in wanted):
+            if len(wanted) == len(leaves) and any(
+                leaf.shape and not leaf.per_replica for leaf in wanted
+            ):
                 yield name, structure, wanted
 
 

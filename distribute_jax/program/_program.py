@@ -189,7 +189,9 @@ def _note_whole_arguments(call: Call, traced: Traced, mesh: Mesh) -> None:
     whole = {
         i: traced.input_names[i]
         for _, i in returned_arguments(call, traced)
-        if kept[i - first] is None and share_sharding(call.arguments.data[i - first], mesh)
+        if i >= first  # else it is a variable
+        and kept[i - first] is None
+        and share_sharding(call.arguments.data[i - first], mesh)
     }
     if whole:
         log_once(_WHOLE_ARGUMENTS, len(whole), listed(list(whole.values()), 3))

@@ -41,9 +41,9 @@ from distribute_jax.program._compare import (
     same_specials,
     spacing_of,
 )
+from distribute_jax.program._layout import returned_arguments
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_check import run_checked_for_leaks
-from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._program import build
 from distribute_jax.program._result_rows import per_example_results
 from distribute_jax.program._state_placement import Replicas
@@ -338,23 +338,13 @@ class _Comparison:
 
 def _old_inputs(call: Call, entry: BoundProgram) -> list[int | None]:
     """Returns for each output the flat input that it is the new value of, None where it is of none."""
-    traced, arguments = entry.program.traced, call.arguments
+    traced = entry.program.traced
     old: list[int | None] = []
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
         start, end = traced.input_starts[index : index + 2]
         old += list(range(start, end)) if end - start == size else [None] * size
-    # The leaves of a nest of Flax's variables, such as nnx.split makes, are these.
-    variables = dict(zip(map(id, call.binding.variables), traced.input_starts, strict=False))
-    of_result: dict[int, int | None] = {}
-    for part in model_shaped(call, traced):
-        for k, leaf in zip(part.results, part.leaves, strict=True):
-            before = arguments.kinds[: leaf.position]
-            of_result[k] = (
-                sum(traced.sizes[:2]) + before.count("data")
-                if arguments.kinds[leaf.position] == "data"
-                else variables.get(id(arguments.leaves[leaf.position]))
-            )
-    old += [of_result.get(k) for k in range(len(traced.results.names))]
+    first, of_result = sum(traced.written_sizes), dict(returned_arguments(call, traced))
+    old += [of_result.get(first + k) for k in range(len(traced.results.names))]
     # The program takes what it reads, in another order.
     position = {i: at for at, i in enumerate(entry.program.order)}
     return [None if i is None else position.get(i) for i in old]

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_635,
-    lines_of_tests: 47_933,
+    lines: 51_638,
+    lines_of_tests: 47_957,
     files: 247,
     pieces: 1,
     private_words: 10,

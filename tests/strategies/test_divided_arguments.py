@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
@@ -96,6 +96,30 @@ def test_a_train_state_that_is_whole_is_logged(caplog: pytest.LogCaptureFixture)
     caplog.clear()
     strategy.run(update, args=(strategy.create(state), jnp.asarray(ROWS)))
     assert "strategy.create" not in caplog.text
+
+
+@pytest.mark.parametrize("state_last", [False, True])
+def test_an_nnx_state_that_is_returned_stays_divided(state_last: bool) -> None:
+    """The next value of an ``nnx.State`` is divided as its variables, wherever it is among the arguments."""
+    strategy = dj.FullyShardedStrategy([0, 1])
+    with strategy.scope():
+        graphdef, state = nnx.split(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    kernel = np.array(state["kernel"][...])
+
+    def step(state: nnx.State, x: jax.Array) -> nnx.State:
+        def loss_of(state: nnx.State) -> jax.Array:
+            return dj.compute_average_loss(nnx.merge(graphdef, state, copy=True)(x)[:, 0])
+
+        grads = dj.get_replica_context().all_reduce("sum", jax.grad(loss_of)(state))
+        return jax.tree.map(lambda old, grad: old - grad, state, grads)
+
+    (batch,) = strategy.distribute_dataset([ROWS[:8]])
+    for _ in range(2):
+        args = (batch, state) if state_last else (state, batch)
+        state = strategy.run((lambda x, s: step(s, x)) if state_last else step, args=args)
+    assert state["kernel"][...].sharding.spec == PartitionSpec(None, "data")
+    kernel[:, 0] -= 2 * ROWS[:8].mean(0)
+    np.testing.assert_allclose(state["kernel"][...], kernel, atol=1e-5)
 
 
 def test_pmap_refuses_divided_arguments() -> None:
