@@ -37,6 +37,17 @@ def refuse(
     raise error(f"{name} must be {wanted}; got {brief(value)}.") from cause
 
 
+def takes(function: Any, *arguments: Any) -> bool:
+    """Returns whether a function can be called with these arguments, as far as is known."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it is written in C
+        return True
+    return True
+
+
 def brief(value: Any) -> str:
     """Describes an argument: its repr where that is short, else its type, never a whole model."""
     try:

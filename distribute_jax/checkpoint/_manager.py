@@ -305,10 +305,9 @@ class CheckpointManager:
 
         def check_exists() -> None:
             if not self._directory.holds(str(number)):
-                raise CheckpointError(
-                    f"There is no step {number} in {self._directory}. There are "
-                    f"{_steps.complete(self._directory)}."
-                )
+                steps = _steps.complete(self._directory)
+                there = f"There are {steps}." if steps else "It has no checkpoint."
+                raise CheckpointError(f"There is no step {number} in {self._directory}. {there}")
 
         check_place(_RESTORE)
         await_written(_RESTORE, self._background)

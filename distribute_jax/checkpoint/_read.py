@@ -119,7 +119,8 @@ def manifest_of(directory: Directory, name: str) -> Manifest:
         text = directory.read(f"{name}/{MANIFEST}")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise CheckpointDamagedError(
-            f"{where} has no {MANIFEST}, so it was not written to its end"
+            f"{where} has no {MANIFEST}, so it was not written to its end, or is not a checkpoint of "
+            "this library: those are folders"
         ) from error
     except OSError as error:
         raise CheckpointFileError(f"{where} cannot be read: {error}") from error

@@ -39,6 +39,8 @@ _NOT_SAVED = """\
 A checkpoint holds NNX objects, variables, arrays, random keys, distributed iterators, and Python numbers, \
 strings and None. Save what can be rebuilt from those, and leave out the rest."""
 
+_OF_A_MODEL = ' Of a dj.Model these are {"module": model.module, "optimizer": model.optimizer}.'
+
 _DONATED = """\
 {method} got arrays that were donated to an earlier step:
 {lines}
@@ -161,7 +163,9 @@ def _readable_slots(tree: Any, method: str) -> list[Slot]:
     slots, _ = slots_of(tree)
     faults = [f"{slot.spec.path}: {slot.spec}" for slot in slots if slot.spec.kind == OTHER]
     if faults:
-        raise CheckpointError(_NOT_SAVED.format(method=method, lines=listed(faults)))
+        text = _NOT_SAVED.format(method=method, lines=listed(faults))
+        is_model = any(fault.endswith("a distribute_jax.Model") for fault in faults)
+        raise CheckpointError(text + _OF_A_MODEL * is_model)
     donated = [slot.spec.path for slot in slots if is_donated(slot.current)]
     if donated:
         raise DonatedError(_DONATED.format(method=method, lines=listed(donated)))

@@ -11,6 +11,7 @@ from distribute_jax._checks import check_choice, check_number
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
+from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
 from distribute_jax.losses._loss import examples, kept, marked, over_sum, replica_context
 
@@ -78,6 +79,7 @@ def compute_average_loss(
             return marked(as_dtype(part, mean_dtype(losses.dtype)), replica)
         losses = terms
     total = jnp.sum(kept(losses, keep))
+    _note_likely_mistakes(losses.shape, global_batch_size, replica.num_replicas_in_sync)
     if global_batch_size is None:
         return marked(jnp.divide(total, examples(replica, losses.shape[0])), replica)
     if not isinstance(global_batch_size, jax.core.Tracer):
@@ -85,6 +87,24 @@ def compute_average_loss(
     if isinstance(global_batch_size, int):
         global_batch_size = float(global_batch_size)  # which may be more than an int32 holds
     return jnp.divide(total, global_batch_size)
+
+
+_SQUARE = (
+    "compute_average_loss got losses of shape %s, as many as pairs of examples. Labels of shape (n,) and "
+    "predictions of shape (n, 1) make such a matrix: compare predictions[:, 0]."
+)
+_LOCAL_SIZE = (
+    "compute_average_loss got global_batch_size=%s, the number of losses on each of the %s replicas. "
+    "The mean over the global batch divides by those of all replicas: leave global_batch_size out."
+)
+
+
+def _note_likely_mistakes(shape: tuple[int, ...], global_batch_size: Any, replicas: int) -> None:
+    """Logs once what is seldom meant: a matrix of all pairs, and the batch size of one replica."""
+    if len(shape) == 2 and shape[0] == shape[1] > 1:
+        log_once(_SQUARE, shape)
+    if isinstance(global_batch_size, int) and global_batch_size == shape[0] and replicas > 1:
+        log_once(_LOCAL_SIZE, global_batch_size, replicas)
 
 
 def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:

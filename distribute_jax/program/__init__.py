@@ -32,6 +32,7 @@ from distribute_jax.program._results import per_example
 from distribute_jax.program._run import Runner, one_at_a_time
 from distribute_jax.program._snapshot import snapshot
 from distribute_jax.program._state_placement import ParameterDevice, Replicas
+from distribute_jax.program._verify import results_are_parts
 
 __all__ = [
     "Collective",
@@ -66,6 +67,7 @@ __all__ = [
     "plan_table",
     "register_aggregation",
     "register_merge",
+    "results_are_parts",
     "same_on_all_replicas",
     "snapshot",
 ]

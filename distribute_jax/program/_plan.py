@@ -21,6 +21,7 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._remarks import Notice, remarks
 from distribute_jax.program._replication import Mark, prove
 from distribute_jax.program._trace import Call, Traced, state_outputs
+from distribute_jax.variables import Variable, VariableAggregation
 
 _MIRRORED: Mark = frozenset()
 
@@ -160,7 +161,11 @@ def _with_dtypes(
 
 def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation) -> str:
     line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
-    if to_old is Relation.OTHER:
+    if isinstance(variable, Variable) and variable.aggregation is VariableAggregation.NONE:
+        line += (
+            ", and has no aggregation: make it with dj.Variable(…, aggregation=…), as SUM or MEAN"
+        )
+    elif to_old is Relation.OTHER:
         line += (
             ", and is not its old value plus something, so what the replicas did to it cannot be added "
             "up: combine the numbers before, as with all_reduce, or keep them in a dj.Variable"

@@ -18,6 +18,7 @@ from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._markers import part_of_mean_p
 from distribute_jax.program._aggregation import Combine
+from distribute_jax.program._dataflow import is_sum_of_old
 from distribute_jax.program._jaxprs import equations, line, user_line
 from distribute_jax.program._metric_merge import MERGE_BY_TYPE
 from distribute_jax.program._options import RunOptions
@@ -31,7 +32,9 @@ from distribute_jax.program._replication_rules import (
     union,
 )
 from distribute_jax.program._trace import Call, Traced, state_outputs
+from distribute_jax.variables import Variable, VariableAggregation
 
+_SUM = VariableAggregation.SUM
 _FOLD = (
     "fold the replica id into the key: jax.random.fold_in(key, "
     "dj.get_replica_context().replica_id_in_sync_group)."
@@ -68,6 +71,13 @@ each example, as metrics.update(loss=losses), or with the sum over the replicas,
 dj.get_replica_context().all_reduce("sum", loss)."""
 
 
+_OLD_VALUES = (
+    "%s is written as its old value plus something, which its aggregation sums over the replicas: the old "
+    "value counts %s times, as with TensorFlow's assign. To add to it what each replica has, write "
+    "v.assign_add(value)."
+)
+
+
 class Notice(NamedTuple):
     """Something that is logged once."""
 
@@ -101,6 +111,7 @@ def remarks(
     """
     parts = parts_of_means(traced.jaxpr, num_replicas(call.mesh))
     notices = list(_equal_notices(call, traced, in_marks, combine))
+    notices += _summed_old_values(call, traced)
     results = len(traced.jaxpr.jaxpr.outvars) - len(combine)
     if parts is None:
         return tuple(notices), (False,) * results
@@ -109,6 +120,14 @@ def remarks(
         notices += _parts_in_state(call, traced, parts, combine)
     are_parts = [any(not isinstance(p, ScaledPart) for p in mark) for mark in parts.outputs]
     return tuple(notices), tuple(are_parts[len(combine) :])
+
+
+def _summed_old_values(call: Call, traced: Traced) -> Iterator[Notice]:
+    """Looks for ``v[...] += x`` of a variable that sums what is written."""
+    for output, (variable, name, old, _) in enumerate(state_outputs(call, traced)):
+        is_summed = isinstance(variable, Variable) and variable.aggregation is _SUM
+        if is_summed and is_sum_of_old(traced.jaxpr.jaxpr, output, old):
+            yield Notice(_OLD_VALUES, (name, str(num_replicas(call.mesh))), variable)
 
 
 def _equal_notices(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from distribute_jax._mesh import (
     split_sharding,
 )
 from distribute_jax._messages import listed
+from distribute_jax._user_frames import log_once
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._call import BoundProgram
@@ -84,6 +86,15 @@ _EXACT = 1e-9
 _NUDGES = (1, -1, 2, -2, 3, -3, 4, -4)
 """By how many times their last digit the inputs are changed, one after the other."""
 
+results_are_parts: ContextVar[bool] = ContextVar("distribute_jax_results_are_parts", default=False)
+"""Whether what the replicas return is summed, as by ``fit``."""
+
+_MEAN = (
+    "%s returned %s, a mean over the examples of each replica. What the replicas return is summed, so that "
+    "it is reported %s times too large: return this replica's part, dj.compute_average_loss(values) of one "
+    "value for each example."
+)
+
 _TOO_SMALL = (
     "%s changes these variables by hardly more than their rounding, so verify cannot tell whether the "
     "change is that of one device:\n%s\nTo check them, run the step once with a larger learning rate, or in "
@@ -111,6 +122,7 @@ def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunO
     lines, small = comparison.differences()
     if lines:
         raise _not_equal(entry, call, lines)
+    comparison.note_means()
     if small and options.verify not in entry.program.verified:
         _log.warning(_TOO_SMALL, entry.step, listed(small))
     return True
@@ -132,6 +144,7 @@ def _verify_unasked(
         _log.debug("%s is not compared with one device: %r", entry.step, error)
         return True
     if not lines:
+        comparison.note_means()
         return comparison.has_changed
     if call.arguments.counts is not None and entry.program.padding is None:
         # Padding that is seen is the nearer cause.
@@ -178,6 +191,7 @@ class _Comparison:
         """Runs the step both ways; ``chosen`` are the outputs to compare: all, and strictly, by default."""
         entry.check_readable(flat)
         self.call, self.entry, self._every = call, entry, chosen is None
+        self._replicas = num_replicas(call.mesh)
         self.chosen = chosen = range(len(entry.output_names())) if chosen is None else chosen
         self._old = _old_inputs(call, entry)
         self._spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
@@ -202,6 +216,18 @@ class _Comparison:
         floating = [k for k in self.chosen if spacing_of(many[k])]
         pairs = ((_old_on_host(before[k], many[k]), on_host(many[k])) for k in floating)
         return not all(exactly_equal(old, new) for old, new in pairs)
+
+    def note_means(self) -> None:
+        """Logs once each number that is a mean on every replica, where their sum is taken."""
+        _, _, _, many, one = self._native
+        for k, name in enumerate(self.entry.output_names() if results_are_parts.get() else []):
+            if k < self.entry.state_size or one[k].shape or many[k].shape[:1] != (self._replicas,):
+                continue
+            each, alone = (np.asarray(on_host(value), np.float64) for value in (many[k], one[k]))
+            if alone and np.isclose(each.mean(), alone, 1e-3):
+                log_once(
+                    _MEAN, self.entry.step, name, self._replicas, about=(self.entry.step, name)
+                )
 
     def differences(self) -> tuple[list[str], list[str]]:
         """Returns a line for each output that differs, and for each that changed too little to tell.

@@ -135,6 +135,15 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         return StrategyExtended(self)
 
     @final
+    def __enter__(self) -> NoReturn:
+        """Raises: the context is that of ``scope``."""
+        raise ContextError("A strategy is entered by its scope: write `with strategy.scope():`.")
+
+    @final
+    def __exit__(self, *_: object) -> None:
+        """Never called."""
+
+    @final
     def scope(self) -> Scope:
         """Makes the strategy current for a ``with`` block, where models are built.
 

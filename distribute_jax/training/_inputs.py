@@ -97,6 +97,10 @@ def dataset_of(
             f"{called}(batch_size={batch_size}) got a dataset, whose batches are the global batches. Leave "
             "batch_size out."
         )
+    if data is None:
+        raise ArgumentError(
+            f"{called} got no data. Pass arrays, {called}(x, y), or a dataset of batches (x, y)."
+        )
     if isinstance(data, DistributedDataset):
         return data
     if isinstance(data, DatasetCreator):

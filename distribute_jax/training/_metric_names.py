@@ -140,6 +140,11 @@ def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple
         name = getattr(metric, "name", None)
         in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
         return name if isinstance(name, str) else in_snake_case, metric
+    if isinstance(metric, type) and issubclass(metric, nnx.metrics.Metric):
+        raise ArgumentError(
+            f"metrics got the class {metric.__name__}. Pass an object, with its parentheses: "
+            f"{metric.__name__}()."
+        )
     if isinstance(metric, str) or callable(metric):
         function_name = getattr(metric, "__name__", type(metric).__name__)
         name = metric if isinstance(metric, str) else function_name

@@ -85,6 +85,11 @@ class Model(Stored):
             raise missing("dj.Model", "'Model' object", name, self)
         super().__setattr__(name, value)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises for a step that takes another number of arguments; warns of methods of other libraries."""
+        super().__init_subclass__(**kwargs)
+        _steps.check_methods(cls)
+
     def __init__(self, module: Any, sample_input: PyTree = None, *, rngs: Any = None) -> None:
         self.strategy: Strategy = get_strategy()
         self.stop_training = False

@@ -197,6 +197,8 @@ def at(tree: Any, key: Any, what: str, measured: str = "loss") -> Any:
             )
         return tree
     try:
+        if hasattr(tree, "shape"):
+            raise TypeError(tree)
         return tree[key]
     except (KeyError, IndexError, TypeError) as error:
         raise ArgumentError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from distribute_jax._absent import answering
+from distribute_jax._absent import answering, missing
 from distribute_jax._checks import check_int, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._messages import leaf_text, promoting
@@ -26,7 +26,6 @@ from distribute_jax.program._undo import (
     mark_of,
     replica_now,
 )
-from distribute_jax.training._batches import hint
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 
@@ -81,6 +80,12 @@ class Optimizer(nnx.Optimizer[Any]):
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Optimizer")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses Keras's names for what has another name here, which would be without effect."""
+        if name in ("lr", "iterations"):
+            raise missing("dj.Optimizer", "'Optimizer' object", name, self)
+        super().__setattr__(name, value)
 
     def __init__(
         self,
@@ -155,6 +160,10 @@ class Optimizer(nnx.Optimizer[Any]):
             ValueError: gradients that were summed already are to be accumulated; the transformation
                 needs an argument that was not passed.
         """
+        if isinstance(grads, nnx.Module) and not isinstance(model, nnx.Module):
+            raise ArgumentTypeError(
+                "Optimizer.update(model, grads): the module comes first. Swap them."
+            )
         if self.loss_scale is not None:
             grads = self.loss_scale.divide(grads)
         if self.accumulation is None:
@@ -209,7 +218,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """Updates from gradients of the global batch, if they are finite."""
 
         def update(optimizer: Optimizer, model: Any) -> Any:
-            with hint(_missing_arguments), _fitting(model, grads, self.wrt, kwargs):
+            with _fitting(model, grads, self.wrt, kwargs), _explained():
                 return super().update(model, grads, **kwargs)
 
         if self.loss_scale is None and self.guard is None:
@@ -396,13 +405,26 @@ def when(
         nnx.update(node, new)
 
 
-def _missing_arguments(error: Exception) -> str:
-    """Returns what to do if a transformation lacks an argument that it needs for each update."""
-    if not isinstance(error, TypeError) or "required keyword-only argument" not in str(error):
-        return ""
-    return (
-        "The optimizer's optax transformation needs arguments that Model.fit does not pass. In your own "
-        "loop, pass what the global batch has, as optimizer.update(model, grads, value=…). In fit, "
-        "optax.lbfgs(learning_rate=0.1, linesearch=None) needs none, and "
-        "dj.callbacks.ReduceLROnPlateau lowers the learning rate on a plateau."
-    )
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Explains the errors of transformations that need more than gradients and one copy of the weights."""
+    try:
+        yield
+    except AttributeError as error:
+        if "'fast'" not in str(error):
+            raise
+        raise ArgumentError(
+            "optax.lookahead updates two copies of the weights, optax.LookaheadParams, and a module has one. "
+            "Keep them in a step of your own, params = optax.LookaheadParams.init_synced(weights), or "
+            "average the weights with compile(use_ema=True)."
+        ) from error
+    except TypeError as error:
+        name, _, words = str(error).partition("() missing ")
+        if "required keyword-only argument" not in words:
+            raise
+        raise ArgumentError(
+            f"{name.split('.')[0]} of optax needs {words.partition(': ')[2]} at each update, and got none. "
+            "In a step of your own pass what the global batch has, as optimizer.update(model, grads, "
+            "value=loss). Model.fit passes none: optax.lbfgs(learning_rate=0.1, linesearch=None) needs none, "
+            "and dj.callbacks.ReduceLROnPlateau lowers the learning rate on a plateau."
+        ) from error

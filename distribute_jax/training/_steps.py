@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError
+from distribute_jax._checks import takes
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import PyTree, promoting, real_array
 from distribute_jax._padding import align
+from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.collectives._check_in_sync import bit_hash
+from distribute_jax.program import results_are_parts
 from distribute_jax.strategies import get_replica_context
 from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
 from distribute_jax.training._compile import Setup
@@ -118,6 +122,30 @@ def class_weighted(
     return factor * align("class_weight", "sample_weight", array, "labels", factor.shape)
 
 
+_FOREIGN = {
+    "call": "the forward pass is that of the module: dj.Model(module)",
+    "configure_optimizers": "pass the optimizer to compile",
+    "forward": "the forward pass is that of the module: dj.Model(module)",
+    "training_step": "write train_step(self, batch)",
+    "validation_step": "write test_step(self, batch)",
+}
+
+
+def check_methods(cls: type) -> None:
+    """Raises for a step of a subclass that takes no batch; warns of methods that are never called."""
+    for name in ("train_step", "test_step", "predict_step"):
+        if name in vars(cls):
+            step = vars(cls)[name]
+            if not takes(step, None, ()):
+                raise ArgumentTypeError(
+                    f"{cls.__name__}.{name}{inspect.signature(step)} is called with one argument, the "
+                    f"batch. Write def {name}(self, batch), and in it x, y, sample_weight = "
+                    "dj.unpack_x_y_sample_weight(batch)."
+                )
+    for name in _FOREIGN.keys() & vars(cls).keys():
+        warn_user(f"{cls.__name__}.{name} is never called: {_FOREIGN[name]}.")
+
+
 Step: TypeAlias = Callable[..., Any]
 
 STEPS = {"train": train, "test": test, "predict": predict, "replay": replay}
@@ -151,6 +179,23 @@ def bind_step(
     bound, name = run_step if model is None else user_step, f"{kind}_step"
     bound.__name__ = bound.__qualname__ = name
     return bound
+
+
+@contextmanager
+def watching(kind: str, weights: list[Any]) -> Iterator[None]:
+    """Looks at the first call of a user's step, of which ``fit`` sums what it returns."""
+    before = [weight.get_raw_value() for weight in weights]
+    token = results_are_parts.set(True)
+    try:
+        yield
+    finally:
+        results_are_parts.reset(token)
+    after = [weight.get_raw_value() for weight in weights]
+    if kind == "train" and all(map(operator.is_, before, after)):
+        log_once(
+            "train_step has changed no variable of the module, so nothing is trained. Compute gradients "
+            "with nnx.grad, and call self.optimizer.update(self.module, gradients)."
+        )
 
 
 _SWITCHES = ("deterministic", "use_running_average")

@@ -310,10 +310,10 @@ _UNEQUAL = (
 _KINDS = {"train": "train on", "test": "evaluate", "predict": "predict"}
 
 
-def failure_hint(kind: str, tracker: Tracker, error: Exception) -> str:
+def failure_hint(kind: str, tracker: Tracker, asked: bool, error: Exception) -> str:
     """Returns what to do about a step that differs from one device, or that depends on the padding."""
     if isinstance(error, NotEqualError):
-        return _UNEQUAL.format(what=_KINDS[kind])
+        return _UNEQUAL.format(what=_KINDS[kind]) if asked else ""
     if not isinstance(error, PaddingLeakError):
         return ""
     without = f"In fit and evaluate, to leave partial batches out: {_WITHOUT}"

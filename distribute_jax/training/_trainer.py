@@ -28,7 +28,7 @@ from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import Batches, dict_hint, hint
 from distribute_jax.training._compile import Setup
 from distribute_jax.training._objective import at
-from distribute_jax.training._steps import Step, bind_step, mode
+from distribute_jax.training._steps import Step, bind_step, mode, watching
 from distribute_jax.training._tracker import (
     Snapshot,
     StepLogs,
@@ -239,7 +239,12 @@ class Trainer:
         options = None if self.overrides(kind) else library_options()
         if self.setup.verify is not None and kind not in self._verified:
             options = RunOptions(verify="first")
-        with hint(partial(failure_hint, kind, self.tracker(kind))):
+        asked, is_first = (
+            self.setup.verify is not None,
+            self.overrides(kind) and kind not in self._verified,
+        )
+        watched = watching(kind, variables(self.module)) if is_first else nullcontext()
+        with watched, hint(partial(failure_hint, kind, self.tracker(kind), asked)):
             outs = self.strategy._dispatch(step, batches, most, options)
         self._verified.add(kind)
         return outs

@@ -267,8 +267,13 @@ class Stored(ABC):
             CheckpointError: there is none, or its leaves are not those of this model: all are listed.
             CheckpointDamagedError: what is there is not what was saved.
         """
-        with self.strategy.scope(), _other_method("load", "load_weights", path):
-            checkpoint.load(path, self._state())
+        state = self._state()
+        is_compiled = "optimizer" in state
+        with (
+            self.strategy.scope(),
+            _other_method("load", "load_weights", path, is_compiled=is_compiled),
+        ):
+            checkpoint.load(path, state)
 
     def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
         """Saves the module only: weights, statistics and random streams; see ``save``."""
@@ -338,7 +343,9 @@ class Stored(ABC):
 
 
 @contextmanager
-def _other_method(called: str, other: str, path: str | os.PathLike[str]) -> Iterator[None]:
+def _other_method(
+    called: str, other: str, path: str | os.PathLike[str], *, is_compiled: bool = True
+) -> Iterator[None]:
     """Replaces an error that lists all leaves of an optimizer, which only ``save`` writes."""
     if called == "load" and flax_folder(path):
         raise CheckpointError(
@@ -350,6 +357,11 @@ def _other_method(called: str, other: str, path: str | os.PathLike[str]) -> Iter
         saved = saved_paths(path)
         has_optimizer = any(leaf.startswith("['optimizer']") for leaf in saved)
         if not saved or has_optimizer == (called == "load"):
+            if has_optimizer and not is_compiled:
+                raise CheckpointError(
+                    f"{os.fspath(path)} holds the state of an optimizer, and this model was not compiled "
+                    "yet. Call model.compile(optimizer, loss) first, as when it was saved."
+                ) from None
             raise
         writer = "save" if has_optimizer else "save_weights"
         raise CheckpointError(

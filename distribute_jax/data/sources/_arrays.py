@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distribute_jax._absent import answering
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax.data.sources._base import Seekable, unbatched
@@ -130,6 +130,11 @@ class ArrayDataset:
         if not callable(fn):
             raise ArgumentError(
                 f"map: fn must be a function of one example or batch; got {leaf_text(fn)}."
+            )
+        if not takes(fn, None):
+            raise ArgumentError(
+                f"map calls {fn!r:.60} with one argument, the example or batch as it is. Where that is a "
+                "tuple, write lambda example: … with example[0], or def f(example): x, y = example."
             )
         if self._batches is None:
             return replace(self, _functions=(*self._functions, fn))

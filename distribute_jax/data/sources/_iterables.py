@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
-from distribute_jax._checks import converting
+from distribute_jax._checks import converting, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text
 from distribute_jax._values import DistributedValues
@@ -23,7 +23,12 @@ def from_iterable(source: Any, called: str) -> Source:
             "that returns one. Batch the data first, for example dj.data.from_arrays((x, y)).batch(256), "
             f"or {_SLICES}."
         )
-    if is_array(source) or isinstance(source, DistributedValues):
+    if isinstance(source, DistributedValues):
+        raise ArgumentError(
+            f"{called} got a {source!r:.80}, which is distributed already. Pass the dataset, or arrays of "
+            "the host; what is distributed goes straight to strategy.run(step, args=batch)."
+        )
+    if is_array(source):
         raise ArgumentError(
             f"{called} got one array, {leaf_text(source)}, which would be taken apart into single "
             "examples. It takes an iterable of global batches: a list of one, [x], or several, "
@@ -35,6 +40,11 @@ def from_iterable(source: Any, called: str) -> Source:
             f"taken for {len(source)} batches. To batch what belongs together pass dj.data.from_arrays((x, "
             "y)).batch(256); if the tuple is one global batch pass a list of it, [(x, y)]; if each array is "
             "a batch pass them in a list, [x, y]."
+        )
+    if not _is_iterable(source) and not takes(source):
+        raise ArgumentError(
+            f"{called} calls the function at the start of each epoch without arguments, and {source!r:.60} "
+            "needs some. A function of a dj.InputContext goes to strategy.distribute_datasets_from_function."
         )
     if _is_iterable(source) and isinstance(source, Iterator):
         return _OneShot(source, called)
@@ -109,7 +119,9 @@ class _Iterable(Source):
                 "generator that yields them."
             )
         with converting(self._called, batches, "an iterable of global batches"):
-            iterator: Iterator[Any] = iter(batches)
+            iterator: Iterator[Any] = (
+                iter(batches) if hasattr(type(batches), "__iter__") else _items(batches)
+            )
         if self.iterator() is iterator:
             raise _used_up(f"{self.text} returned the same iterator a second time", self._called)
         _register(self, iterator, self._called)
@@ -142,6 +154,13 @@ def _is_one_batch(source: Any) -> bool:
 
 def _is_iterable(source: Any) -> bool:
     return hasattr(type(source), "__iter__") or hasattr(type(source), "__getitem__")
+
+
+def _items(source: Any) -> Iterator[Any]:
+    """Yields the items of an object with ``__getitem__``: as many as it says, or up to an IndexError."""
+    if hasattr(type(source), "__len__"):
+        return (source[i] for i in range(len(source)))
+    return iter(source)
 
 
 def _length(source: Any) -> int:

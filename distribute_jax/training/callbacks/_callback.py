@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -10,8 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from distribute_jax._checks import brief, check_choice
-from distribute_jax._errors import ArgumentError
+from distribute_jax._checks import brief, check_choice, takes
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._messages import not_a_name
+from distribute_jax._user_frames import warn_user
 
 
 class Callback:
@@ -109,6 +113,8 @@ class Callback:
         """Closes files and the like; called when a run ends, also by an error."""
 
 
+Hook = Callable[..., Any]
+
 HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_"))
 
 
@@ -120,6 +126,7 @@ class CallbackList:
         self.params = params
         self._callbacks = list(_flat(callbacks))
         for callback in self._callbacks:
+            _check_hooks(callback)
             callback.set_model(model)
             callback.set_params(params)
 
@@ -166,13 +173,32 @@ def _flat(callbacks: Any) -> Iterator[Callback]:
         )
 
 
+def _check_hooks(callback: Callback) -> None:
+    """Raises for a hook that cannot be called; warns of a method that looks like one and is not."""
+    kind = type(callback)
+    for hook in HOOKS:
+        arguments = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
+        if _overrides(callback, hook) and not takes(getattr(callback, hook), *arguments):
+            raise ArgumentTypeError(
+                f"{kind.__name__}.{hook} is called with {' and '.join(arguments)}, which it does not take. "
+                f"Write def {hook}(self, {', '.join(arguments)}=None)."
+            )
+    unknown = [name for name in dir(kind) if name.startswith("on_") and name not in HOOKS]
+    if unknown and kind not in _warned:
+        _warned.add(kind)
+        for name in unknown:
+            warn_user(
+                f"{kind.__name__}.{name} is never called. {not_a_name('a hook', name, HOOKS)}"
+            )
+
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 def _overrides(callback: Callback, hook: str) -> bool:
     """True if a callback's hook is not that of ``Callback``; it may be set on the instance."""
     method = getattr(callback, hook)
     return getattr(method, "__func__", method) is not getattr(Callback, hook)
-
-
-Hook = Callable[..., Any]
 
 
 class LambdaCallback(Callback):

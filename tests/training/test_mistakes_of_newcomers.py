@@ -1,0 +1,263 @@
+"""Everyday mistakes of those who come from Keras, Flax or Lightning: an error, or one line that is logged."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import distribute_jax as dj
+from distribute_jax import _user_frames
+
+X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+SUM = dj.VariableAggregation.SUM
+
+
+def model(strategy: dj.Strategy, kind: type[dj.Model] = dj.Model, **compiled: Any) -> dj.Model:
+    with strategy.scope():
+        made = kind(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    made.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
+    return made
+
+
+def fit(strategy: dj.Strategy, *args: Any, **compiled: Any) -> Any:
+    return model(strategy, **compiled).fit(X, Y, 8, 1, 0, *args)
+
+
+def reached(path: Path, strategy: dj.Strategy) -> str:
+    model(strategy).save(path / "model")
+    return str(path / "model")
+
+
+def not_compiled(strategy: dj.Strategy) -> dj.Model:
+    with strategy.scope():
+        return dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+
+
+def file(path: Path) -> Path:
+    (path / "model.keras").write_bytes(b"")
+    return path / "model.keras"
+
+
+def set_rate(strategy: dj.Strategy) -> None:
+    model(strategy).optimizer.lr = 0.1  # type: ignore[attr-defined]
+
+
+def swapped(strategy: dj.Strategy) -> None:
+    optimizer = model(strategy).optimizer
+    module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer.update(nnx.state(module), module)
+
+
+def entered(strategy: dj.Strategy) -> None:
+    with strategy:
+        pass
+
+
+class OfEpoch(dj.callbacks.Callback):
+    """A hook without logs."""
+
+    def on_epoch_end(self, epoch: int) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def two_arguments() -> type:
+    class Two(dj.Model):
+        def train_step(self, x: Any, y: Any) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    return Two
+
+
+def saved(path: Path, tree: Any) -> None:
+    with dj.CheckpointManager(path) as manager:
+        manager.save(1, tree)
+
+
+def noted(strategy: dj.Strategy, value: Any) -> None:
+    with strategy.scope():
+        variable = dj.Variable(jnp.zeros(()))
+    (batch,) = strategy.distribute_dataset([X])
+    strategy.run(lambda x: variable.assign(x.mean()), args=(batch,))
+
+
+LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 5, 0.5)
+PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+RAISED: dict[str, tuple[Callable[[dj.Strategy, Path], Any], str]] = {
+    "lookahead": (lambda s, _: fit(s, optimizer=LOOKAHEAD), "two copies of the weights.*use_ema=True"),
+    "an optimizer that needs the loss": (
+        lambda s, _: fit(s, optimizer=PLATEAU), "reduce_on_plateau of optax needs 'value' at each update"
+    ),
+    "Keras's name of the rate": (lambda s, _: set_rate(s), "'lr'. Instead: learning_rate"),
+    "swapped update": (lambda s, _: swapped(s), "the module comes first. Swap them"),
+    "no data": (lambda s, _: model(s).fit(), r"fit got no data. Pass arrays, fit\(x, y\)"),
+    "the class of a metric": (
+        lambda s, _: fit(s, metrics=[dj.metrics.Accuracy]), r"with its parentheses: Accuracy\(\)"
+    ),
+    "two losses for one output": (
+        lambda s, _: fit(s, loss=["mse", "mse"]), "a loss for 'output_0', .* they are one array"
+    ),
+    "a hook without logs": (
+        lambda s, _: fit(s, [OfEpoch()]), r"is called with epoch and logs, .*def on_epoch_end\(self, epoch, "
+    ),
+    "a step of x and y": (lambda s, _: two_arguments(), r"one argument, the batch. Write def train_step\("),
+    "a file in place of a folder": (lambda s, p: model(s).load(file(p)), "those are folders"),
+    "load before compile": (
+        lambda s, p: not_compiled(s).load(reached(p, s)), r"was not compiled yet. Call model.compile\("
+    ),
+    "a checkpoint of a model": (
+        lambda s, p: saved(p, {"m": model(s)}), r'Of a dj.Model these are {"module": model.module, '
+    ),
+    "a strategy as a context": (lambda s, _: entered(s), "write `with strategy.scope"),
+    "a function of a context": (
+        lambda s, _: s.distribute_dataset(lambda context: [X]), "goes to strategy.distribute_datasets_from"
+    ),
+    "map of two arguments": (
+        lambda s, _: dj.data.from_arrays((X, Y)).map(lambda x, y: x), "with one argument, the example"
+    ),
+    "a batch that is distributed": (
+        lambda s, _: model(s).predict(next(iter(s.distribute_dataset([X])))), "is distributed already"
+    ),
+    "a variable without aggregation": (noted, r"has no aggregation: make it with dj.Variable\("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", RAISED)
+def test_the_error_says_what_to_write(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
+    """Where a newcomer got an error of optax, of Python or of nobody."""
+    make, words = RAISED[mistake]
+    with pytest.raises((ValueError, AttributeError, RuntimeError), match=words):
+        make(s2, tmp_path)
+
+
+class Silent(dj.Model):
+    """A step that trains nothing."""
+
+    def train_step(self, batch: Any) -> Any:
+        return {"loss": dj.compute_average_loss((self.module(batch[0]) - batch[1])[:, 0] ** 2)}
+
+
+class Reporting(dj.Model):
+    """A step that reports a mean over its share, beside a loss that is right."""
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+
+        def loss(module: Any) -> Any:
+            return dj.compute_average_loss((module(x) - y)[:, 0] ** 2)
+
+        value, gradients = nnx.value_and_grad(loss)(self.module)
+        self.optimizer.update(self.module, gradients)
+        return {"loss": value, "size": abs(y).mean()}
+
+
+class Typo(dj.callbacks.Callback):
+    """A hook that there is not."""
+
+    def on_epoch_finish(self, epoch: int, logs: Any = None) -> None:
+        raise AssertionError
+
+
+def foreign() -> None:
+    class Foreign(dj.Model):
+        def training_step(self, batch: Any, index: int) -> Any:
+            raise AssertionError
+
+
+def in_step(strategy: dj.Strategy, step: Callable[..., Any], *parts: np.ndarray) -> None:
+    (batch,) = strategy.distribute_dataset([parts])
+    strategy.run(step, args=batch, options=dj.RunOptions(verify="off"))
+
+
+def adds(strategy: dj.Strategy) -> None:
+    with strategy.scope():
+        variable = dj.Variable(jnp.zeros(()), aggregation=SUM)
+
+    def step(x: Any) -> None:
+        variable[...] += x.sum()
+
+    in_step(strategy, step, X)
+
+
+def right(strategy: dj.Strategy) -> None:
+    with strategy.scope():
+        variable = dj.Variable(jnp.zeros(()), aggregation=SUM)
+
+    def step(x: Any) -> Any:
+        variable.assign_add(x.sum())
+        variable.assign(x.sum())
+        return dj.compute_average_loss(x[:, 0], global_batch_size=16)
+
+    in_step(strategy, step, X)
+    fit(strategy, [dj.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)])
+
+
+LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
+    "no update": (lambda s: model(s, Silent).fit(X, Y, 8, verbose=0), "has changed no variable"),
+    "a mean of a share": (
+        lambda s: model(s, Reporting, verify="first").fit(X, Y, 8, verbose=0),
+        "train_step returned result['size'], a mean over",
+    ),
+    "a hook's name": (lambda s: fit(s, [Typo()]), "Did you mean 'on_epoch_"),
+    "Lightning's step": (lambda s: foreign(), "is never called: write train_step(self, batch)"),
+    "an addition to what is summed": (adds, "variable is written as its old value plus something"),
+    "one replica's batch size": (
+        lambda s: in_step(s, lambda x: dj.compute_average_loss(x[:, 0], global_batch_size=8), X),
+        "got global_batch_size=8, the number of losses on each of the 2 replicas",
+    ),
+    "a matrix of losses": (
+        lambda s: in_step(s, lambda x, y: dj.compute_average_loss(y - x[:, 0]), X, Y),
+        "got losses of shape (8, 8)",
+    ),
+    "nothing wrong": (right, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", LOGGED)
+def test_what_was_silent_is_logged_or_warned_of(
+    mistake: str,
+    s2: dj.MirroredStrategy,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Once; the same written rightly logs nothing."""
+    monkeypatch.setattr(_user_frames, "_logged", set())
+    make, words = LOGGED[mistake]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(s2)
+    texts = [*caplog.messages, *(str(warning.message) for warning in caught)]
+    assert (words in "\n".join(texts)) if words else not texts, texts
+
+
+def test_an_object_with_a_length_and_items_ends(s2: dj.MirroredStrategy):
+    """As a Dataset of PyTorch that slices arrays, which raises no IndexError."""
+
+    class Slices:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, i: int) -> Any:
+            return X[8 * i : 8 * i + 8]
+
+    shapes = [batch.part_shape for batch in s2.distribute_dataset(Slices())]
+    assert shapes == [(4, 3), (4, 3)]
+
+
+def test_a_partial_batch_of_a_batch_norm_is_refused_by_the_step_not_by_its_replay(
+    s2: dj.MirroredStrategy,
+):
+    """The message names the layer, and not two hashes."""
+    with s2.scope():
+        made = dj.Model(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))
+    made.compile("sgd", "mse")
+    with pytest.raises(dj.PaddingLeakError, match="updates the statistics of a batch norm"):
+        made.fit(X[:7], X[:7], 8, verbose=0, callbacks=[dj.callbacks.ReplaySteps(1)])
