@@ -330,6 +330,8 @@ class Stored(ABC):
             >>> served.call(np.ones((5, 3), np.float32)).shape
             (5, 2)
         """
+        with converting("export(platforms)", platforms, "a list of platforms, or None"):
+            platforms = None if platforms is None else list(platforms)
         for platform in platforms or ():
             check_choice("export(platforms)", platform, PLATFORMS)
         if batch_size is not None:

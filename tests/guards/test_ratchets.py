@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_910,
-    lines_of_tests: 48_220,
+    lines: 51_912,
+    lines_of_tests: 48_222,
     files: 247,
     pieces: 1,
     private_words: 10,
