@@ -69,9 +69,8 @@ def frames_hidden(fn: Callable[P, R]) -> Callable[P, R]:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            _frames.leave_to(
-                depth
-            )  # an interrupt at the first instruction of __exit__ leaves a scope open
+            # An interrupt at the first instruction of __exit__ leaves a scope open.
+            _frames.leave_to(depth)
             hide_frames(error)
             raise
 
