@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -41,7 +42,12 @@ def lazy_exports(
             publish(namespace, namespace["__all__"], public or package)
             return namespace[name]
         if name not in home:
-            raise missing(module.replace("distribute_jax", "dj"), f"module {module!r}", name)
+            raise missing(
+                module.replace("distribute_jax", "dj"),
+                f"module {module!r}",
+                name,
+                sys.modules.get(module),
+            )
         namespace[name] = getattr(load(home[name]), name)
         publish(namespace, [name], public or module)
         return namespace[name]

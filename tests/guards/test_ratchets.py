@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_911,
+    lines: 52_115,
     lines_of_tests: 48_222,
     files: 247,
     pieces: 1,
