@@ -27,7 +27,9 @@ _EPOCHS = 3
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     text = "train a small model over simulated devices, or in the processes of launch"
-    command = commands.add_parser("demo", help=text, description=text, allow_abbrev=False)
+    command = commands.add_parser(
+        "demo", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+    )
     command.set_defaults(run=run, command=command)
     command.add_argument(
         "--devices", type=int, default=4, metavar="M", help="number of simulated devices (4)"

@@ -50,7 +50,9 @@ class Finding:
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     text = "find what prevents a job from starting; the exit code is 1 if something must be fixed"
-    command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    command = commands.add_parser(
+        "doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+    )
     command.set_defaults(run=run, command=command)
     command.add_argument(
         "--coordinator", metavar="HOST:PORT", help="address of process 0; default: detected"

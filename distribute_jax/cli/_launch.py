@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         "--min-processes",
         type=_at_least(1),
         metavar="K",
-        help="go on without processes that fail while there are K; default: restart all of them",
+        help="go on without processes that fail while at least K are left; default: restart all of them",
     )
     add(
         "--rejoin",
