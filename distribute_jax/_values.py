@@ -181,11 +181,13 @@ class PerReplica(DistributedValues):
         return (shape[0] // num_replicas(self.mesh), *shape[1:])
 
     def _described(self) -> str:
+        if not hasattr(self.global_array, "shape"):  # made by jax.tree.map, as of shapes
+            return f"PerReplica of {self.global_array!r:.60}"
         shape = ",".join(map(str, self.part_shape))
         return f"PerReplica of {num_replicas(self.mesh)} × {self.dtype}[{shape}]"
 
     def _size(self) -> int:
-        return int(self.global_array.size)
+        return int(getattr(self.global_array, "size", _MOST_SHOWN + 1))
 
     def check_rows_known(self) -> None:
         """Raises where it could not be found out which rows of a result are real examples."""

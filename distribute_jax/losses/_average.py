@@ -79,7 +79,7 @@ def compute_average_loss(
             return marked(as_dtype(part, mean_dtype(losses.dtype)), replica)
         losses = terms
     total = jnp.sum(kept(losses, keep))
-    _note_likely_mistakes(losses.shape, global_batch_size, replica.num_replicas_in_sync)
+    _note_pairs(losses.shape)
     if global_batch_size is None:
         return marked(jnp.divide(total, examples(replica, losses.shape[0])), replica)
     if not isinstance(global_batch_size, jax.core.Tracer):
@@ -93,18 +93,12 @@ _SQUARE = (
     "compute_average_loss got losses of shape %s, as many as pairs of examples. Labels of shape (n,) and "
     "predictions of shape (n, 1) make such a matrix: compare predictions[:, 0]."
 )
-_LOCAL_SIZE = (
-    "compute_average_loss got global_batch_size=%s, the number of losses on each of the %s replicas. "
-    "The mean over the global batch divides by those of all replicas: leave global_batch_size out."
-)
 
 
-def _note_likely_mistakes(shape: tuple[int, ...], global_batch_size: Any, replicas: int) -> None:
-    """Logs once what is seldom meant: a matrix of all pairs, and the batch size of one replica."""
+def _note_pairs(shape: tuple[int, ...]) -> None:
+    """Logs once a matrix with a loss for each pair of examples, which is seldom meant."""
     if len(shape) == 2 and shape[0] == shape[1] > 1:
         log_once(_SQUARE, shape)
-    if isinstance(global_batch_size, int) and global_batch_size == shape[0] and replicas > 1:
-        log_once(_LOCAL_SIZE, global_batch_size, replicas)
 
 
 def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:

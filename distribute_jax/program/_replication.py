@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError, OutOfSyncError
+from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
 from distribute_jax.program._jaxprs import ClosedJaxpr, is_ref, line, name, names_axis, opened
 from distribute_jax.program._replication_rules import (
@@ -50,6 +51,13 @@ dj.Optimizer.update at {where} got gradients that are equal on every replica alr
 them: {replicas} times too large.
 If they were combined before, pass update(model, grads, skip_gradients_aggregation=True). Otherwise \
 they do not depend on the batch: pass the batch in args, from strategy.distribute_dataset."""
+
+
+_ZEROS = (
+    "dj.Optimizer.update at %s gets gradients that are all zero: the loss does not depend on the variables "
+    "by which it is differentiated. In the loss function call its argument, not the model that is defined "
+    "outside."
+)
 
 
 def prove(
@@ -156,12 +164,15 @@ class Walk:
         return Outcome([mark] * len(eqn.outvars), refs)
 
     def check_unreduced(self, jaxpr: Any) -> None:
-        """Raises where values about to be summed are mirrored already, unless all are zeros."""
+        """Raises where values about to be summed are mirrored already; logs once where all are zeros."""
         if self.axis_size == 1:
             return  # The sum is right.
         for eqn, mark in self._unreduced.values():
-            if not mark and not _ZeroWalk(self, eqn).meets_zeros_only(jaxpr):
+            if mark:
+                continue
+            if not _ZeroWalk(self, eqn).meets_zeros_only(jaxpr):
                 raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
+            log_once(_ZEROS, line(eqn), about=line(eqn))
 
     def meet(self, eqn: Any, control: Control) -> None:
         """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""

@@ -26,9 +26,10 @@ from distribute_jax._errors import ArgumentError, StaleCaptureError
 from distribute_jax._jax_private import adopt, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._messages import is_key, leaf_text, listed
+from distribute_jax._user_frames import log_once
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
-from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._arguments import Arguments, is_one_leaf
 from distribute_jax.program._binding import (
     Binding,
     Rebuilt,
@@ -42,7 +43,7 @@ from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica_context import ReplicaContext
 from distribute_jax.program._results import Results, sort_results
-from distribute_jax.program._trace_errors import explained
+from distribute_jax.program._trace_errors import explained, step_name
 from distribute_jax.variables import record_created
 
 
@@ -219,6 +220,7 @@ class _Recorder:
             attributes = [set(vars(node)) for node in nodes]
             args, kwargs = self._arguments(data)
             result = call.fn(*args, **kwargs)
+            self._note_lost_changes(data, (args, kwargs), result)
             if kept := kept_variables(call, noted):
                 return self._first_values(kept)
             now = read_raw(binding.variables)
@@ -262,6 +264,24 @@ class _Recorder:
             same = at is not None and is_unchanged(body, output, first_array + at)
             check_rebuilt(array, unchanged=same)
         return ClosedJaxpr(body.replace(outvars=body.outvars[:kept]), jaxpr.consts)
+
+    def _note_lost_changes(self, data: list[Any], args: Any, result: Any) -> None:
+        """Logs once what the step has put into a dict or list of its arguments and does not return."""
+        arguments = self.call.arguments
+        leaves, treedef = jax.tree.flatten(args, is_leaf=is_one_leaf)
+        if treedef != arguments.treedef:
+            return
+        returned = set(map(id, jax.tree.leaves(result)))
+        now = [leaf for leaf, kind in zip(leaves, arguments.kinds, strict=True) if kind == "data"]
+        places = zip(arguments.names_of("data"), arguments.data, data, now, strict=True)
+        lost = [
+            name
+            for name, argument, old, new in places
+            if new is not old and id(new) not in returned and not isinstance(argument, PerReplica)
+        ]
+        if lost:
+            step = step_name(self.call.fn)
+            log_once(_LOST, step, ", ".join(lost[:4]), about=(step, *lost))
 
     def _arguments(self, data: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         arguments = self.call.arguments
@@ -355,6 +375,12 @@ def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
         for atom in eqn.invars:
             if isinstance(atom, jex_core.Literal):
                 yield atom.val
+
+
+_LOST = (
+    "%s changes %s, which it got as an argument, and does not return it, so that the change is lost, as "
+    "under jax.jit. Return the new value."
+)
 
 
 def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:

@@ -187,6 +187,30 @@ def adds(strategy: dj.Strategy) -> None:
     in_step(strategy, step, X)
 
 
+def forgets(strategy: dj.Strategy) -> None:
+    """Changes a dict that it got, and returns nothing."""
+    (batch,) = strategy.distribute_dataset([X])
+
+    def step(params: Any, x: Any) -> None:
+        mean = dj.get_replica_context().all_reduce("mean", x.mean())
+        params["w"] = params["w"] - mean
+
+    strategy.run(step, args=({"w": jnp.ones(3)}, batch))
+
+
+def of_another(strategy: dj.Strategy) -> None:
+    """Differentiates by an argument that the loss does not call."""
+    with strategy.scope():
+        module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(module, optax.sgd(0.1))
+
+    def step(x: Any) -> None:
+        grads = nnx.grad(lambda _: dj.compute_average_loss(module(x)[:, 0] ** 2))(module)
+        optimizer.update(module, grads)
+
+    in_step(strategy, step, X)
+
+
 def right(strategy: dj.Strategy) -> None:
     with strategy.scope():
         variable = dj.Variable(jnp.zeros(()), aggregation=SUM)
@@ -209,14 +233,12 @@ LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     "a hook's name": (lambda s: fit(s, [Typo()]), "Did you mean 'on_epoch_"),
     "Lightning's step": (lambda s: foreign(), "is never called: write train_step(self, batch)"),
     "an addition to what is summed": (adds, "variable is written as its old value plus something"),
-    "one replica's batch size": (
-        lambda s: in_step(s, lambda x: dj.compute_average_loss(x[:, 0], global_batch_size=8), X),
-        "got global_batch_size=8, the number of losses on each of the 2 replicas",
-    ),
     "a matrix of losses": (
         lambda s: in_step(s, lambda x, y: dj.compute_average_loss(y - x[:, 0]), X, Y),
         "got losses of shape (8, 8)",
     ),
+    "a new entry of a dict": (forgets, "step changes args[0]['w'], which it got as an argument"),
+    "the model outside of the loss": (of_another, "gets gradients that are all zero"),
     "nothing wrong": (right, ""),
 }  # fmt: skip
 
