@@ -19,7 +19,7 @@ from jax import export
 from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
-from distribute_jax._checks import check_choice, check_int, converting
+from distribute_jax._checks import check_choice, check_int, converting, refuse
 from distribute_jax._errors import (
     ArgumentError,
     CheckpointError,
@@ -330,6 +330,8 @@ class Stored(ABC):
             >>> served.call(np.ones((5, 3), np.float32)).shape
             (5, 2)
         """
+        if not Path(path).name:
+            refuse("export(path)", "the path of a file", path)
         with converting("export(platforms)", platforms, "a list of platforms, or None"):
             platforms = None if platforms is None else list(platforms)
         for platform in platforms or ():

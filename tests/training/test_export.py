@@ -129,6 +129,8 @@ def test_what_cannot_be_exported_says_why_and_leaves_the_file(tmp_path: Path, mo
         halves.export(path, iter([X]))
     with pytest.raises(ValueError, match="one of 'cpu', 'cuda', 'tpu'"):
         halves.export(path, X, platforms=["gpu"])
+    with pytest.raises(ValueError, match="the path of a file; got ''"):
+        halves.export("", X)
     with pytest.raises(ValueError, match="a list of platforms"):
         halves.export(path, X, platforms=3)
     assert path.read_bytes() == b"old"
