@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_154,
+    lines: 52_155,
     lines_of_tests: 48_246,
     files: 247,
     pieces: 1,
