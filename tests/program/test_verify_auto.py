@@ -331,9 +331,9 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names the steps that are repeated in float64."""
     called: list[str] = []
 
-    def note(call: Any, entry: Any, flat: Any) -> Any:
+    def note(call: Any, entry: Any, flat: Any, **options: Any) -> Any:
         called.append(entry.step)
-        return repeat(call, entry, flat)
+        return repeat(call, entry, flat, **options)
 
     repeat = checked.in_float64
     monkeypatch.setattr(checked, "in_float64", note)
