@@ -51,6 +51,7 @@ def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> EpochEnd:
 
     def next_pass(elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
         topic = f"the batches of dataset {dataset}, pass {next(passes)}"
+        job.actions.record(f"reading {topic}")
 
         def exchange(local: Announcement) -> Sequence[Announcement]:
             return [Announcement.from_text(text) for text in job.exchange(topic, local.text())]

@@ -90,8 +90,8 @@ def compute_average_loss(
 
 
 _SQUARE = (
-    "compute_average_loss got losses of shape %s, as many as pairs of examples. Labels of shape (n,) and "
-    "predictions of shape (n, 1) make such a matrix: compare predictions[:, 0]."
+    "compute_average_loss got losses of shape %s, as many as there are pairs of examples. If that is because "
+    "labels have shape (n,) and predictions (n, 1), compare predictions[:, 0]."
 )
 
 

@@ -112,6 +112,9 @@ class Job:
         """
         if self.is_alone:
             return [text]
+        if threading.current_thread() is threading.main_thread():
+            # Where others wait somewhere else, the watchdogs see it, long before the timeout.
+            self.actions.record(f"waiting for all processes at {topic!r}")
         with self._lock:
             number = self._rounds[topic]
             self._rounds[topic] += 1

@@ -249,7 +249,7 @@ def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
 
 def _differing(job: Job, digests: list[str], place: str) -> list[int]:
     total = hashlib.sha256("".join(digests).encode()).hexdigest()
-    if len(set(job.exchange("initial values", total, place=place))) == 1:
+    if len(set(job.exchange("the first run of a step", total, place=place))) == 1:
         return []
     answers = job.exchange("each initial value", json.dumps(digests))
     of_processes: list[list[str]] = list(map(json.loads, answers))

@@ -212,6 +212,61 @@ def test_processes_that_diverge_name_the_first_difference(function, words):
     assert [word for word in words if word not in text] == []
 
 
+def waits_on_the_chief_alone():
+    """Process 0 waits for all, as to save weights, which is for all to do; process 1 trains on."""
+    strategy = make_strategy(step_seconds=60)
+    with strategy.scope():
+        model = dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+        model.compile(optimizer="sgd", loss="mse")
+    x = np.ones((8, 2), np.float32)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    if dj.is_chief():
+        strategy.barrier("saved")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+
+
+def trains_and_evaluates():
+    """Process 0 evaluates a model, which compiles its step, while process 1 trains on."""
+    strategy = make_strategy(step_seconds=60)
+    with strategy.scope():
+        model = dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+        model.compile(optimizer="sgd", loss="mse")
+    x = np.ones((8, 2), np.float32)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    method = model.fit if on_process_1() else model.evaluate
+    method(x, x[:, :1], batch_size=8, verbose=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            waits_on_the_chief_alone,
+            [
+                "process 0: waiting for all processes at 'barrier saved'",
+                "process 1: reading the batches of dataset 2",
+            ],
+        ),
+        (
+            trains_and_evaluates,
+            [
+                "process 0: waiting for all processes at 'the first run",
+                "process 1: runs train_step",
+            ],
+        ),
+    ],
+)
+def test_processes_that_wait_for_each_other_in_two_places_are_told_before_the_timeout(
+    function, words
+):
+    """What process 0 waits for, and what process 1 does instead, well before step_seconds are over."""
+    start = time.monotonic()
+    text = ended(function)
+    assert time.monotonic() - start < 60
+    assert [word for word in words if word not in text] == []
+
+
 @pytest.mark.exhaustive
 def test_processes_that_do_the_same_end_well():
     """No false alarm for values, snapshots, steps and reductions that change in the same way."""

@@ -82,7 +82,7 @@ def one_is_stopped():
 def both_fail_while_they_wait():
     """Each process waits for the other at another barrier."""
     strategy = fault_functions.make_strategy()
-    strategy.barrier("one" if jax.process_index() else "other")
+    strategy.barrier("one" if jax.process_index() else "other", timeout=1)  # before it is seen
 
 
 @pytest.mark.exhaustive
