@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 52_160,
-    lines_of_tests: 48_292,
+    lines_of_tests: 48_293,
     files: 247,
     pieces: 1,
     private_words: 9,
