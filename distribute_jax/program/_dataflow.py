@@ -72,16 +72,12 @@ def is_unchanged(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
 def is_sum_of_old(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
     """Whether an output is a sum over the replicas of its old value plus something."""
     var: Any = jaxpr.outvars[output]
-    eqn = None if isinstance(var, jex_core.Literal) else written_by(jaxpr, var)
+    eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     if eqn is None or eqn.primitive.name != "psum":
         return False
     operand = eqn.invars[eqn.outvars.index(var)]
     inside = jaxpr.replace(outvars=[operand])
     return relation(inside, 0, old) is _PLUS
-
-
-def written_by(jaxpr: jex_core.Jaxpr, var: Any) -> Any:
-    return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
 
 
 def _relation(jaxpr: Any, output: int, old: int, beside: Sequence[int] = ()) -> Relation:

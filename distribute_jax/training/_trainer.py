@@ -239,10 +239,8 @@ class Trainer:
         options = None if self.overrides(kind) else library_options()
         if self.setup.verify is not None and kind not in self._verified:
             options = RunOptions(verify="first")
-        asked, is_first = (
-            self.setup.verify is not None,
-            self.overrides(kind) and kind not in self._verified,
-        )
+        asked = self.setup.verify is not None
+        is_first = self.overrides(kind) and kind not in self._verified
         watched = watching(kind, variables(self.module)) if is_first else nullcontext()
         with watched, hint(partial(failure_hint, kind, self.tracker(kind), asked)):
             outs = self.strategy._dispatch(step, batches, most, options)

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_160,
-    lines_of_tests: 48_293,
+    lines: 52_154,
+    lines_of_tests: 48_295,
     files: 247,
     pieces: 1,
     private_words: 9,

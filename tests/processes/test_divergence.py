@@ -212,29 +212,31 @@ def test_processes_that_diverge_name_the_first_difference(function, words):
     assert [word for word in words if word not in text] == []
 
 
-def waits_on_the_chief_alone():
-    """Process 0 waits for all, as to save weights, which is for all to do; process 1 trains on."""
+def fitted():
+    """Returns a model that was trained on one batch, its strategy, and that batch."""
     strategy = make_strategy(step_seconds=60)
     with strategy.scope():
         model = dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
         model.compile(optimizer="sgd", loss="mse")
     x = np.ones((8, 2), np.float32)
-    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    batch = {"x": x, "y": x[:, :1], "batch_size": 8, "verbose": 0}
+    model.fit(**batch)
+    return model, strategy, batch
+
+
+def waits_on_the_chief_alone():
+    """Process 0 waits for all, as to save weights, which is for all to do; process 1 trains on."""
+    model, strategy, batch = fitted()
     if dj.is_chief():
         strategy.barrier("saved")
-    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    model.fit(**batch)
 
 
 def trains_and_evaluates():
     """Process 0 evaluates a model, which compiles its step, while process 1 trains on."""
-    strategy = make_strategy(step_seconds=60)
-    with strategy.scope():
-        model = dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
-        model.compile(optimizer="sgd", loss="mse")
-    x = np.ones((8, 2), np.float32)
-    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    model, _, batch = fitted()
     method = model.fit if on_process_1() else model.evaluate
-    method(x, x[:, :1], batch_size=8, verbose=0)
+    method(**batch)
 
 
 @pytest.mark.exhaustive
