@@ -8,7 +8,6 @@ of a function.
 from typing import TYPE_CHECKING
 
 from distribute_jax._lazy import lazy_exports, publish
-from distribute_jax.losses._average import compute_average_loss, scale_regularization_loss
 from distribute_jax.losses._crossentropy import (
     BinaryCrossentropy,
     BinaryFocalCrossentropy,
@@ -22,7 +21,7 @@ from distribute_jax.losses._crossentropy import (
     sparse_categorical_crossentropy,
 )
 from distribute_jax.losses._get import get
-from distribute_jax.losses._loss import Loss
+from distribute_jax.losses._loss import Loss, compute_average_loss, scale_regularization_loss
 from distribute_jax.losses._regression import (
     CategoricalHinge,
     CosineSimilarity,

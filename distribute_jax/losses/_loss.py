@@ -1,4 +1,4 @@
-"""``Loss``: one loss for each example, and its reduction over the global batch."""
+"""``Loss``: one loss for each example, and its reduction over the global batch, exact to the last one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from distribute_jax._checks import check_choice, check_number, converting, refus
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
+from distribute_jax._user_frames import log_once
+from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
 from distribute_jax.collectives._markers import part_of_mean
 from distribute_jax.strategies import get_replica_context
 
@@ -108,31 +110,30 @@ class Loss:
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> jax.Array:
         """Returns this replica's part of the loss over the global batch; see the class."""
         name = type(self).__name__
-        replica = replica_context(name)
+        replica = _replica_context(name)
         losses = self.per_example(y_true, y_pred)
         terms, weights = losses, None
         if sample_weight is not None:
-            array = real_array(name, "sample_weight", sample_weight).astype(losses.dtype)
-            weights = align(name, "sample_weight", array, "losses", losses.shape)
+            weights = _weights(name, sample_weight, losses.shape, losses.dtype)
             terms = losses * weights
         real = real_mask(name, "losses", losses.shape, replica)
         counted = self._counted(y_true, losses)
         keep = real if counted is None else counted if real is None else real & counted
-        terms = kept(terms, keep)
+        terms = _kept(terms, keep)
         if self.reduction in ("none", None):
             return terms
         total = jnp.sum(terms)
         if self.reduction == "sum":
             return total
         if self.reduction == "mean_with_sample_weight" and weights is not None:
-            part = over_sum(total, weights, losses.shape, keep, replica)
+            part = _over_sum(total, weights, losses.shape, keep, replica)
         elif counted is not None:
-            part = over_sum(total, jnp.ones((), losses.dtype), losses.shape, keep, replica)
+            part = _over_sum(total, jnp.ones((), losses.dtype), losses.shape, keep, replica)
         else:
             # In floating point: a large batch of images has more terms than an int32 counts.
-            count = jnp.asarray(examples(replica, losses.shape[0]), total.dtype)
+            count = jnp.asarray(_examples(replica, losses.shape[0]), total.dtype)
             part = total / (count * float(math.prod(losses.shape[1:])))
-        return marked(part, replica)
+        return _marked(part, replica)
 
     def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
         """Returns which losses count in a mean, bools of their shape; None where all do."""
@@ -215,16 +216,21 @@ REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "
 """Keras's names; the first two mean the same, as do the last two."""
 
 
-def kept(terms: jax.Array, keep: jax.Array | None) -> jax.Array:
+def _weights(name: str, sample_weight: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    array = real_array(name, "sample_weight", sample_weight).astype(dtype)
+    return align(name, "sample_weight", array, "losses", shape)
+
+
+def _kept(terms: jax.Array, keep: jax.Array | None) -> jax.Array:
     """Leaves terms out; ``where`` rather than ``*``, since NaN times 0 is NaN."""
     return terms if keep is None else jnp.where(keep, terms, 0)
 
 
-def marked(part: jax.Array, replica: Any) -> jax.Array:
+def _marked(part: jax.Array, replica: Any) -> jax.Array:
     return part_of_mean(part) if replica.num_replicas_in_sync > 1 else part
 
 
-def over_sum(
+def _over_sum(
     total: jax.Array,
     weights: jax.Array,
     shape: tuple[int, ...],
@@ -232,11 +238,11 @@ def over_sum(
     replica: Any,
 ) -> jax.Array:
     """Divides by the sum of the weights of all replicas; where that is 0 the part is 0."""
-    divisor = replica.all_reduce("sum", jnp.sum(kept(jnp.broadcast_to(weights, shape), keep)))
+    divisor = replica.all_reduce("sum", jnp.sum(_kept(jnp.broadcast_to(weights, shape), keep)))
     return jnp.where(divisor == 0, 0, total / jnp.where(divisor == 0, 1, divisor))
 
 
-def replica_context(name: str) -> Any:
+def _replica_context(name: str) -> Any:
     """Returns the replica context for a function of this name, which has no meaning elsewhere."""
     replica = get_replica_context()
     if replica is None:
@@ -247,6 +253,127 @@ def replica_context(name: str) -> Any:
     return replica
 
 
-def examples(replica: Any, rows: int) -> Any:
+def _examples(replica: Any, rows: int) -> Any:
     """Returns the number of real examples of the global batch."""
     return replica.real_examples if replica.is_padded else rows * replica.num_replicas_in_sync
+
+
+_NAME = "compute_average_loss"
+
+
+@promoting
+def compute_average_loss(
+    per_example_loss: jax.Array,
+    sample_weight: jax.Array | None = None,
+    global_batch_size: Any = None,
+    *,
+    divide_by: str = "examples",
+) -> jax.Array:
+    """Returns this replica's part of the mean loss over the global batch.
+
+    The parts of all replicas add up to the mean over the real examples of the global batch, and their
+    gradients to the gradient on one device. The padding of a partial batch does not count.
+
+    Args:
+        per_example_loss: one loss for each example of the per-replica batch; further dims, such as the
+            tokens of a sequence, are summed.
+        sample_weight: weights of the losses, broadcast from the left. The divisor is still the number of
+            examples, as in TensorFlow, unless ``divide_by="weights"``.
+        global_batch_size: what to divide by. By default the number of real examples of the global
+            batch; a number that is passed is used as it is.
+        divide_by: ``"examples"``, or ``"weights"``: the sum of the weights of the global batch, over all
+            replicas and further dims, as for a loss per token. The weights need not be spread evenly; where
+            all of them are 0 the loss is 0.
+
+    Returns:
+        A scalar, per replica.
+
+    Raises:
+        ValueError: the loss is a scalar already, its dim 0 is not the batch, the weights do not fit it,
+            the batch size is not above 0, or it is divided by weights that are not passed.
+        RuntimeError: called in cross-replica context.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> float(dj.compute_average_loss(jnp.array([1.0, 3.0])))
+        2.0
+        >>> tokens, mask = jnp.array([[1.0, 3.0], [5.0, 7.0]]), jnp.array([[1, 1], [1, 0]])
+        >>> float(dj.compute_average_loss(tokens, sample_weight=mask, divide_by="weights"))
+        3.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
+    """
+    replica = _replica_context(_NAME)
+    losses = real_array(_NAME, "per_example_loss", per_example_loss)
+    if losses.ndim == 0:
+        raise ArgumentError(
+            "compute_average_loss got a scalar. It needs one loss for each example, since only then "
+            "can it divide by the examples of the global batch: leave the mean out of the loss."
+        )
+    by_weights = _divides_by_weights(divide_by, sample_weight, global_batch_size)
+    keep = real_mask(_NAME, "losses", losses.shape, replica)
+    if sample_weight is not None:
+        dtype = wide(mean_dtype(losses.dtype)) if by_weights else losses.dtype
+        weights = _weights(_NAME, sample_weight, losses.shape, dtype)
+        terms = as_dtype(losses, dtype) * weights
+        if by_weights:
+            part = _over_sum(jnp.sum(_kept(terms, keep)), weights, losses.shape, keep, replica)
+            return _marked(as_dtype(part, mean_dtype(losses.dtype)), replica)
+        losses = terms
+    total = jnp.sum(_kept(losses, keep))
+    _note_pairs(losses.shape)
+    if global_batch_size is None:
+        return _marked(jnp.divide(total, _examples(replica, losses.shape[0])), replica)
+    if not isinstance(global_batch_size, jax.core.Tracer):
+        check_number(f"{_NAME}: global_batch_size", global_batch_size)
+    if isinstance(global_batch_size, int):
+        global_batch_size = float(global_batch_size)  # which may be more than an int32 holds
+    return jnp.divide(total, global_batch_size)
+
+
+_SQUARE = (
+    "compute_average_loss got losses of shape %s, as many as there are pairs of examples. If that is because "
+    "labels have shape (n,) and predictions (n, 1), compare predictions[:, 0]."
+)
+
+
+def _note_pairs(shape: tuple[int, ...]) -> None:
+    """Logs once a matrix with a loss for each pair of examples, which is seldom meant."""
+    if len(shape) == 2 and shape[0] == shape[1] > 1:
+        log_once(_SQUARE, shape)
+
+
+def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:
+    check_choice("compute_average_loss: divide_by", divide_by, ("examples", "weights"))
+    if divide_by == "weights" and (sample_weight is None or global_batch_size is not None):
+        raise ArgumentError(
+            'compute_average_loss(divide_by="weights") divides by the sum of the weights: pass '
+            "sample_weight, and leave global_batch_size out."
+        )
+    return bool(divide_by == "weights")
+
+
+@promoting
+def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
+    """Returns this replica's part of a loss that does not depend on the batch.
+
+    Args:
+        regularization_loss: a loss such as a penalty on the weights, summed to a scalar here.
+
+    Returns:
+        The scalar divided by the number of replicas, so that the sum over them is the loss.
+
+    Raises:
+        RuntimeError: called in cross-replica context.
+
+    Example:
+        >>> import distribute_jax as dj, jax.numpy as jnp
+        >>> float(dj.scale_regularization_loss(jnp.array([1.0, 2.0])))
+        3.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
+    """
+    name = "scale_regularization_loss"
+    replica = _replica_context(name)
+    total = jnp.sum(real_array(name, "regularization_loss", regularization_loss))
+    return jnp.divide(total, replica.num_replicas_in_sync)
