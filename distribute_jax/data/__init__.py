@@ -2,10 +2,10 @@
 
 ``from_arrays`` and ``from_files`` make datasets; strategies also take Grain's, ``tf.data``'s, PyTorch's
 and Hugging Face's, and any iterable of batches: ``sources`` has a class for each kind. ``_feed`` makes
-elements of their batches on the host, checked (``_check``) and divided (``_partial``, ``_split``).
-Elements (``_element``) put themselves on the devices, read ahead by a thread (``_prefetch``);
-``_dataset`` is what the user iterates. ``_split`` also decides which part of a source a process reads,
-and ``_agreement`` how several processes end an epoch together.
+elements of their batches on the host, checked (``_check``) and divided (``_split``). Elements
+(``_element``) put themselves on the devices, read ahead by a thread (``_prefetch``); ``_dataset`` is what
+the user iterates. ``_split`` also decides which part of a source a process reads, and ``_agreement`` how
+several processes end an epoch together.
 """
 
 from typing import TYPE_CHECKING

@@ -14,11 +14,10 @@ from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
 from distribute_jax._user_frames import frames_hidden, hide_frames
 from distribute_jax.data._agreement import EpochEnd
-from distribute_jax.data._element import EpochProgress, HostElement
-from distribute_jax.data._feed import Feed
-from distribute_jax.data._partial import warn_of_idle_replicas
+from distribute_jax.data._element import HostElement
+from distribute_jax.data._feed import Feed, State
 from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher, thread_context
-from distribute_jax.data._state import State
+from distribute_jax.data._split import EpochProgress, warn_of_idle_replicas
 from distribute_jax.processes import doing
 
 Observer: TypeAlias = Callable[[PyTree], Any]

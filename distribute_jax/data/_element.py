@@ -21,23 +21,7 @@ from distribute_jax._messages import PyTree
 from distribute_jax._padding import padded_rows
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.data._check import device_dtype, dtype_on_device
-from distribute_jax.data._split import Division
-
-
-@dataclass(frozen=True)
-class EpochProgress:
-    """How far an epoch has come, and what it takes for a full batch: all that resuming needs."""
-
-    batches: int = 0
-    """Batches taken from the source, those that were skipped included."""
-    first: int = 0
-    """Examples of the first batch that had any; 0 before it."""
-    largest: int = 0
-    """Examples of the largest batch."""
-
-    def with_batch(self, n: int) -> EpochProgress:
-        """Returns the progress after one more batch, of n examples."""
-        return EpochProgress(self.batches + 1, self.first or n, max(self.largest, n))
+from distribute_jax.data._split import Division, EpochProgress
 
 
 @dataclass(frozen=True)

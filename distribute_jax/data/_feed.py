@@ -1,21 +1,22 @@
-"""Feeds: the elements of a dataset on the host, from global batches or from per-replica batches."""
+"""Feeds: the elements of a dataset on the host, from global or per-replica batches; their positions."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
 from distribute_jax.data._check import BatchSignature, check_batch
-from distribute_jax.data._element import EpochProgress, HostElement
+from distribute_jax.data._element import HostElement
 from distribute_jax.data._options import (
     AutoShardPolicy,
     InputContext,
@@ -23,10 +24,21 @@ from distribute_jax.data._options import (
     InputReplicationMode,
     PartialPolicy,
 )
-from distribute_jax.data._partial import ALONE, Divider, share_by_policy
-from distribute_jax.data._split import Division, Rule, Worker, shard, share_of
-from distribute_jax.data._state import SAME_BATCHES, State, check_same, make_state, read_state
+from distribute_jax.data._split import (
+    ALONE,
+    Divider,
+    Division,
+    EpochProgress,
+    Rule,
+    Worker,
+    shard,
+    share_by_policy,
+    share_of,
+)
 from distribute_jax.data.sources import Source, find_source
+
+State: TypeAlias = Mapping[str, Any]
+"""The position of an iterator, as a small dict that JSON can hold."""
 
 
 class Feed(ABC):
@@ -94,16 +106,25 @@ class GlobalBatches(Feed):
 
     def state(self, epoch: int, progress: EpochProgress) -> State:
         self._check_seekable("state")
-        return make_state(self._source, length_of(self._source), epoch, progress)
+        return {
+            "version": _VERSION,
+            "source": self._source.text,
+            "seed": self._source.seed,
+            "batches": length_of(self._source),
+            "epoch": epoch,
+            "position": progress.batches,
+            "first_batch": progress.first,
+            "largest_batch": progress.largest,
+        }
 
     def resume(self, state: State) -> tuple[int, EpochProgress, Iterator[HostElement]]:
         self._check_seekable("restore")
         length = length_of(self._source)
-        epoch, progress = read_state(state, self._source, length)
+        epoch, progress = _read_state(state, self._source, length)
         if length is None and progress.first:
             elements = self._divided(self._source.open_at(epoch, 0))
             first = next((element.progress.first for element in elements), 0)
-            check_same("first_batch", progress.first, first, SAME_BATCHES)
+            _check_same("first_batch", progress.first, first, _SAME_BATCHES)
         batches = self._source.open_at(epoch, progress.batches)
         return epoch, progress, self._divided(batches, progress)
 
@@ -131,6 +152,46 @@ class GlobalBatches(Feed):
                 f"{self._source.text} cannot. {self._source.how_to_resume}"
                 "Distribute dj.data.from_arrays(...) or a Grain dataset, or save at the end of an epoch only."
             )
+
+
+_SAME_BATCHES = (
+    "The position counts batches, so the examples and the global batch size must be the same."
+)
+
+_VERSION = 1
+_NUMBERS = ("epoch", "position", "first_batch", "largest_batch")
+
+
+def _read_state(state: State, source: Source, length: int | None) -> tuple[int, EpochProgress]:
+    """Reads a state of the same source; an ArgumentError if it is not one."""
+    if isinstance(state, Mapping) and state.get("version", _VERSION) != _VERSION:
+        raise ArgumentError(
+            f"iterator.restore got a state of version {state['version']!r:.20}; this release reads "
+            f"version {_VERSION}. Restore it with the release that saved it."
+        )
+    try:
+        source_text, seed, batches = state["source"], state["seed"], state["batches"]
+        epoch, position, first, largest = (check_int(name, state[name], 0) for name in _NUMBERS)
+        if length is not None and batches == length:
+            check_int("position", position, 0, length + 1)
+    except (TypeError, LookupError, ArgumentError) as error:
+        raise ArgumentError(
+            f"iterator.restore got {state!r:.80}, which is not what iterator.state() returned: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    _check_same("source", source_text, source.text, "Distribute the source that it was saved from.")
+    _check_same("seed", seed, source.seed, "Shuffle with the seed that it was saved with.")
+    _check_same("batches", batches, length, _SAME_BATCHES)
+    return epoch, EpochProgress(position, first, largest)
+
+
+def _check_same(name: str, saved: Any, now: Any, remedy: str) -> None:
+    """Raises if a field of a state has another value than this dataset."""
+    if saved != now:
+        raise ArgumentError(
+            f"iterator.restore got a state with {name} {saved!r}, but this dataset has {name} {now!r}, "
+            f"so the next batch would be another one. {remedy}"
+        )
 
 
 def length_of(source: Source) -> int | None:
