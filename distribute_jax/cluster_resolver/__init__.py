@@ -1,7 +1,7 @@
 """Cluster resolvers: which processes a job has, which one this is, and how they reach each other.
 
-One file for each kind of cluster, as in ``tf.distribute.cluster_resolver``, with the launchers that
-JAX users have. ``_base`` holds the base class, ``_spec`` the jobs and addresses of a cluster,
+One file for each kind of cluster, as in ``tf.distribute.cluster_resolver``, and ``_launchers`` for those
+that JAX users have. ``_base`` holds the base class, ``_spec`` the jobs and addresses of a cluster,
 ``_detect`` the order in which ``detect()`` tries the resolvers, ``_http`` the requests to Google's services.
 """
 
@@ -13,14 +13,16 @@ from distribute_jax.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
-from distribute_jax.cluster_resolver._launched import LaunchedClusterResolver
-from distribute_jax.cluster_resolver._open_mpi import OpenMPIClusterResolver
+from distribute_jax.cluster_resolver._launchers import (
+    LaunchedClusterResolver,
+    OpenMPIClusterResolver,
+    TorchrunClusterResolver,
+)
 from distribute_jax.cluster_resolver._sage_maker import SageMakerClusterResolver
 from distribute_jax.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
 from distribute_jax.cluster_resolver._slurm import SlurmClusterResolver
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 from distribute_jax.cluster_resolver._tf_config import TFConfigClusterResolver
-from distribute_jax.cluster_resolver._torchrun import TorchrunClusterResolver
 from distribute_jax.cluster_resolver._tpu import TPUClusterResolver, TPUSystemMetadata
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The base classes of cluster resolvers."""
+"""The base class of cluster resolvers."""
 
 from __future__ import annotations
 
@@ -290,34 +290,6 @@ class ClusterResolver(abc.ABC):
                 "Do the two variables come from different launches?"
             )
         return rank, size
-
-
-class RankClusterResolver(ClusterResolver):
-    """Base class for launchers that number the processes; all are workers, and only rank 0 has an address."""
-
-    _rank_names: ClassVar[tuple[str, str]]
-    """The variables with the rank and with the number of processes."""
-    _local_rank_name: ClassVar[str]
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Returns the workers, of which only the first has an address."""
-        size = self._rank_and_size(*self._rank_names)[1]
-        return ClusterSpec({WORKER: [self._first_address(), *[""] * (size - 1)]})
-
-    @property
-    def local_process_id(self) -> int | None:
-        """The rank among the processes of this machine, if the launcher sets it."""
-        return self._number(self._local_rank_name) if self._local_rank_name in os.environ else None
-
-    @abc.abstractmethod
-    def _first_address(self) -> str:
-        """Returns the address of rank 0, empty where it is not known."""
-
-    def _detected_task(self) -> tuple[str | None, int | None]:
-        return WORKER, self._rank_and_size(*self._rank_names)[0]
-
-    def _default_task(self) -> tuple[str | None, int | None]:
-        return WORKER, 0
 
 
 def with_port(address: str, whose: str) -> str:

@@ -7,12 +7,14 @@ import os
 from distribute_jax._errors import NoClusterError
 from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._kubernetes import KubernetesClusterResolver
-from distribute_jax.cluster_resolver._launched import LaunchedClusterResolver
-from distribute_jax.cluster_resolver._open_mpi import OpenMPIClusterResolver
+from distribute_jax.cluster_resolver._launchers import (
+    LaunchedClusterResolver,
+    OpenMPIClusterResolver,
+    TorchrunClusterResolver,
+)
 from distribute_jax.cluster_resolver._sage_maker import SageMakerClusterResolver
 from distribute_jax.cluster_resolver._slurm import SlurmClusterResolver
 from distribute_jax.cluster_resolver._tf_config import TFConfigClusterResolver
-from distribute_jax.cluster_resolver._torchrun import TorchrunClusterResolver
 from distribute_jax.cluster_resolver._tpu import TPUClusterResolver
 
 # Our launcher comes first: it removes TF_CONFIG from its processes, so one that is set describes another job.

@@ -9,7 +9,7 @@ from distribute_jax.cluster_resolver import (
     SageMakerClusterResolver,
     TorchrunClusterResolver,
 )
-from distribute_jax.cluster_resolver._open_mpi import parse_launcher
+from distribute_jax.cluster_resolver._launchers import parse_launcher
 
 TORCHRUN = {
     "RANK": "2",

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_154,
+    lines: 52_111,
     lines_of_tests: 48_295,
-    files: 247,
+    files: 242,
     pieces: 1,
     private_words: 9,
     private_imports: 31,

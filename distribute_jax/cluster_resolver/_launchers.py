@@ -1,0 +1,279 @@
+"""Launchers that number the processes: torchrun, Open MPI's mpirun, and ``distribute-jax launch``."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from distribute_jax._errors import ClusterError
+from distribute_jax._supervision import (
+    ATTEMPT,
+    HOST,
+    LOCAL_PROCESS_ID,
+    MEETING,
+    NUM_PROCESSES,
+    PROCESS_ID,
+)
+from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, with_port
+from distribute_jax.cluster_resolver._spec import ClusterSpec
+
+
+class RankClusterResolver(ClusterResolver):
+    """Base class for launchers that number the processes; all are workers, and only rank 0 has an address."""
+
+    _rank_names: ClassVar[tuple[str, str]]
+    """The variables with the rank and with the number of processes."""
+    _local_rank_name: ClassVar[str]
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the workers, of which only the first has an address."""
+        size = self._rank_and_size(*self._rank_names)[1]
+        return ClusterSpec({WORKER: [self._first_address(), *[""] * (size - 1)]})
+
+    @property
+    def local_process_id(self) -> int | None:
+        """The rank among the processes of this machine, if the launcher sets it."""
+        return self._number(self._local_rank_name) if self._local_rank_name in os.environ else None
+
+    @abc.abstractmethod
+    def _first_address(self) -> str:
+        """Returns the address of rank 0, empty where it is not known."""
+
+    def _detected_task(self) -> tuple[str | None, int | None]:
+        return WORKER, self._rank_and_size(*self._rank_names)[0]
+
+    def _default_task(self) -> tuple[str | None, int | None]:
+        return WORKER, 0
+
+
+class TorchrunClusterResolver(RankClusterResolver):
+    """The processes that ``torchrun``, or another launcher that sets its variables, has started.
+
+    All are workers; the index is ``RANK``. Only the address of rank 0 is known; the others are empty. If
+    torchrun itself listens on ``MASTER_PORT`` (``TORCHELASTIC_USE_AGENT_STORE`` is ``True``), process 0
+    listens on the next port.
+
+    Args:
+        rpc_layer: put in front of addresses.
+
+    Raises:
+        ClusterError: at a call: a variable is missing or is not a number; a ``RuntimeError``.
+
+    Example:
+        >>> import distribute_jax as dj, os
+        >>> launch = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+        >>> os.environ.update(launch)
+        >>> resolver = dj.cluster_resolver.TorchrunClusterResolver()
+        >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
+        (4, 1, 'a:29500')
+        >>> for name in launch:
+        ...     del os.environ[name]
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+    """
+
+    variables: ClassVar[tuple[str, ...]] = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    _rank_names = ("RANK", "WORLD_SIZE")
+    _local_rank_name = "LOCAL_RANK"
+    _hint = "Start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself."
+
+    def __init__(self, rpc_layer: str | None = None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def _first_address(self) -> str:
+        host, port = self._variable("MASTER_ADDR"), self._number("MASTER_PORT")
+        if not host or not 0 < port < 65535:
+            raise ClusterError(
+                f"TorchrunClusterResolver: MASTER_ADDR={host!r} and MASTER_PORT={port} must be the host "
+                "of rank 0 and a port from 1 to 65534."
+            )
+        return f"{host}:{port + (os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True')}"
+
+
+SIZE = "OMPI_COMM_WORLD_SIZE"
+RANK = "OMPI_COMM_WORLD_RANK"
+LAUNCHER = "OMPI_MCA_orte_hnp_uri"
+
+# Samples of the launcher's address under Open MPI 4:
+#   1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
+#   1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d:c083:150e::3000:2]:43370
+_URI = re.compile(
+    r"(?P<job>\d+)\.\d+;tcp(?:://(?P<v4>[^,:;\[\]]+)|6://\[(?P<v6>[^,\]]+))", re.ASCII
+)
+_PORTS = range(61440, 65536)
+
+
+class OpenMPIClusterResolver(RankClusterResolver):
+    """The processes that Open MPI's ``mpirun`` has started.
+
+    All are workers; the index is the rank in ``MPI_COMM_WORLD``. Only the address of rank 0 is known; the
+    others are empty.
+
+    Open MPI 4 tells each process where ``mpirun`` runs. Rank 0 is assumed to run there, with a port computed
+    from the id of the job, as in JAX's own detection; if it does not, pass ``coordinator_address``. Open
+    MPI 5 does not tell: unless an address is passed, ``coordinator_address`` is None and
+    ``detection_method`` is ``"mpi4py"``, by which JAX asks MPI.
+
+    Args:
+        coordinator_address: where rank 0 listens, as ``host:port``; found as described above if None.
+        rpc_layer: put in front of addresses.
+
+    Raises:
+        ClusterError: at a call: a variable is missing or malformed; a ``RuntimeError``.
+
+    Example:
+        >>> import distribute_jax as dj, os
+        >>> launch = {
+        ...     "OMPI_COMM_WORLD_SIZE": "4",
+        ...     "OMPI_COMM_WORLD_RANK": "3",
+        ...     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+        ... }
+        >>> os.environ.update(launch)
+        >>> resolver = dj.cluster_resolver.OpenMPIClusterResolver()
+        >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
+        (4, 3, '10.96.0.1:62624')
+        >>> for name in launch:
+        ...     del os.environ[name]
+
+    Source: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
+    """
+
+    variables: ClassVar[tuple[str, ...]] = (SIZE, RANK)
+    _rank_names = (RANK, SIZE)
+    _local_rank_name = "OMPI_COMM_WORLD_LOCAL_RANK"
+    _hint = "Start the program with Open MPI's mpirun."
+
+    def __init__(
+        self, coordinator_address: str | None = None, rpc_layer: str | None = None
+    ) -> None:
+        self._coordinator_address = coordinator_address
+        self._rpc_layer = rpc_layer
+
+    @property
+    def coordinator_address(self) -> str | None:
+        """The address of rank 0; None under Open MPI 5, where only JAX with mpi4py can find it."""
+        return super().coordinator_address if self._first_address() else None
+
+    @property
+    def detection_method(self) -> str | None:
+        """``"mpi4py"`` if Open MPI does not tell where rank 0 is, otherwise None."""
+        return None if self._first_address() else "mpi4py"
+
+    def _first_address(self) -> str:
+        if self._coordinator_address is not None:
+            return self._coordinator_address
+        return parse_launcher(os.environ[LAUNCHER]) if LAUNCHER in os.environ else ""
+
+
+def parse_launcher(uri: str) -> str:
+    """Returns the first address of the launcher, with a port made from the id of the job."""
+    match = _URI.match(uri)
+    if match is None:
+        raise ClusterError(
+            f"OpenMPIClusterResolver: {LAUNCHER}={uri!r} is not of the form 'id.0;tcp://address,…:port'. "
+            "Pass OpenMPIClusterResolver(coordinator_address='host:port') with the host of rank 0."
+        )
+    host = match["v4"] or f"[{match['v6']}]"
+    # The id is a multiple of 4096, so that consecutive jobs would otherwise share one port.
+    return f"{host}:{_PORTS[int(match['job']) // len(_PORTS) % len(_PORTS)]}"
+
+
+_POLL = 0.02
+
+
+class LaunchedClusterResolver(RankClusterResolver):
+    """The processes that ``distribute-jax launch``, or ``dj.testing.LocalCluster``, has started.
+
+    All are workers. At each start of the job process 0 picks a free port and writes it into a folder of the
+    job. The others wait for it in ``coordinator_address``, ``cluster_spec`` and ``master``.
+
+    Args:
+        rpc_layer: put in front of addresses.
+        timeout: how many seconds to wait for process 0.
+
+    Raises:
+        ClusterError: at a call: a variable is missing or malformed, or process 0 did not write its
+            address in time; a ``RuntimeError``.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> def report():
+        ...     resolver = dj.cluster_resolver.LaunchedClusterResolver()
+        ...     return resolver.process_id, resolver.num_processes
+        >>> dj.testing.LocalCluster(2, 1).run(report)  # doctest: +SKIP
+        [..., ...]
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
+    """
+
+    variables: ClassVar[tuple[str, ...]] = (NUM_PROCESSES, PROCESS_ID, HOST, MEETING, ATTEMPT)
+    _rank_names = (PROCESS_ID, NUM_PROCESSES)
+    _local_rank_name = LOCAL_PROCESS_ID
+    _hint = "Start the program with distribute-jax launch."
+
+    def __init__(self, rpc_layer: str | None = None, timeout: float = 60.0) -> None:
+        self._rpc_layer = rpc_layer
+        self._timeout = timeout
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes train together; does not wait for process 0."""
+        return self._rank_and_size(PROCESS_ID, NUM_PROCESSES)[1]
+
+    @property
+    def process_id(self) -> int:
+        """Which of the processes this one is; does not wait for process 0."""
+        return self._rank_and_size(PROCESS_ID, NUM_PROCESSES)[0]
+
+    def _first_address(self) -> str:
+        file = Path(self._variable(MEETING)) / f"coordinator-{self._number(ATTEMPT)}"
+        if self.process_id == 0:
+            return _publish_address(file, self._variable(HOST))
+        return with_port(
+            self._wait_for(file), f"LaunchedClusterResolver: process 0 wrote to {file}"
+        )
+
+    def _wait_for(self, file: Path) -> str:
+        limit = time.monotonic() + self._timeout
+        while not file.exists():
+            if time.monotonic() > limit:
+                raise ClusterError(
+                    f"LaunchedClusterResolver: process {self.process_id} waited {self._timeout:g} s for the "
+                    f"address of process 0, and {file} is missing. Process 0 has ended, or has not yet asked "
+                    "for the coordinator: make the strategy in every process, and as the first thing."
+                )
+            time.sleep(_POLL)
+        return file.read_text()
+
+
+@functools.cache
+def _publish_address(file: Path, host: str) -> str:
+    """Picks the port on which process 0 listens, once per process, and writes it for the others."""
+    address = _free_address(host)
+    part = file.with_name(f".{file.name}-{os.getpid()}")
+    part.write_text(address)
+    part.replace(file)  # nobody sees it half written
+    return address
+
+
+def _free_address(host: str) -> str:
+    try:
+        family, kind, protocol, _, (address, *_) = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM
+        )[0]
+        # Without SO_REUSEPORT the bind fails where another job listens; gRPC's own would not.
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind((address, 0))
+            port = probe.getsockname()[1]
+    except OSError as error:
+        raise ClusterError(
+            f"LaunchedClusterResolver: process 0 cannot listen on {host!r} ({HOST}): {error}. It must be "
+            "an address of this machine."
+        ) from error
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
