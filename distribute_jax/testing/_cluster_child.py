@@ -5,8 +5,8 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
-import json
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -16,24 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import is_key
+from distribute_jax._errors import ArgumentError
 from distribute_jax._supervision import MEETING, PROCESS_ID
 from distribute_jax.processes import current_job
 from distribute_jax.processes._status import status_writer
-from distribute_jax.testing._fault import START, Fault, Injector
+from distribute_jax.testing._fault import START, Injector
 
-CALL = "call.npz"
+CALL = "call.pickle"
 STACKS = signal.SIGURG
 """The signal at which a process prints the stacks of its threads; before it listens, nothing happens."""
 
 
 def result_file(meeting: Path, process: int) -> Path:
     """Returns the file in which a process leaves what its function returned."""
-    return meeting / f"result-{process}.npz"
+    return meeting / f"result-{process}.pickle"
 
 
 def main() -> None:
@@ -58,98 +56,36 @@ def main() -> None:
 
 def _call(meeting: Path, process: int) -> None:
     call = read(meeting / CALL)
-    faults = [Fault(**fields) for fields in call["faults"]]
-    status_writer().listen(Injector(fault for fault in faults if fault.process == process))
+    faults = [fault for fault in call["faults"] if fault.process == process]
+    status_writer().listen(Injector(faults))
     status_writer().phase(START)
     function = import_function(*call["function"])
     status_writer().phase("")
     value = function(*call["arguments"])
-    root = f"what {call['function'][-1]} returned in process {process}"
-    write(result_file(meeting, process), value, root)
+    write(result_file(meeting, process), value)
 
 
-_RULE = (
-    "Between the processes go None, bool, int, float, str, NumPy and JAX arrays, and lists, tuples and dicts "
-    "with keys of type str of these."
-)
-_TEXT = "json"
+class _Pickler(pickle.Pickler):
+    """Copies arrays of JAX as those of NumPy, which start no backend where they are read."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (
+            (np.asarray, (np.asarray(value),)) if isinstance(value, jax.Array) else NotImplemented
+        )
 
 
-def write(path: Path, value: Any, root: str) -> None:
-    """Writes a value into a file that nobody sees half written.
-
-    Args:
-        path: the file; the name ends in ``.npz``.
-        value: plain data.
-        root: how messages name the value.
-
-    Raises:
-        ArgumentTypeError: something in it is not plain data; the message says where.
-    """
-    arrays: dict[str, np.ndarray] = {}
-    text = json.dumps(_encoded(value, root, arrays))
+def write(path: Path, value: Any) -> None:
+    """Writes a value into a file that nobody sees half written."""
     part = path.with_name(f".part-{path.name}")
-    arrays[_TEXT] = np.frombuffer(text.encode(), np.uint8)
-    np.savez(part, allow_pickle=False, **arrays)
+    with part.open("wb") as file:
+        _Pickler(file).dump(value)
     part.replace(path)
 
 
 def read(path: Path) -> Any:
-    """Reads what ``write`` wrote; arrays are NumPy arrays."""
-    with np.load(path, allow_pickle=False) as file:
-        return _decoded(json.loads(file[_TEXT].tobytes()), file)
-
-
-def _encoded(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is tuple:
-        return {"tuple": _encoded([*value], where, arrays)}
-    if type(value) is list:
-        return [_encoded(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {k: _encoded(v, f"{where}[{k!r}]", arrays) for k, v in value.items()}}
-    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        return _encoded_array(value, where, arrays)
-    raise ArgumentTypeError(f"{where} is {value!r:.80} of type {type(value).__name__}. {_RULE}")
-
-
-def _encoded_array(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
-    if is_key(value):
-        raise ArgumentTypeError(f"{where} holds random keys. Return jax.random.key_data of it.")
-    if isinstance(value, jax.Array) and not (
-        value.is_fully_addressable or value.is_fully_replicated
-    ):
-        raise ArgumentTypeError(
-            f"{where} is an array of which other processes hold a part. Return the part of this process, "
-            "[shard.data for shard in array.addressable_shards], or gather it first."
-        )
-    array = np.asarray(value)
-    if array.dtype.hasobject or array.dtype.names:
-        raise ArgumentTypeError(f"{where} is an array of dtype {array.dtype}. {_RULE}")
-    name = str(len(arrays))
-    # As bytes, since NumPy's files do not know JAX's own types, such as bfloat16.
-    arrays[name] = np.frombuffer(array.tobytes(), np.uint8)
-    return {
-        "array": name,
-        "dtype": array.dtype.name if array.dtype.kind == "V" else array.dtype.str,
-        "shape": list(array.shape),
-        "scalar": isinstance(value, np.generic),
-    }
-
-
-def _decoded(coded: Any, arrays: Any) -> Any:
-    if isinstance(coded, list):
-        return [_decoded(item, arrays) for item in coded]
-    if not isinstance(coded, dict):
-        return coded
-    if "tuple" in coded:
-        return tuple(_decoded(coded["tuple"], arrays))
-    if "dict" in coded:
-        return {key: _decoded(value, arrays) for key, value in coded["dict"].items()}
-    flat = np.frombuffer(arrays[coded["array"]].tobytes(), jnp.dtype(coded["dtype"]))
-    array = flat.reshape(coded["shape"]).copy()
-    return array[()] if coded["scalar"] else array
+    """Reads what ``write`` wrote."""
+    with path.open("rb") as file:
+        return pickle.load(file)
 
 
 _MAIN = "__main__"

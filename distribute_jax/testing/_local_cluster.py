@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import queue
 import sys
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distribute_jax._checks import check_int, check_number, converting
-from distribute_jax._errors import ArgumentError, ProcessFailedError
+from distribute_jax._checks import check_int, check_number, converting, refuse
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, ProcessFailedError
 from distribute_jax._supervision import read_status
 from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
 from distribute_jax.launch._supervisor import PREFIX, LocalJob
@@ -37,8 +36,8 @@ class LocalCluster:
     resolver to ``jax.distributed.initialize``.
 
     Everything is bounded: no process outlives ``run``, nor this process, however it ends (on Linux), and
-    what a process prints is kept. The function is passed by name, its arguments and its result as plain
-    data; nothing is pickled.
+    what a process prints is kept. The function is passed by name, its arguments and its result by
+    ``pickle``, with JAX's arrays as NumPy's.
 
     Args:
         processes: how many.
@@ -99,19 +98,18 @@ class LocalCluster:
 
         Args:
             fn: a function at the top level of a module or a script.
-            *args: its arguments: None, bool, int, float, str, arrays, and lists, tuples and dicts of these.
+            *args: its arguments, which ``pickle`` copies.
             faults: what goes wrong on purpose.
             check: whether to raise where a process failed.
 
         Returns:
-            How each process ended and what the function returned, in the order of the processes. A value
-            is of the same kinds as the arguments; arrays are NumPy arrays.
+            How each process ended and what the function returned, in the order of the processes.
 
         Raises:
             ProcessFailedError: a process failed or ran out of time; the message has what each printed. A
                 ``RuntimeError``.
             ArgumentError: the function cannot be found by its name, or a fault is for no process.
-            ArgumentTypeError: an argument is not plain data; a ``TypeError``.
+            ArgumentTypeError: ``pickle`` cannot copy an argument; a ``TypeError``.
         """
         faults = list(faults)
         for fault in faults:
@@ -120,14 +118,14 @@ class LocalCluster:
                     f"faults must be dj.testing.Fault with a process from 0 to {self._processes - 1}; "
                     f"got {fault!r}."
                 )
-        call = {
-            "function": name_of(fn),
-            "arguments": args,
-            "faults": [dataclasses.asdict(fault) for fault in faults],
-        }
+        call = {"function": name_of(fn), "arguments": args, "faults": faults}
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-            path = Path(folder) / _cluster_child.CALL
-            _cluster_child.write(path, call, f"LocalCluster.run({fn.__name__})")
+            try:
+                _cluster_child.write(Path(folder) / _cluster_child.CALL, call)
+            except Exception as error:  # of the arguments' own classes, or of pickle
+                refuse(
+                    "LocalCluster.run: args", "what pickle can copy", args, error, ArgumentTypeError
+                )
             results = self._results(Path(folder))
         failed = [result for result in results if result.failed]
         if check and failed:
