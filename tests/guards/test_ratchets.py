@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_045,
-    lines_of_tests: 48_292,
+    lines: 52_052,
+    lines_of_tests: 48_306,
     files: 242,
     pieces: 1,
     private_words: 9,
