@@ -56,7 +56,10 @@ def lazy_exports(
 
 
 def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> None:
-    """Sets ``__module__`` of what a public package lists and has loaded, and has its arguments checked."""
+    """Sets ``__module__`` of what a public package lists and has loaded, and has its arguments checked.
+
+    The package also answers names that are absent in it, with what to type.
+    """
     for name in names:
         value = namespace.get(name)
         package, *inner = str(getattr(value, "__module__", "")).split(".")
@@ -67,3 +70,5 @@ def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> Non
         if package == "distribute_jax" and isinstance(value, FunctionType):
             namespace[name] = checked(value)  # the same function wherever it is listed
             namespace[name].__module__ = value.__module__
+    if namespace["__name__"] == module:
+        namespace.setdefault("__getattr__", lazy_exports(namespace, {}))

@@ -1,8 +1,6 @@
 """Keras's callbacks: code that ``fit``, ``evaluate`` and ``predict`` call at fixed points."""
 
-from typing import TYPE_CHECKING
-
-from distribute_jax._lazy import lazy_exports, publish
+from distribute_jax._lazy import publish
 from distribute_jax.training.callbacks._callback import Callback, History, LambdaCallback
 from distribute_jax.training.callbacks._checkpoints import BackupAndRestore, ModelCheckpoint
 from distribute_jax.training.callbacks._debug import (
@@ -51,6 +49,3 @@ __all__ = [
 ]
 
 publish(globals(), __all__, __name__)
-
-if not TYPE_CHECKING:
-    __getattr__ = lazy_exports(globals(), {})

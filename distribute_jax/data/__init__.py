@@ -8,9 +8,7 @@ the user iterates. ``_split`` also decides which part of a source a process read
 several processes end an epoch together.
 """
 
-from typing import TYPE_CHECKING
-
-from distribute_jax._lazy import lazy_exports, publish
+from distribute_jax._lazy import publish
 from distribute_jax.data._dataset import DistributedDataset, DistributedIterator, OptionalElement
 from distribute_jax.data._options import (
     AutoShardPolicy,
@@ -43,6 +41,3 @@ publish(
     ["ArrayDataset", "FileDataset", "OptionalElement", "from_arrays", "from_files"],
     "distribute_jax.data",
 )
-
-if not TYPE_CHECKING:
-    __getattr__ = lazy_exports(globals(), {})

@@ -5,9 +5,7 @@
 of a function.
 """
 
-from typing import TYPE_CHECKING
-
-from distribute_jax._lazy import lazy_exports, publish
+from distribute_jax._lazy import publish
 from distribute_jax.losses._crossentropy import (
     BinaryCrossentropy,
     BinaryFocalCrossentropy,
@@ -91,6 +89,3 @@ __all__ = [
 ]
 
 publish(globals(), __all__, "distribute_jax.losses")
-
-if not TYPE_CHECKING:
-    __getattr__ = lazy_exports(globals(), {})

@@ -5,9 +5,7 @@ counts, ``_confusion`` counts answers, ``_means`` averages, ``_keras`` averages 
 predictions.
 """
 
-from typing import TYPE_CHECKING
-
-from distribute_jax._lazy import lazy_exports, publish
+from distribute_jax._lazy import publish
 from distribute_jax.metrics._confusion import (
     AUC,
     FalseNegatives,
@@ -84,6 +82,3 @@ __all__ = [
 ]
 
 publish(globals(), __all__, "distribute_jax.metrics")
-
-if not TYPE_CHECKING:
-    __getattr__ = lazy_exports(globals(), {})

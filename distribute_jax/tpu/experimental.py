@@ -1,14 +1,9 @@
 """What TensorFlow has in ``tf.tpu.experimental``, under the same names."""
 
-from typing import TYPE_CHECKING
-
-from distribute_jax._lazy import lazy_exports, publish
+from distribute_jax._lazy import publish
 from distribute_jax.tpu._system import initialize_tpu_system
 from distribute_jax.tpu._topology import DeviceAssignment, Topology
 
 __all__ = ["DeviceAssignment", "Topology", "initialize_tpu_system"]
 
 publish(globals(), __all__, "distribute_jax.tpu.experimental")
-
-if not TYPE_CHECKING:
-    __getattr__ = lazy_exports(globals(), {})
