@@ -321,7 +321,8 @@ def compute_average_loss(
             return _marked(as_dtype(part, mean_dtype(losses.dtype)), replica)
         losses = terms
     total = jnp.sum(_kept(losses, keep))
-    _note_pairs(losses.shape)
+    if losses.ndim == 2 and losses.shape[0] == losses.shape[1] > 1:
+        log_once(_SQUARE, losses.shape)
     if global_batch_size is None:
         return _marked(jnp.divide(total, _examples(replica, losses.shape[0])), replica)
     if not isinstance(global_batch_size, jax.core.Tracer):
@@ -335,12 +336,6 @@ _SQUARE = (
     "compute_average_loss got losses of shape %s, as many as there are pairs of examples. If that is because "
     "labels have shape (n,) and predictions (n, 1), compare predictions[:, 0]."
 )
-
-
-def _note_pairs(shape: tuple[int, ...]) -> None:
-    """Logs once a matrix with a loss for each pair of examples, which is seldom meant."""
-    if len(shape) == 2 and shape[0] == shape[1] > 1:
-        log_once(_SQUARE, shape)
 
 
 def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:

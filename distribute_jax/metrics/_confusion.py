@@ -87,19 +87,21 @@ def share(part: jax.Array, rest: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 0, part / jnp.where(total == 0, 1, total))
 
 
-def checked_thresholds(metric: str, thresholds: Any) -> list[float]:
-    """Returns a list of one threshold or several, or of 0.5 for None."""
-    listed = thresholds if isinstance(thresholds, (list, tuple)) else [thresholds]
-    numbers = [0.5 if threshold is None else threshold for threshold in listed]
-    if not numbers or not all(is_real(number) and 0 <= number <= 1 for number in numbers):
-        raise ArgumentError(
-            f"{metric}: thresholds must be a number between 0 and 1, several, or None for 0.5; got "
-            f"{thresholds!r:.60}."
-        )
-    return numbers
+class AtThresholds(Confusion):
+    """A value for each threshold that the user chose."""
+
+    def __init__(self, thresholds: Any = None, *, name: str | None = None) -> None:
+        listed = thresholds if isinstance(thresholds, (list, tuple)) else [thresholds]
+        numbers = [0.5 if threshold is None else threshold for threshold in listed]
+        if not numbers or not all(is_real(number) and 0 <= number <= 1 for number in numbers):
+            raise ArgumentError(
+                f"{type(self).__name__}: thresholds must be a number between 0 and 1, several, or None for "
+                f"0.5; got {thresholds!r:.60}."
+            )
+        super().__init__(numbers, name)
 
 
-class Precision(Confusion):
+class Precision(AtThresholds):
     """The share of predictions of yes that are right, since the last reset, over all replicas.
 
     Args:
@@ -118,16 +120,13 @@ class Precision(Confusion):
     Source: https://keras.io/api/metrics/classification_metrics/
     """
 
-    def __init__(self, thresholds: Any = None, *, name: str | None = None) -> None:
-        super().__init__(checked_thresholds("Precision", thresholds), name)
-
     @promoting
     def compute(self) -> jax.Array:
         """Returns the precision, one for each threshold if there are several; 0 without a yes."""
         return _one(share(self.true_positives[...], self.false_positives[...]))
 
 
-class Recall(Confusion):
+class Recall(AtThresholds):
     """The share of labels of yes that were predicted, since the last reset, over all replicas.
 
     Args:
@@ -144,9 +143,6 @@ class Recall(Confusion):
     Source: https://keras.io/api/metrics/classification_metrics/
     """
 
-    def __init__(self, thresholds: Any = None, *, name: str | None = None) -> None:
-        super().__init__(checked_thresholds("Recall", thresholds), name)
-
     @promoting
     def compute(self) -> jax.Array:
         """Returns the recall, one for each threshold if there are several; 0 without a label of yes."""
@@ -157,7 +153,7 @@ def _one(values: jax.Array) -> jax.Array:
     return values[0] if len(values) == 1 else values
 
 
-class TruePositives(Confusion):
+class TruePositives(AtThresholds):
     """How many labels of yes were predicted, or the sum of their sample weights.
 
     Args:
@@ -175,9 +171,6 @@ class TruePositives(Confusion):
     """
 
     _counts: ClassVar[str] = "true_positives"
-
-    def __init__(self, thresholds: Any = None, *, name: str | None = None) -> None:
-        super().__init__(checked_thresholds(type(self).__name__, thresholds), name)
 
     def compute(self) -> jax.Array:
         """Returns the count, float32, one for each threshold if there are several."""

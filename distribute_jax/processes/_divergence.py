@@ -177,7 +177,8 @@ class ActionLog:
                 self._message = self._store.under(_FOLDER).get("verdict")
             return self._message
         entries = self._store.under(_FOLDER)
-        while not self._all_finished(entries) and time.monotonic() < limit:
+        others = [f"finished/{process}" for process in range(1, self._count)]
+        while not entries.keys() >= {*others} and time.monotonic() < limit:
             time.sleep(_POLL_SECONDS)
             entries = self._store.under(_FOLDER)
         self._judge(entries)
@@ -187,9 +188,6 @@ class ActionLog:
         """Compares the last action of this process with that of process 0, which has published it."""
         self._compare(self._store.under(_FOLDER), is_last=True)
         self._store.put(f"{_FOLDER}finished/{self._index}", "")
-
-    def _all_finished(self, entries: dict[str, str]) -> bool:
-        return sum(key.startswith("finished/") for key in entries) == self._count - 1
 
     def publish(self) -> None:
         """Publishes the last action of process 0."""

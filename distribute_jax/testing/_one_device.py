@@ -88,13 +88,10 @@ def replay_step(model: Model, checkpoint: Any, batch: Any, times: int = 2) -> di
 
 
 def _args(strategy: Strategy, batch: Any) -> tuple[Any, ...]:
-    element = batch if _is_distributed(batch) else next(iter(strategy.distribute_dataset([batch])))
-    return element if isinstance(element, tuple) else (element,)
-
-
-def _is_distributed(batch: Any) -> bool:
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
-    return any(isinstance(leaf, DistributedValues) for leaf in leaves)
+    if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        batch = next(iter(strategy.distribute_dataset([batch])))
+    return batch if isinstance(batch, tuple) else (batch,)
 
 
 _STARTED = """\

@@ -135,7 +135,11 @@ def build_optimizer(
 
 def _trained(module: nnx.Module, trainable: Any) -> Any:
     """Returns a filter of what is trained: all weights, or those that ``trainable`` selects."""
-    every = is_trained if _has_trained_variables(module) else nnx.Param
+    has_variables = any(
+        isinstance(variable, Variable) and is_trained(path, variable)
+        for path, variable in nnx.iter_graph(module)
+    )
+    every = is_trained if has_variables else nnx.Param
     if trainable is None:
         return every
     name, chosen = "compile(trainable)", trainable
@@ -152,13 +156,6 @@ def _trained(module: nnx.Module, trainable: Any) -> Any:
         names = listed([name for name, _ in weight_variables(module)])
         raise ArgumentError(f"compile(trainable={trainable!r}) selects no weight of:\n{names}")
     return trained
-
-
-def _has_trained_variables(module: nnx.Module) -> bool:
-    return any(
-        isinstance(variable, Variable) and is_trained(path, variable)
-        for path, variable in nnx.iter_graph(module)
-    )
 
 
 _COMPUTE = {
