@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
+import importlib.util
 import os
+import pickle
 import queue
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from distribute_jax._checks import check_int, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ProcessFailedError
-from distribute_jax._supervision import read_status
+from distribute_jax._supervision import MEETING, PROCESS_ID, read_status
 from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
 from distribute_jax.launch._supervisor import PREFIX, LocalJob
 from distribute_jax.launch._verdict import signal_name
-from distribute_jax.testing import _cluster_child
-from distribute_jax.testing._cluster_child import name_of
-from distribute_jax.testing._fault import Fault
+from distribute_jax.processes import current_job
+from distribute_jax.processes._status import status_writer
+from distribute_jax.testing._fault import START, Fault, Injector
 
 Environment = Mapping[str, str] | Sequence[Mapping[str, str]] | None
 
+_CALL = "call.pickle"
+_STACKS = signal.SIGURG
+"""The signal at which a process prints the stacks of its threads; before it listens, nothing happens."""
 _PRINTING = 0.5
 """How many seconds a process that ran out of time has to print its stacks."""
 
@@ -118,10 +131,10 @@ class LocalCluster:
                     f"faults must be dj.testing.Fault with a process from 0 to {self._processes - 1}; "
                     f"got {fault!r}."
                 )
-        call = {"function": name_of(fn), "arguments": args, "faults": faults}
+        call = {"function": _name_of(fn), "arguments": args, "faults": faults}
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
             try:
-                _cluster_child.write(Path(folder) / _cluster_child.CALL, call)
+                _write(Path(folder) / _CALL, call)
             except Exception as error:  # of the arguments' own classes, or of pickle
                 refuse(
                     "LocalCluster.run: args", "what pickle can copy", args, error, ArgumentTypeError
@@ -134,7 +147,7 @@ class LocalCluster:
 
     def _results(self, folder: Path) -> list[ProcessResult]:
         # Not with -m: importing the package imports the module before it would be run.
-        command = [sys.executable, "-c", f"from {_cluster_child.__name__} import main; main()"]
+        command = [sys.executable, "-c", f"from {__name__} import run_in_child; run_in_child()"]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = {**os.environ, "PYTHONPATH": path}
         job = LocalJob(self._processes, self._devices, command, environment, folder)
@@ -148,7 +161,7 @@ class LocalCluster:
 
         with ProcessGroup(specs, sinks, ended.put) as group:
             left = self._await(group, ended)
-            group.send(_cluster_child.STACKS)
+            group.send(_STACKS)
             group.wait(_PRINTING)
         return [
             _result(child, output, child.spec.index in left)
@@ -172,13 +185,13 @@ def _result(
     child: ChildProcess, output: tuple[bytearray, bytearray], was_left: bool
 ) -> ProcessResult:
     spec = child.spec
-    file = _cluster_child.result_file(spec.status.parent, spec.index)
+    file = _result_file(spec.status.parent, spec.index)
     status = read_status(spec.status)
     code = -9 if child.code is None else child.code
     stdout, stderr = (text.decode(errors="replace") for text in output)
     return ProcessResult(
         process=spec.index,
-        value=_cluster_child.read(file) if file.exists() else None,
+        value=_read(file) if file.exists() else None,
         stdout=stdout,
         stderr=stderr,
         exit_code=code if code >= 0 else None,
@@ -264,3 +277,110 @@ class ProcessResult:
         for name, text in (("stdout", self.stdout), ("stderr", self.stderr)):
             lines += [f"  {name} | {line}" for line in text.splitlines()[-_SHOWN:]]
         return "\n".join(lines)
+
+
+def _result_file(meeting: Path, process: int) -> Path:
+    """Returns the file in which a process leaves what its function returned."""
+    return meeting / f"result-{process}.pickle"
+
+
+def run_in_child() -> None:
+    """Calls the function in one of the processes, and leaves its value in a file.
+
+    An exception ends the process at once: where JAX alone has connected the processes, an ordinary exit
+    would wait for the others, at its barrier.
+    """
+    faulthandler.enable()
+    faulthandler.register(_STACKS, all_threads=True)
+    try:
+        _call(Path(os.environ[MEETING]), int(os.environ[PROCESS_ID]))
+    except Exception as error:
+        if not current_job().is_alone:
+            raise  # the job tells the others, and leaves
+        traceback.print_exc()
+        status_writer().error("".join(traceback.format_exception_only(error)).strip())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _call(meeting: Path, process: int) -> None:
+    call = _read(meeting / _CALL)
+    faults = [fault for fault in call["faults"] if fault.process == process]
+    status_writer().listen(Injector(faults))
+    status_writer().phase(START)
+    function = _import_function(*call["function"])
+    status_writer().phase("")
+    value = function(*call["arguments"])
+    _write(_result_file(meeting, process), value)
+
+
+class _Pickler(pickle.Pickler):
+    """Copies arrays of JAX as those of NumPy, which start no backend where they are read."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (
+            (np.asarray, (np.asarray(value),)) if isinstance(value, jax.Array) else NotImplemented
+        )
+
+
+def _write(path: Path, value: Any) -> None:
+    """Writes a value into a file that nobody sees half written."""
+    part = path.with_name(f".part-{path.name}")
+    with part.open("wb") as file:
+        _Pickler(file).dump(value)
+    part.replace(path)
+
+
+def _read(path: Path) -> Any:
+    """Reads what ``_write`` wrote."""
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+_MAIN = "__main__"
+
+
+def _name_of(function: Any) -> tuple[str, str, str]:
+    """Returns the module of a function, its file, and the function's name in it.
+
+    Raises:
+        ArgumentError: the name does not lead to the function.
+    """
+    module = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__qualname__", None) or ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        is_there = reduce(getattr, name.split("."), sys.modules[module]) is function
+    except (AttributeError, KeyError):
+        is_there = False
+    if not is_there or (module == _MAIN and not file):
+        raise ArgumentError(
+            f"LocalCluster.run({function!r:.80}): the function must be defined at the top level of a module "
+            f"or a script, from which the other processes import it; {module}:{name} does not lead to it."
+        )
+    return module, file or "", name
+
+
+def _import_function(module: str, file: str, name: str) -> Callable[..., Any]:
+    """Imports the function that ``_name_of`` has named."""
+    function: Callable[..., Any] = reduce(getattr, name.split("."), _imported(module, file))
+    return function
+
+
+def _imported(module: str, file: str) -> Any:
+    if module != _MAIN:
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module or not file:
+                raise
+    # Not as __main__, so that the part of the script that starts the cluster does not run again.
+    name = "__cluster_main__" if module == _MAIN else module
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no module can be loaded from {file}")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
