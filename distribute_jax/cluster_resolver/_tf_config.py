@@ -165,11 +165,8 @@ def _cluster(cluster: Any) -> ClusterSpec:
         if isinstance(tasks, dict):  # JSON has strings for keys
             part = f"an index in the job {job!r} of its cluster"
             jobs[job] = {_index(index, part): address for index, address in tasks.items()}
-        elif isinstance(tasks, list):
-            jobs[job] = tasks
         else:
-            part = f"the job {job!r} of its cluster"
-            raise _malformed(part, tasks, "a list of addresses 'host:port'")
+            jobs[job] = tasks
     try:
         return ClusterSpec(jobs)
     except (ArgumentTypeError, ArgumentError) as error:

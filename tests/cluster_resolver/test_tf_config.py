@@ -110,10 +110,7 @@ MALFORMED = {
     "not JSON": ("{'cluster': {}}", "is not JSON"),
     "a list": ([], "the whole is"),
     "cluster is a list": ({"cluster": ["a:1"]}, "its 'cluster' is"),
-    "job is an address": (
-        {"cluster": {"worker": "a:1"}},
-        "the job 'worker' of its cluster is 'a:1'",
-    ),
+    "job is an address": ({"cluster": {"worker": "a:1"}}, "job 'worker': must be a list of"),
     "address is a number": ({"cluster": {"worker": [2222]}}, "an address must be a string"),
     "index in the cluster": ({"cluster": {"worker": {"x": "a:1"}}}, "an index in the job 'worker'"),
     "task is a list": ({"task": ["worker", 0]}, "its 'task' is"),

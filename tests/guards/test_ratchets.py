@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_052,
-    lines_of_tests: 48_306,
-    files: 242,
+    lines: 51_993,
+    lines_of_tests: 48_253,
+    files: 241,
     pieces: 1,
     private_words: 9,
     private_imports: 31,

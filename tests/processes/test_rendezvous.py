@@ -67,6 +67,14 @@ def other(
     return lambda: join_rendezvous(address, Handshake(process, facts, job), count, seconds)
 
 
+def late(address: str, process: int) -> Callable[[], Any]:
+    def call() -> Any:
+        time.sleep(0.6)
+        return other(address, process)()
+
+    return call
+
+
 def test_all_go_on_together_and_know_each_other():
     """Process 0 may come last; every process learns host and pid of all, in order."""
     address = f"127.0.0.1:{free_port()}"
@@ -210,14 +218,7 @@ def test_noise_on_the_port_does_not_disturb_the_rendezvous():
                 connection.sendall(sent)
         return "done"
 
-    def late(process: int) -> Any:
-        def call() -> Any:
-            time.sleep(0.6)
-            return other(address, process)()
-
-        return call
-
-    results = together(chief(address), noise, late(1), late(2))
+    results = together(chief(address), noise, late(address, 1), late(address, 2))
     assert results[0] == results[2] == results[3]
 
 
@@ -250,14 +251,7 @@ def test_whoever_only_connects_does_not_keep_the_others_out(monkeypatch: pytest.
         time.sleep(0.5)
         return [connection.recv(1) for connection in connections[:3]]
 
-    def late(process: int) -> Any:
-        def call() -> Any:
-            time.sleep(0.6)
-            return other(address, process)()
-
-        return call
-
-    results = together(chief(address), silent, late(1), late(2))
+    results = together(chief(address), silent, late(address, 1), late(address, 2))
     assert results[0] == results[2] == results[3]
     assert results[1] == [b"", b"", b""]
     for connection in connections:

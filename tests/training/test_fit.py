@@ -393,13 +393,9 @@ def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit(X, Y, epochs=-1), "epochs"),
         (lambda: model.fit(X, Y, steps_per_epoch=0), "steps_per_epoch"),
         (lambda: model.fit(X, Y, class_weight={"a": 1.0}), "class_weight"),
-        (lambda: model.fit(X, Y, callbacks=[print]), "Callback"),
         (lambda: model.fit([(X, Y, Y, Y)]), "tuple of 4"),
         (lambda: model.train_on_batch(list(batches())), "one batch"),
         (lambda: model.compile("adam", "mse", steps_per_execution=0), "steps_per_execution"),
-        (lambda: model.compile("adam", "mse", clip_global_norm=-1.0), "clip_global_norm"),
-        (lambda: model.compile("adam", "mse", gradient_accumulation_steps=0), "accumulation"),
-        (lambda: model.compile("adam", "mse", dtype_policy="int8"), "dtype_policy"),
         (lambda: model.compile("adam", "mse", metrics=[3]), "metric"),
         (lambda: model.compile("adam", {"a": "mse"}, loss_weights=[1.0]), "loss_weights"),
         (lambda: dj.Model(LinenNet()), "sample input"),
@@ -423,7 +419,7 @@ class TwoOutputs(nnx.Module):
 
 @pytest.mark.exhaustive
 def test_outputs_and_targets_in_a_list(s4: dj.MirroredStrategy):
-    """A loss for each by its place; a plain list of numbers is one array."""
+    """A loss for each by its place."""
     loss = optax.softmax_cross_entropy_with_integer_labels
     model = made(s4, TwoOutputs, loss=[loss, loss], metrics=None)
     logs = model.evaluate(X, [Y, 1 - Y], batch_size=8, return_dict=True)
@@ -432,8 +428,6 @@ def test_outputs_and_targets_in_a_list(s4: dj.MirroredStrategy):
     assert logs == pytest.approx(
         {"loss": sum(expected), "output_0_loss": expected[0], "output_1_loss": expected[1]}
     )
-    single = made(s4)
-    assert single.evaluate(X.tolist(), Y.tolist()) == pytest.approx(single.evaluate(X, Y))
 
 
 def test_a_penalty_alone_can_be_minimised_and_nothing_cannot(s4: dj.MirroredStrategy):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.training._keras_optimizers import KERAS, optimizer
@@ -61,34 +60,3 @@ def test_a_transformation_without_a_rate_is_returned_and_a_name_is_looked_up_in_
 def test_what_is_no_optimizer_is_refused(identifier: Any):
     with pytest.raises(dj.ArgumentError, match=r"optax.adam\(1e-3\).* adagrad, adam, adamax"):
         optimizer(identifier)
-
-
-@pytest.mark.filterwarnings("ignore:The global batch has")
-def test_the_learning_rate_is_set_between_steps_that_are_not_compiled_again(
-    strategy: dj.Strategy,
-):
-    """tf_distribute.md 7.3: y = w·x with w = 1, Adam(0.1), two steps of four: w = 0.8143145."""
-    with strategy.scope():
-        ones = nnx.initializers.ones_init()
-        model = nnx.Linear(1, 1, use_bias=False, kernel_init=ones, rngs=nnx.Rngs(0))
-        adam = dj.Optimizer(model, optimizer("adam"))
-    loss, traces = dj.losses.get("mse"), []
-
-    def step(x: Any) -> None:
-        traces.append(1)
-        adam.update(model, nnx.grad(lambda m: loss(jnp.zeros(len(x)), m(x)))(model))
-
-    rate = adam.opt_state.hyperparams["learning_rate"]
-    assert float(rate[...]) == pytest.approx(0.001)
-    rate[...] = jnp.full_like(rate[...], 0.1)
-    data = list(np.arange(1, 9, dtype=np.float32).reshape(2, 4, 1))
-    for x in strategy.distribute_dataset(data):
-        strategy.run(step, args=(x,))
-    assert float(model.kernel[0, 0]) == pytest.approx(0.8143145, rel=1e-6)
-    (full,) = strategy.distribute_dataset([np.ones((8, 1), np.float32)])
-    strategy.run(step, args=(full,))
-    compiled, before = len(traces), float(model.kernel[0, 0])
-    rate[...] = jnp.zeros_like(rate[...])
-    strategy.run(step, args=(full,))
-    assert float(model.kernel[0, 0]) == before, "a rate of 0 moves nothing"
-    assert len(traces) == compiled

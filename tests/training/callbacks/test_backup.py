@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,7 @@ from flax import nnx
 
 import distribute_jax as dj
 
-
-@pytest.fixture(autouse=True)
-def _sigterm_is_nobodys() -> Iterator[None]:
-    """Whatever another test of this process left as the handler of SIGTERM."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
+pytestmark = pytest.mark.usefixtures("default_sigterm")
 
 
 class InterruptedRunError(Exception):
