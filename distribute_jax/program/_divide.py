@@ -7,7 +7,6 @@ norm, a worker computes once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import jax.extend.core as jex_core
 from distribute_jax._errors import LoweringError
 from distribute_jax._user_frames import log_once
 from distribute_jax.program._jaxprs import CALLS, called_body, has_effects, line, opened
-from distribute_jax.program._pieces import narrowed_cond, variables
+from distribute_jax.program._pieces import narrowed_cond, shared, variables
 from distribute_jax.program._rows import Ids, Needs, Rows
 
 SMALL = 16
@@ -140,7 +139,6 @@ class Update:
         self.summed = {v for eqn in sums for v in eqn.outvars}
         self._from_sums = set(self.summed)
         self._on_servers: set[int] = set()
-        self._readers = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
         self._narrow: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._whole: dict[int, int] = {}
         self._rows: dict[int, dict[int, Rows]] = {}
@@ -347,9 +345,14 @@ class Update:
             self.jaxpr, [sets.get(v, 0) for v in self.jaxpr.invars],
             list(self.state.outputs.values()), element_by_element=element_by_element,
         )  # fmt: skip
-        large = [k for k in range(len(self.state.names)) if self._is_large(k)]
+        types = self.state.types
+        some = [
+            k
+            for k, of in enumerate(types)
+            if (of.shape if element_by_element else self._is_large(k))
+        ]
         return {
-            k: {i for i in large if bits >> i & 1}
+            k: {i for i in some if bits >> i & 1}
             for k, bits in zip(self.state.outputs, of_all, strict=True)
         }
 
@@ -426,19 +429,8 @@ class Update:
                 for v in needed
                 if v not in self._number and v not in constants
             ),
-            needs, self._shared(eqns),
+            needs, tuple(shared(eqns, self.jaxpr)),
         )  # fmt: skip
-
-    def _shared(self, eqns: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the numbers that some equations read, and others as well.
-
-        A number with one reader XLA computes in its loop, where a power may differ in the last bit, and it
-        divides by the number in another way.
-        """
-        here = Counter(v for eqn in eqns for v in variables(eqn.invars))
-        return tuple(
-            v for v, n in here.items() if prod(v.aval.shape) <= SMALL and n < self._readers[v]
-        )
 
 
 def _flows(
@@ -486,7 +478,7 @@ def _bodies(eqn: Any) -> tuple[Sequence[Any], int]:
 
 def _is_like(x: Any, v: Any) -> bool:
     shape = getattr(v.aval, "shape", ())
-    return prod(shape) > SMALL and getattr(x.aval, "shape", None) == shape
+    return shape != () and getattr(x.aval, "shape", None) == shape
 
 
 def _union(sets: Iterable[int]) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 
 from distribute_jax._mesh import DATA
 from distribute_jax.program._jaxprs import ClosedJaxpr, equations, names_axis, opened
@@ -89,20 +91,49 @@ def is_jit_of_collectives(eqn: Any) -> bool:
 
 
 def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
-    """Returns a condition that computes some of its results, and reads only what these need."""
-    parts = [needed_only(opened(body), outs) for body in eqn.params["branches"]]
+    """Returns a condition that computes some of its results, and reads only what these need.
+
+    It also returns what its branches compute of ``shared`` numbers, as new variables.
+    """
+    bodies = eqn.params["branches"]
+    parts = [needed_only(opened(body), outs) for body in bodies]
     reads = sorted(set().union(*(reads for _, reads in parts)))
+    numbers = [
+        (branch, v)
+        for branch, (body, (part, _)) in enumerate(zip(bodies, parts, strict=True))
+        for v in shared(part.eqns, opened(body))
+    ]
     branches = tuple(
         ClosedJaxpr(
-            jaxpr.replace(invars=[jaxpr.invars[i] for i in reads]), getattr(body, "consts", ())
+            jaxpr.replace(
+                invars=[jaxpr.invars[i] for i in reads],
+                outvars=[*jaxpr.outvars, *(v if of == i else _zero(v) for of, v in numbers)],
+            ),
+            getattr(body, "consts", ()),
         )
-        for body, (jaxpr, _) in zip(eqn.params["branches"], parts, strict=True)
+        for i, (body, (jaxpr, _)) in enumerate(zip(bodies, parts, strict=True))
     )
     return eqn.replace(
         invars=[eqn.invars[0], *(eqn.invars[1 + i] for i in reads)],
-        outvars=[eqn.outvars[i] for i in outs],
+        outvars=[*(eqn.outvars[i] for i in outs), *(jex_core.Var(v.aval) for _, v in numbers)],
         params={**eqn.params, "branches": branches},
     )
+
+
+def shared(eqns: Sequence[Any], jaxpr: Any) -> list[Any]:
+    """Returns the numbers that some equations of a program compute or read, and others read too.
+
+    A number with one reader XLA computes in its loop, where a power may differ in the last bit, and it
+    divides by the number in another way. So a part of a program returns them, although nobody reads them.
+    """
+    here, all_ = (Counter(v for e in of for v in variables(e.invars)) for of in (eqns, jaxpr.eqns))
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    of_conds = [v for eqn in eqns for v in eqn.outvars if v not in made]
+    return [*(v for v, n in here.items() if v.aval.shape == () and n < all_[v]), *of_conds]
+
+
+def _zero(v: Any) -> Any:
+    return jex_core.Literal(np.zeros((), v.aval.dtype), v.aval)
 
 
 def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:

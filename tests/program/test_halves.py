@@ -183,6 +183,43 @@ def test_a_worker_and_servers_are_one_device(model: str, optimizer: str, servers
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("tx", "servers"), [(optax.adam(0.01), 2), (optax.apply_if_finite(optax.adam(0.01), 3), 3)]
+)
+def test_averages_of_weights_and_updates_under_a_condition_are_one_device(tx: Any, servers: int):
+    """An average of a small weight is where that is; numbers of a branch are computed as on one device."""
+
+    def run(strategy: Any) -> list[Any]:
+        with getattr(strategy, "strategy", strategy).scope():
+            rngs = nnx.Rngs(0)
+            model = nnx.Sequential(
+                nnx.Linear(8, 6, rngs=rngs), nnx.relu, nnx.Linear(6, 4, rngs=rngs)
+            )
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+            average = nnx.clone(model)
+
+        def step(x: jax.Array):
+            loss_of = lambda m: dj.compute_average_loss((m(x) ** 2).sum(1))  # noqa: E731
+            loss, grads = nnx.value_and_grad(loss_of)(model)
+            optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
+            mix = lambda old, new: 0.9 * old + 0.1 * new  # noqa: E731
+            nnx.update(average, jax.tree.map(mix, nnx.state(average), nnx.state(model)))
+            return loss
+
+        for x in np.random.default_rng(0).normal(size=(6, 4, 8)).astype(np.float32):
+            strategy.run(step, args=(x,))
+        return jax.tree.leaves(nnx.to_pure_dict(nnx.state((model, optimizer, average))))
+
+    of_servers = Servers(servers)
+    for one, other in zip(run(dj.OneDeviceStrategy("cpu:0")), run(of_servers), strict=True):
+        np.testing.assert_array_equal(one, other)
+    homes = dict(zip(of_servers.halves.names, map(tuple, of_servers.halves.homes), strict=True))
+    averages = [name for name in homes if name.startswith("average.")]
+    assert [homes[name] for name in averages] == [
+        homes[name.replace("average", "model")] for name in averages
+    ]
+
+
 def linear(strategy: dj.Strategy, tx: Any = None) -> tuple[nnx.Linear, nnx.Optimizer]:
     """A small model with Adam."""
     with strategy.scope():
