@@ -393,7 +393,9 @@ class _ServerPart:
             state.outputs[k] for k in part.writes if state.outputs[k] not in {**others, **asked}
         ]
         needs = Needs(part.needs.eqns, others | asked, whole)
-        if not any(v in needs.whole for v in (*touched.values(), *touched)):
+        parts = [state.inputs[k] for k in part.reads if self._rows[k]]
+        parts += [v for v, of in part.takes if of is not None]
+        if not any(v in needs.whole for v in (*touched.values(), *touched, *parts)):
             self._needs, self._touched = needs, touched
 
     def half(self, call: Call, body: Any, at: Mapping[Some, int]) -> ServerHalf:

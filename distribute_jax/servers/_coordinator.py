@@ -386,12 +386,11 @@ class Coordinator:
             version = self._state.saved.version if self._state.saved else 0
             if self._recording is not None:
                 del self._recording.updates[version - self._recording.first :]
-            for update in self._log.updates[version:]:
+            for update in self._log.go_back(version):
                 self._staleness[update.staleness] -= 1
                 for run in update.attempts:
                     self._applied[run.worker] -= 1
                 self._closures[update.closure] = self._kept.pop(update.closure)
-            self._log.go_back(version)
             self._state.restore(self._log.epoch)
             self._lost_servers -= 1
             self._tell()

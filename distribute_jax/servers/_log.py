@@ -64,22 +64,16 @@ class Log:
     def __init__(self, max_staleness: float) -> None:
         """Starts empty."""
         self.max_staleness = max_staleness
-        self.updates: list[Update] = []
-        self.epoch = 0
+        self.version = self.epoch = 0
+        """How many updates the state has had, and how often the servers went back."""
+        self._updates: list[tuple[Update, _Closure]] = []
+        """The last ones, which run again if the servers go back."""
         self.attempts = 0
         """How many runs have begun."""
         self._open: dict[int, _Closure] = {}
         self._waiting: deque[tuple[int, int]] = deque()
         self._pulled: dict[int, int] = {}
         """For each update under way, the version that it is computed from."""
-        self._applied: dict[int, _Closure] = {}
-        """Closures that run again if the servers go back."""
-        self._forgotten = 0
-
-    @property
-    def version(self) -> int:
-        """How many updates the state has had."""
-        return len(self.updates)
 
     @property
     def is_idle(self) -> bool:
@@ -97,6 +91,8 @@ class Log:
             return None
         closure, share = self._waiting[0]
         this = self._open[closure]
+        if not this.writes and len(self._pulled.keys() - {closure}) > self.max_staleness:
+            return None  # it would miss more of the updates that were added before
         if (this.writes or this.shares > 1) and closure not in self._pulled:
             if not self._stays_fresh():
                 return None
@@ -130,8 +126,8 @@ class Log:
         update = Update(number, attempt.closure, runs, self._oldest_run())
         self._pulled.pop(attempt.closure, None)
         if this.writes:
-            self._applied[attempt.closure] = this
-            self.updates.append(update)
+            self._updates.append((update, this))
+            self.version += 1
         return update
 
     def _oldest_run(self) -> int:
@@ -165,22 +161,29 @@ class Log:
         self._waiting = deque((c, share) for c, share in self._waiting if c in self._open)
         return gone
 
-    def go_back(self, version: int) -> None:
+    def go_back(self, version: int) -> list[Update]:
         """Takes back all updates from a version on, whose closures run again before those that wait."""
-        again = [update.closure for update in self.updates[version:]]
-        del self.updates[version:]
-        self._open = {c: self._applied.pop(c) for c in again} | self._open
+        back = self._updates[version - self._first :]
+        del self._updates[version - self._first :]
+        self._open = {update.closure: this for update, this in back} | self._open
         for this in self._open.values():
             this.running.clear()
             this.done.clear()
         self._waiting = deque((c, i) for c, this in self._open.items() for i in range(this.shares))
         self._pulled.clear()
+        self.version = version
         self.epoch += 1
+        return [update for update, _ in back]
 
     def forget(self, version: int) -> list[int]:
         """Drops what is needed to go back before a version; returns those closures."""
-        gone = [update.closure for update in self.updates[self._forgotten : version]]
-        self._forgotten = max(self._forgotten, version)
-        for closure in gone:
-            del self._applied[closure]
-        return gone
+        old, self._updates = (
+            self._updates[: version - self._first],
+            self._updates[version - self._first :],
+        )
+        return [update.closure for update, _ in old]
+
+    @property
+    def _first(self) -> int:
+        """The version that the servers can go back to."""
+        return self.version - len(self._updates)

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_993,
-    lines_of_tests: 48_253,
+    lines: 52_020,
+    lines_of_tests: 48_310,
     files: 241,
     pieces: 1,
     private_words: 9,

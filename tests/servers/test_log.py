@@ -43,6 +43,7 @@ class Run:
         self.commits: list[Any] = []
         self.lost: Counter[str] = Counter()
         self.most_stale = 0
+        self.order: list[int] = []
         for closure in range(closures):
             self.log.add(closure, shares=shares)
 
@@ -73,6 +74,7 @@ class Run:
             return
         del self.flights[worker]
         if (update := self.log.finish(attempt)) is not None:
+            self.order.append(update.closure)
             self.most_stale = max(self.most_stale, update.staleness)
             assert update.staleness <= self.log.max_staleness
             runs = tuple(run.number for run in update.attempts)
@@ -110,7 +112,9 @@ class Run:
             self.deliver()
         self.servers[server], self.alive[server] = Store(), True
         self.servers[server].load("done", DONE)
-        self.log.go_back(self.snapshot[0].version)
+        again = self.log.go_back(self.snapshot[0].version)
+        assert [update.closure for update in again] == self.order[self.log.version :]
+        del self.order[self.log.version :]
         for one, snapshot in zip(self.servers, self.snapshot, strict=True):
             one.restore(self.log.epoch, snapshot)
         self.commits.clear()
@@ -134,10 +138,9 @@ class Run:
             if not self.commits and self.log.version - saved >= 40:
                 self.save()
                 saved = self.log.version
-        order = [update.closure for update in self.log.updates]
-        assert sorted(order) == list(range(self.closures)), "nothing twice, nothing lost"
+        assert sorted(self.order) == list(range(self.closures)), "nothing twice, nothing lost"
         for server in self.servers:
-            assert in_order(server.state[0]) == order, "all servers have one order"
+            assert in_order(server.state[0]) == self.order, "all servers have one order"
             assert server.version == self.closures
 
 
@@ -186,17 +189,33 @@ def test_admission_keeps_the_bound() -> None:
 
 
 def test_closures_that_write_nothing_get_no_number() -> None:
-    """They are admitted beside a step, and the version stays."""
-    log = Log(0)
-    log.add(0)
-    log.add(1, writes=False)
-    step, read = log.admit(0), log.admit(1)
-    assert step is not None
-    assert read is not None
+    """They are admitted beside as many updates as they may miss, and the version stays."""
+    log = Log(1)
+    for closure, writes in enumerate((True, False, True, False)):
+        log.add(closure, writes=writes)
+    update, read, second = (log.admit(worker) for worker in range(3))
+    assert None not in (update, read, second)
+    assert log.admit(3) is None, "it would miss two updates that were scheduled before it"
     assert log.finish(read).number is None  # type: ignore[union-attr]
     assert log.version == 0
-    assert log.finish(step).number == 0  # type: ignore[union-attr]
+    assert log.finish(update).number == 0  # type: ignore[union-attr]
+    last = log.admit(3)
+    assert last is not None
+    assert last.pulled == 1
+    log.finish(second)
+    log.finish(last)
     assert log.is_idle
+
+
+def test_the_log_keeps_no_more_than_it_can_go_back_to() -> None:
+    """A million updates are one number."""
+    log = Log(0)
+    for closure in range(3):
+        log.add(closure)
+        log.finish(log.admit(0))  # type: ignore[arg-type]
+        assert log.forget(closure) == [closure - 1][closure == 0 :]
+    assert log.version == 3
+    assert [update.closure for update in log.go_back(2)] == [2]
 
 
 def test_cancelled_closures_do_not_run() -> None:
