@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 _FLAX = "layers and models are Flax's, flax.nnx or flax.linen"
 _OPTIMIZERS = "optimizers are optax's, as optax.adam(1e-3), or Keras's names in Model.compile"
@@ -246,6 +245,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "parameters": _WEIGHTS,
         "predict_classes": "model.predict(x).argmax(-1)",
         "predict_generator": "predict takes generators",
+        "predict_proba": "predict(x)",
         "reset_metrics": "nothing: every epoch and evaluation starts them",
         "reset_states": "nothing: every epoch and evaluation starts its metrics",
         "state_dict": "nnx.state(model.module), or save_weights(folder)",
@@ -258,6 +258,11 @@ ABSENT: dict[str, dict[str, str]] = {
         "variables": "nnx.state(model.module)",
         "weights": _WEIGHTS,
         "zero_grad": _VALUES,
+    },
+    "dj.Model.learning_rate": {
+        "assign": "model.learning_rate = rate",
+        "numpy": "nothing: it is a float",
+        "value": "nothing: it is a float",
     },
     "dj.DistributedDataset": dict.fromkeys(_OF_DATA, _BEFORE)
     | {
@@ -320,10 +325,17 @@ KEYWORDS: dict[str, dict[str, str]] = {
         "workers": _STREAM,
     },
     "dj.callbacks.ModelCheckpoint": {
+        "dirpath": "filepath",
+        "every_n_epochs": "save_freq, in batches, or a callback of your own",
+        "every_n_train_steps": "save_freq",
+        "filename": "filepath, as 'folder/{epoch:02d}'",
         "period": "save_freq, in batches, or a callback of your own",
         "save_format": "leave it out: a checkpoint is a folder",
+        "save_last": "leave it out, or BackupAndRestore to resume",
+        "save_top_k": "save_best_only=True",
     },
     "dj.callbacks.TensorBoard": {
+        "log_every_n_steps": "update_freq",
         "profile_batch": "dj.callbacks.ProfilerCallback",
         "write_graph": "leave it out: there is no graph",
         "write_images": "leave it out, or write them with dj.summary",
@@ -349,25 +361,3 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
         raise missing(owner, f"{type(self).__name__!r} object", name, self)
 
     return answer
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def answering_keywords(owner: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function answer for keywords of other libraries."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name in KEYWORDS[owner]:
-                    raise TypeError(
-                        f"{owner} has no argument {name!r}. Instead: {KEYWORDS[owner][name]}"
-                    )
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate

@@ -6,6 +6,7 @@ public. A check is written by hand only where a range matters, or what an array 
 
 from __future__ import annotations
 
+import difflib
 import enum
 import functools
 import inspect
@@ -18,6 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FunctionType, NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
+from distribute_jax._absent import KEYWORDS
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._user_frames import hide_frames
 
@@ -37,10 +39,19 @@ def refuse(
     raise error(f"{name} must be {wanted}; got {brief(value)}.") from cause
 
 
-def takes(function: Any, *arguments: Any) -> bool:
+def refusing(text: str) -> Callable[..., NoReturn]:
+    """Returns a method, such as ``__getitem__``, for what a class does not do."""
+
+    def refuse(self: Any, *_: Any) -> NoReturn:
+        raise ArgumentTypeError(text)
+
+    return refuse
+
+
+def takes(function: Any, *arguments: Any, **keywords: Any) -> bool:
     """Returns whether a function can be called with these arguments, as far as is known."""
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **keywords)
     except TypeError:
         return False
     except ValueError:  # it is written in C
@@ -156,14 +167,15 @@ def is_choice(value: Any, choices: Sequence[Any]) -> bool:
 def checked(function: _F) -> _F:
     """Returns a function that refuses arguments of another type than their annotations say.
 
-    It is the function itself where no annotation says a type that is known here.
+    Where a call does not fit its signature, it says what to write.
     """
     inner = inspect.unwrap(function)
     if function in _checked or not inspect.isfunction(inner):
         return _checked.get(function, function)  # type: ignore[no-any-return]
     code, known = inner.__code__, []
     for place, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
-        if types := _types(inner.__annotations__.get(name), inner.__globals__):
+        types = _types(inner.__annotations__.get(name), inner.__globals__)
+        if types and inner.__qualname__ not in _WITH_HINTS:
             quick = (*types, *map(_OF_MOST.get, types))
             known.append((place if place < code.co_argcount else 1 << 16, name, types, quick))
 
@@ -179,10 +191,52 @@ def checked(function: _F) -> _F:
             return function(*args, **kwargs)
         except BaseException as error:
             hide_frames(error)
+            if type(error) is TypeError:
+                _check_fits(inner, args, kwargs, error)
             raise
 
-    _checked[function] = _checked[call] = call if known else function
-    return _checked[function]  # type: ignore[no-any-return]
+    _checked[function] = _checked[call] = call
+    return call  # type: ignore[return-value]
+
+
+def _check_fits(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], cause: TypeError
+) -> None:
+    """Raises where the arguments of a call are not those of a function."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+        return
+    except TypeError as error:
+        reason = str(error)
+    called, taken = _called(function, args), list(signature.parameters.values())
+    has_self = bool(taken) and taken[0].name == "self"
+    names = [each.name for each in taken[has_self:]]
+    unknown = [name for name in kwargs if name not in names]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in [each.kind for each in taken]:
+        text = f"{called} has no argument {unknown[0]!r}. {_instead(function, unknown[0], names)}"
+    elif has_self and not _is_method(function, args):
+        text = f"{function.__name__} is a method: call it on an object, not on its class."
+    else:
+        shown = [
+            f"{each.name}=…" if each.kind is each.KEYWORD_ONLY else each.name
+            for each in taken[has_self:]
+            if each.default is each.empty and "VAR" not in each.kind.name
+        ]
+        shown += ["…"] * (len(shown) < len(names))
+        text = f"{called}({', '.join(shown)}): {reason}."
+    raise ArgumentTypeError(text) from cause
+
+
+def _instead(function: Any, name: str, names: Sequence[str]) -> str:
+    """Returns what to write for a keyword that is not one."""
+    called = function.__qualname__.removesuffix(".__init__")
+    for owner, instead in KEYWORDS.items():
+        if owner.endswith(f".{called}") and name in instead:
+            return f"Instead: {instead[name]}"
+    near = difflib.get_close_matches(name, names) or [each for each in names if name in each]
+    nearest = " or ".join(map(repr, near))
+    return f"Did you mean {nearest}?" if near else f"It takes {', '.join(names) or 'none'}."
 
 
 _checked: dict[Any, Any] = {}
@@ -193,7 +247,7 @@ _OF_MOST: dict[Any, Any] = {Callable: FunctionType}
 
 
 _WITH_HINTS = ("Model.predict", "Strategy.run", "Strategy.run_steps")
-"""Methods that check themselves, since they say what to type instead."""
+"""Methods that check the types themselves, since they say what to type instead."""
 
 
 def check_methods(cls: _C) -> _C:
@@ -201,8 +255,7 @@ def check_methods(cls: _C) -> _C:
     for owner in cls.__mro__:
         for name, method in list(vars(owner).items()) if _is_ours(owner) else ():
             # The library calls hooks, and often.
-            called = f"{owner.__name__}.{name}"
-            if name == "__init__" or not (name.startswith(("_", "on_")) or called in _WITH_HINTS):
+            if name == "__init__" or not name.startswith(("_", "on_")):
                 if isinstance(method, (staticmethod, classmethod)):
                     setattr(owner, name, type(method)(checked(method.__func__)))
                 elif inspect.isfunction(method):
@@ -214,10 +267,15 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == __package__
 
 
+def _is_method(function: Any, args: Sequence[Any]) -> bool:
+    """Returns whether the first argument is the object that a method of ours belongs to."""
+    owner = function.__qualname__.rpartition(".")[0]
+    return bool(args) and owner in [cls.__name__ for cls in type(args[0]).__mro__]
+
+
 def _called(function: Any, args: Sequence[Any]) -> str:
     owner, _, name = function.__qualname__.rpartition(".")
-    is_method = args and owner in [cls.__name__ for cls in type(args[0]).__mro__]
-    owner = type(args[0]).__name__ if is_method else owner
+    owner = type(args[0]).__name__ if _is_method(function, args) else owner
     return owner if name == "__init__" else f"{owner}.{name}".lstrip(".")
 
 

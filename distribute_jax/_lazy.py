@@ -48,8 +48,12 @@ def lazy_exports(
                 name,
                 sys.modules.get(module),
             )
-        namespace[name] = getattr(load(home[name]), name)
-        publish(namespace, [name], public or module)
+        part = load(home[name])
+        namespace[name] = getattr(part, name)
+        # An object may come from a class that no one has read yet, as the optimizer of a model.
+        loaded = {each: vars(part)[each] for each in parts[home[name]] if each in vars(part)}
+        namespace.update(loaded)
+        publish(namespace, [name, *loaded], public or module)
         return namespace[name]
 
     return load

@@ -166,9 +166,9 @@ class CheckpointManager:
             return
         if later:
             raise CheckpointError(
-                f"CheckpointManager.save got step {step}, but {self._directory} holds step {later[-1]} of "
-                "an earlier run. Go on from there with restore_latest(tree), use another directory, or "
-                "write it all the same with force=True."
+                f"CheckpointManager.save got step {step}, but {self._directory} holds step {later[-1]} "
+                "already. Go on from there with restore_latest(tree), use another directory, or write it all "
+                "the same with force=True."
             )
 
     def _write(self, step: int, draft: Draft) -> None:

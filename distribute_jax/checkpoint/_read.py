@@ -42,6 +42,9 @@ The checkpoint {where} does not fit the tree that it should be restored into; no
 {lines}
 Every leaf must be in both, with one shape and dtype. Build the model, the optimizer and the dict as they \
 were when it was saved."""
+_OTHER_OPTIMIZER = """\
+The checkpoint {where} was saved with another optimizer: its opt_state differs, first at {first}. Nothing \
+was changed. Restore it with that optimizer; a new one, or another compile, then goes on from its weights."""
 
 Box = tuple[slice, ...]
 
@@ -200,6 +203,10 @@ def check_fit(where: str, records: Sequence[Record], slots: Sequence[Slot]) -> N
         if path not in saved
     ]
     faults += _shared_faults(saved, slots)
+    if faults and all(".opt_state" in fault.partition(":")[0] for fault in faults):
+        raise CheckpointError(
+            _OTHER_OPTIMIZER.format(where=where, first=faults[0].partition(":")[0])
+        )
     if faults:
         raise CheckpointError(_MISFIT.format(where=where, lines=listed(faults)))
 

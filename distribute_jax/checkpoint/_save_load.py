@@ -13,6 +13,7 @@ import jax
 
 from distribute_jax import _context
 from distribute_jax._errors import (
+    CheckpointDamagedError,
     CheckpointError,
     CheckpointFileError,
     DonatedError,
@@ -23,6 +24,7 @@ from distribute_jax.checkpoint._agreement import all_values, by_chief, check_sha
 from distribute_jax.checkpoint._leaves import ITERATOR, OTHER, Slot, is_in_place, slots_of
 from distribute_jax.checkpoint._manifest import Manifest, made_by
 from distribute_jax.checkpoint._read import check_fit, manifest_of, new_values, put_all, read_leaves
+from distribute_jax.checkpoint._steps import folders
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
 from distribute_jax.checkpoint._write import (
     Draft,
@@ -106,7 +108,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     def manifest() -> Manifest:
         if not directory.holds(name):
             raise CheckpointError(f"There is no checkpoint at {directory.path_of(name)}.")
-        whole = manifest_of(directory, name)
+        whole = _manifest(directory, name, path)
         if not partial:
             return whole
         paths = {slot.spec.path for slot in slots_of(tree)[0]}
@@ -118,8 +120,20 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
 def saved_paths(path: str | os.PathLike[str]) -> set[str]:
     """Returns the paths of the leaves of a checkpoint; none where there is no checkpoint."""
     directory, name = _directory_and_name("load", path)
-    leaves = manifest_of(directory, name).leaves if directory.holds(name) else ()
+    leaves = _manifest(directory, name, path).leaves if directory.holds(name) else ()
     return {leaf.spec.path for leaf in leaves}
+
+
+def _manifest(directory: Directory, name: str, path: str | os.PathLike[str]) -> Manifest:
+    try:
+        return manifest_of(directory, name)
+    except CheckpointDamagedError as error:
+        if os.path.isdir(path) and folders(directory_of("load", path)):
+            raise CheckpointError(
+                f"{os.fspath(path)} holds the steps of a CheckpointManager. Restore one with "
+                "dj.CheckpointManager(path).restore_latest(tree), where tree is as it was saved."
+            ) from error
+        raise
 
 
 def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:

@@ -117,7 +117,7 @@ def check_program(program: str, *, is_module: bool, command: str = "launch") -> 
     if missing:
         raise ArgumentError(
             f"{command}: there is {missing}. Give the path of a Python script, or the name of a module "
-            f"behind -m; options of {command} come before it."
+            f"after -m; options of {command} come before it."
         )
 
 

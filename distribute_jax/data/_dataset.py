@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from jax.sharding import Mesh
 
 from distribute_jax._absent import answering
+from distribute_jax._checks import refusing
 from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import is_local, num_replicas
@@ -65,6 +66,10 @@ class DistributedDataset:
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.DistributedDataset")
+        __getitem__ = refusing(
+            "A distributed dataset yields batches in order: write `for batch in dataset:`, or "
+            "next(iter(dataset)) for the first."
+        )
 
     def __init__(
         self,

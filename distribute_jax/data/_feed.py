@@ -11,8 +11,8 @@ from typing import Any, TypeAlias, final
 import jax
 import numpy as np
 
-from distribute_jax._checks import check_int
-from distribute_jax._errors import ArgumentError
+from distribute_jax._checks import check_int, takes
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
 from distribute_jax.data._check import BatchSignature, check_batch
@@ -247,6 +247,10 @@ def sources_of(
         )
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     pipelines = replicas if per_replica else 1
+    if not takes(dataset_fn, None):
+        raise ArgumentTypeError(
+            f"{_CALLED} calls {dataset_fn!r:.60} with a dj.InputContext. Write def dataset_fn(context):."
+        )
     sources = []
     for i in range(worker.index * pipelines, (worker.index + 1) * pipelines):
         context = InputContext(worker.count * pipelines, i, worker.count * replicas)

@@ -327,6 +327,10 @@ def compute_average_loss(
         return _marked(jnp.divide(total, _examples(replica, losses.shape[0])), replica)
     if not isinstance(global_batch_size, jax.core.Tracer):
         check_number(f"{_NAME}: global_batch_size", global_batch_size)
+    rows, replicas = losses.shape[0], replica.num_replicas_in_sync
+    if not replica.is_padded and replica.real_examples == rows * replicas:
+        is_share = isinstance(global_batch_size, int) and global_batch_size == rows
+        replica.divides_by_share = is_share and replicas > 1
     if isinstance(global_batch_size, int):
         global_batch_size = float(global_batch_size)  # which may be more than an int32 holds
     return jnp.divide(total, global_batch_size)

@@ -271,11 +271,12 @@ def _brief(value: Any) -> str:
 
 def check_function(fn: Any) -> None:
     """Refuses what cannot be a step of one replica."""
-    if not is_function(fn) or inspect.iscoroutinefunction(fn):
-        kind = "an async function" if is_function(fn) else leaf_text(fn)
+    is_other = inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn)
+    if not is_function(fn) or is_other:
+        kind = "a generator or async function" if is_other else leaf_text(fn)
         raise ArgumentError(
-            f"strategy.run(fn={kind}): fn is a plain function, which is traced once. Pass the function "
-            "itself, and its arguments in args: strategy.run(step, args=(x, y))."
+            f"strategy.run(fn={kind}): fn must be a plain function, which is traced once. Pass the "
+            "function itself, and its arguments in args: strategy.run(step, args=(x, y))."
         )
 
 

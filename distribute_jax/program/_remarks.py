@@ -19,7 +19,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._markers import part_of_mean_p
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._dataflow import is_sum_of_old
-from distribute_jax.program._jaxprs import equations, line, user_line
+from distribute_jax.program._jaxprs import equations, line, names_axis, user_line
 from distribute_jax.program._metric_merge import MERGE_BY_TYPE
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._replication import Walk
@@ -78,6 +78,13 @@ _OLD_VALUES = (
 )
 
 
+_UNUSED = (
+    "The step combines arrays over the replicas at %s and does not use the result. A new state, as of "
+    "state.apply_gradients(grads=grads), is lost unless the step returns it: "
+    "state = strategy.run(step, args=(state, batch))."
+)
+
+
 class Notice(NamedTuple):
     """Something that is logged once."""
 
@@ -112,6 +119,7 @@ def remarks(
     parts = parts_of_means(traced.jaxpr, num_replicas(call.mesh))
     notices = list(_equal_notices(call, traced, in_marks, combine))
     notices += _summed_old_values(call, traced)
+    notices += _unused_sums(traced.jaxpr.jaxpr)
     results = len(traced.jaxpr.jaxpr.outvars) - len(combine)
     if parts is None:
         return tuple(notices), (False,) * results
@@ -120,6 +128,22 @@ def remarks(
         notices += _parts_in_state(call, traced, parts, combine)
     are_parts = [any(not isinstance(p, ScaledPart) for p in mark) for mark in parts.outputs]
     return tuple(notices), tuple(are_parts[len(combine) :])
+
+
+def _unused_sums(jaxpr: jex_core.Jaxpr) -> Iterator[Notice]:
+    """Looks for arrays that are summed over the replicas, as gradients are, and then have no effect."""
+    live = {var for var in jaxpr.outvars if isinstance(var, jex_core.Var)}
+    for eqn in reversed(jaxpr.eqns):
+        acts = any(getattr(effect, "name", None) != DATA for effect in eqn.effects)
+        if acts or any(var in live for var in eqn.outvars):
+            live.update(var for var in eqn.invars if isinstance(var, jex_core.Var))
+        elif names_axis(eqn, DATA) and any(map(_has_dims, eqn.invars)):
+            where = line(eqn)
+            yield Notice(_UNUSED, (where,), where)
+
+
+def _has_dims(var: Any) -> bool:
+    return bool(var.aval.shape)
 
 
 def _summed_old_values(call: Call, traced: Traced) -> Iterator[Notice]:

@@ -58,6 +58,8 @@ class ReplicaContext:
         self._bound = bound
         self._share = share
         self._counts = counts
+        self.divides_by_share = False
+        """Whether a loss was divided by the rows of one replica, which goes with a mean of gradients."""
 
     @property
     def strategy(self) -> Any:

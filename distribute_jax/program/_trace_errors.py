@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
+from distribute_jax._checks import takes
 from distribute_jax._errors import (
     ArgumentError,
     DistributeError,
@@ -39,6 +40,8 @@ functools.partial(step, size=3): then it is a constant of the program.
 To print it write jax.debug.print("{{}}", value), or return it from the step.
 JAX says: {reason}"""
 
+
+_NUMPY = "NumPy cannot compute with what is traced. Use jax.numpy, as jnp.mean for np.mean."
 
 _LARGE_NUMPY = """\
 {fn} computes with NumPy on {names}. A NumPy array of more than 64 KiB that a step captures is an input of \
@@ -130,7 +133,7 @@ def explained(call: Any) -> Iterator[None]:
     ) as error:
         explanation = _explanation(call, error)
         if explanation is None:
-            if note := module_hint(error):
+            for note in filter(None, [module_hint(error), *_argument_hints(call, error)]):
                 error.add_note(note)
             raise
         raise explanation.with_traceback(error.__traceback__) from None
@@ -144,7 +147,9 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
     ):
         large = _large_numpy(call, error)
         message = _LARGE_NUMPY if large else _MESSAGE
-        return TracedValueError(message.format(fn=name, names=", ".join(large), reason=reason))
+        explanation = message.format(fn=name, names=", ".join(large), reason=reason)
+        is_of_numpy = isinstance(error, jax.errors.TracerArrayConversionError) and not large
+        return TracedValueError(f"{_NUMPY}\n{explanation}" if is_of_numpy else explanation)
     if isinstance(error, NameError) and (axis := _UNBOUND.search(text)) is not None:
         known = repr(getattr(call.strategy, "axis_name", DATA))
         return ArgumentError(_NO_AXIS.format(fn=name, axis=axis[1], known=known))
@@ -155,6 +160,26 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
         message = next((t for part, t in _BY_WORDS.items() if part in text), _UNSEEN)
         return StaleCaptureError(message.format(fn=name, reason=reason))
     return None
+
+
+def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
+    """Returns what is wrong with args: for another signature, or divided as ``pmap`` wants them."""
+    args, kwargs = jax.tree.unflatten(call.arguments.treedef, call.arguments.leaves)
+    if isinstance(error, TypeError) and not takes(call.fn, *args, **kwargs):
+        yield (
+            f"strategy.run called {step_name(call.fn)} with the {len(args)} values in args; a batch of "
+            "several arrays that is one argument goes into a tuple, args=(batch,)."
+        )
+        return
+    replicas = call.strategy.num_replicas_in_sync
+    for i, arg in enumerate(args if replicas > 1 else ()):
+        leaves = jax.tree.leaves(arg)
+        shapes = [leaf.shape[:1] for leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray))]
+        if leaves and shapes == [(replicas,)] * len(leaves):
+            yield (
+                f"args[{i}] has one row for each replica, as for pmap. strategy.run does not divide it: "
+                "every replica gets all of it. Pass the value itself, or a distributed value."
+            )
 
 
 _HAPPENED = "This happened in "

@@ -77,6 +77,10 @@ class InputMethods:
                 "the global batches of one dataset. `InputReplicationMode.PER_REPLICA` is only "
                 "supported in `distribute_datasets_from_function`, which makes a dataset for each."
             )
+        if isinstance(dataset, DistributedDataset):
+            raise ArgumentError(
+                "strategy.distribute_dataset got a dataset that is distributed already."
+            )
         source = find_source(dataset)
         replicas, worker = len(local_replicas(self.mesh)), worker_of(self.mesh)
         feed = GlobalBatches(source, chosen, replicas, worker)

@@ -56,6 +56,8 @@ class Setup:
         self.steps_per_execution, self.verify = steps_per_execution, verify
         inner: Any = module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module
         self.call = type(inner).__call__
+        if isinstance(loss, str) and loss.lower() in keras.KERAS:
+            raise ArgumentError(f"compile(optimizer, loss): {loss!r} is an optimizer. Swap them.")
         self.objective = Objective(loss, loss_weights)
         self.policy = DTypePolicy(dtype_policy or "float32")
         check_number("compile(ema_momentum)", ema_momentum, at_least=0, most=1)

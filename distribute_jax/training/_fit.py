@@ -10,6 +10,7 @@ import numpy as np
 
 from distribute_jax._checks import brief, check_int
 from distribute_jax._errors import ArgumentError
+from distribute_jax._user_frames import log_once
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
 from distribute_jax.training._batches import Batches, Keys
@@ -114,6 +115,11 @@ class Fit:
         self._list.call("on_train_begin")
         first = self._start()
         logs: dict[str, Any] = {}
+        if self.initial_epoch >= self.epochs:
+            log_once(
+                "fit(epochs=%s, initial_epoch=%s) trains nothing: epochs is where the training ends, "
+                "counted from the first epoch.", self.epochs, self.initial_epoch,
+            )  # fmt: skip
         for epoch in range(first, self.epochs):
             logs = self._epoch(epoch)
             if self.model.stop_training:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from distribute_jax._absent import answering
 from distribute_jax._checks import brief
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import put
@@ -235,9 +236,16 @@ def _closure(function: Any) -> Mapping[str, Any]:
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
+class LearningRate(float):
+    """A rate that was read, on which Keras's variable has methods."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("dj.Model.learning_rate")
+
+
 def learning_rate(optimizer: nnx.Pytree) -> float:
     """Returns the rate that the next update uses; of a schedule, the one that the last update used."""
-    return float(np.asarray(_variable(optimizer)[...]))
+    return LearningRate(_variable(optimizer)[...])
 
 
 def set_learning_rate(optimizer: nnx.Pytree, rate: float) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
-from distribute_jax._absent import answering, answering_keywords, missing
+from distribute_jax._absent import answering, missing
 from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
@@ -113,7 +113,6 @@ class Model(Stored):
             return module(*args, **kwargs)
 
     @frames_hidden
-    @answering_keywords("dj.Model.compile")
     def compile(
         self,
         optimizer: Any = "rmsprop",
@@ -213,7 +212,6 @@ class Model(Stored):
         return _steps.predict(self.module, self._predicting_trainer().setup, batch)
 
     @frames_hidden
-    @answering_keywords("dj.Model.fit")
     def fit(
         self,
         x: Any = None,

@@ -12,8 +12,9 @@ import numpy as np
 from flax import linen, nnx
 
 from distribute_jax import losses
+from distribute_jax._checks import refuse
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import PyTree, leaf_text, promoting
+from distribute_jax._messages import PyTree, is_array, leaf_text, promoting
 from distribute_jax.strategies import Strategy
 
 
@@ -104,6 +105,12 @@ class LabelCheck:
                     labels = y[key]
             if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "biuf":
                 continue
+            if labels.dtype.kind == "f" and not np.array_equal(labels, np.trunc(labels)):
+                name = "" if key is None else f" for the output {output_name(key)!r}"
+                raise ArgumentError(
+                    f"{loss.name} takes class numbers, and got labels{name} that are not integers, such as "
+                    f"{labels[labels != np.trunc(labels)][0]}. For regression use a loss like 'mse'."
+                )
             if (ignored := getattr(loss, "ignore_class", None)) is not None:
                 labels = labels[labels != ignored]
             if labels.size:
@@ -147,6 +154,10 @@ def with_added_losses(
     module: Any, x: PyTree, keywords: dict[str, Any]
 ) -> tuple[PyTree, jax.Array | None]:
     """Returns a module's outputs, and this replica's part of what its layers added to the loss."""
+    if not callable(module):
+        raise ArgumentError(
+            f"{type(module).__name__} has no __call__. Write def __call__(self, x):, PyTorch's forward."
+        )
     if isinstance(module, nnx.bridge.ToNNX):  # Linen's layers cannot sow into it
         with written_in_place(module):
             return module(x, **keywords), None
@@ -181,8 +192,8 @@ def _weights(objective: Objective, weights: Any) -> dict[Any, float]:
     by_key = dict(_items(weights))
     if set(by_key) != set(objective.losses):
         raise ArgumentError(
-            f"loss_weights must have one number for each loss, {list(map(output_name, objective.losses))}; "
-            f"got {list(map(output_name, by_key))}."
+            f"loss_weights must have one number for each of the {len(objective.losses)} losses, in the same "
+            f"structure; got {weights!r:.80}."
         )
     return {key: float(value) for key, value in by_key.items()}
 
@@ -234,6 +245,8 @@ def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> 
             "dj.Model: module must be an instance of an nnx.Module, or of a Linen module with a "
             f"sample_input; got {leaf_text(module)}."
         )
+    if any(not is_array(leaf) for leaf in jax.tree.leaves(sample_input)):
+        refuse("dj.Model: sample_input", "an array or a pytree of arrays, as x[:1]", sample_input)
     if sample_input is None:
         raise ArgumentError(
             f"dj.Model got the Linen module {type(module).__name__} without a sample input, from which its "

@@ -13,9 +13,10 @@ import optax
 from flax import nnx
 
 from distribute_jax._absent import answering, missing
-from distribute_jax._checks import check_int, check_number, converting, refuse
+from distribute_jax._checks import check_int, check_number, converting, refuse, refusing
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._messages import leaf_text, promoting
+from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._markers import unreduced
 from distribute_jax.program._undo import (
     Guard,
@@ -98,7 +99,6 @@ class Optimizer(nnx.Optimizer[Any]):
         loss_scale: float | str | None = None,
         skip_nonfinite: bool = False,
         max_consecutive: int = 20,
-        **kwargs: Any,
     ) -> None:
         _check(model, tx)
         with converting("dj.Optimizer: wrt", wrt, "a filter of NNX, such as nnx.Param"):
@@ -106,7 +106,8 @@ class Optimizer(nnx.Optimizer[Any]):
         if clip_global_norm is not None:
             check_number("clip_global_norm", clip_global_norm)
             tx = optax.chain(optax.clip_by_global_norm(clip_global_norm), tx)
-        super().__init__(model, tx, wrt=wrt, **kwargs)
+        super().__init__(model, tx, wrt=wrt)
+        self.step = UpdateCount(self.step[...])
         steps = gradient_accumulation_steps
         check_int("gradient_accumulation_steps", steps)
         params = jax.tree.leaves(
@@ -254,7 +255,9 @@ def _check(model: Any, tx: Any) -> None:
     with converting("dj.Optimizer: model", model, "an nnx.Module"):
         nodes = jax.tree.leaves(model, is_leaf=_is_node)
     if not nodes or not all(map(_is_node, nodes)):
-        raise ArgumentError(f"dj.Optimizer: model must be an nnx.Module; got {leaf_text(model)}.")
+        raise ArgumentError(
+            f"dj.Optimizer: model must be an nnx.Module, of a dj.Model its module; got {leaf_text(model)}."
+        )
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise ArgumentError(
             f"dj.Optimizer: tx must be an optax transformation, as optax.adam(1e-3); got {leaf_text(tx)}."
@@ -265,6 +268,10 @@ def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
+_DIVIDED_BY_SHARE = (
+    "dj.Optimizer sums gradients over the replicas, and compute_average_loss divided by the batch of one "
+    "replica: the gradients are %s times too large. Leave global_batch_size out."
+)
 _NOT_FINITE = "the gradients{of} are not finite"
 
 
@@ -294,6 +301,8 @@ def _summed(grads: Any, *, marked: bool = False) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(grads)
     # What goes with the gradients needs no other collective.
     marks = [mark_of(replica, ~_finite(leaves), leaves[0].dtype)] if marked else []
+    if replica.divides_by_share:
+        log_once(_DIVIDED_BY_SHARE, replica.num_replicas_in_sync)
     if replica.num_replicas_in_sync > 1:
         leaves = unreduced(leaves)
     sums = replica.all_reduce("sum", [*leaves, *marks])
@@ -305,6 +314,15 @@ def _is_updated(path: Any, variable: Any) -> bool:
     """Filters what an update may change of the optimizer: not the gradients that are added up."""
     del path
     return not isinstance(variable, PartialGradient) and variable.type is not PartialGradient
+
+
+class UpdateCount(nnx.OptState):
+    """The number of updates, which PyTorch's ``optimizer.step()`` is not."""
+
+    if not TYPE_CHECKING:
+        __call__ = refusing(
+            "optimizer.step counts the updates. To make one, write optimizer.update(model, grads)."
+        )
 
 
 class PartialGradient(Variable):

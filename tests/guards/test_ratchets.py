@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_020,
-    lines_of_tests: 48_310,
+    lines: 52_218,
+    lines_of_tests: 48_508,
     files: 241,
     pieces: 1,
     private_words: 9,

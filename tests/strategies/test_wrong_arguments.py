@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "model": (
         lambda s, v: dj.Optimizer(3, optax.sgd(0.1)),
-        "model must be an nnx.Module; got int 3",
+        "model must be an nnx.Module, .*; got int 3",
     ),
     "tx": (lambda s, v: dj.Optimizer(nnx.Param(v[...]), 3), "tx must be an optax transformation"),
     "weights": (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -211,6 +212,31 @@ def of_another(strategy: dj.Strategy) -> None:
     in_step(strategy, step, X)
 
 
+def of_share(strategy: dj.Strategy, size: int | None = 8) -> None:
+    """Divides by the batch of one replica what ``dj.Optimizer`` sums."""
+    with strategy.scope():
+        module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(module, optax.sgd(0.1))
+
+    def step(x: Any) -> None:
+        grads = nnx.grad(lambda m: dj.compute_average_loss(m(x)[:, 0] ** 2, None, size))(module)
+        optimizer.update(module, grads)
+
+    in_step(strategy, step, X)
+
+
+def drops(strategy: dj.Strategy, returned: bool = False) -> None:
+    """Computes new weights, and may return them."""
+    (batch,) = strategy.distribute_dataset([X])
+
+    def step(w: Any, x: Any) -> Any:
+        grad = jax.grad(lambda w: dj.compute_average_loss((x @ w) ** 2))(w)
+        new = w - dj.get_replica_context().all_reduce("sum", grad)
+        return new if returned else None
+
+    strategy.run(step, args=(jnp.ones(3), batch))
+
+
 def right(strategy: dj.Strategy) -> None:
     with strategy.scope():
         variable = dj.Variable(jnp.zeros(()), aggregation=SUM)
@@ -221,6 +247,8 @@ def right(strategy: dj.Strategy) -> None:
         return dj.compute_average_loss(x[:, 0], global_batch_size=16)
 
     in_step(strategy, step, X)
+    of_share(strategy, 16)
+    drops(strategy, returned=True)
     fit(strategy, [dj.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)])
 
 
@@ -239,6 +267,11 @@ LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     ),
     "a new entry of a dict": (forgets, "step changes args[0]['w'], which it got as an argument"),
     "the model outside of the loss": (of_another, "gets gradients that are all zero"),
+    "the batch of one replica": (of_share, "the gradients are 2 times too large"),
+    "a state that is not returned": (drops, "is lost unless the step returns it"),
+    "an initial epoch behind the last": (
+        lambda s: model(s).fit(X, Y, epochs=2, initial_epoch=2, verbose=0), "trains nothing"
+    ),
     "nothing wrong": (right, ""),
 }  # fmt: skip
 

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from distribute_jax._checks import brief, check_choice, takes
+from distribute_jax._checks import brief, check_choice, refusing, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import not_a_name
 from distribute_jax._user_frames import warn_user
@@ -50,6 +50,14 @@ class Callback:
     def __init__(self) -> None:
         self.model: Any = None
         self.params: dict[str, Any] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses a name that would be without effect here."""
+        if name == "stop_training":
+            raise ArgumentError(
+                f"{type(self).__name__}.stop_training has no effect; set self.model.stop_training."
+            )
+        super().__setattr__(name, value)
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Sets ``params``, before a run begins."""
@@ -266,6 +274,11 @@ class History(Callback):
 
     Source: https://keras.io/api/callbacks/base_callback/
     """
+
+    if not TYPE_CHECKING:
+        __getitem__ = refusing(
+            "The numbers are in a dict of the History: write history.history['loss']."
+        )
 
     def __init__(self) -> None:
         super().__init__()

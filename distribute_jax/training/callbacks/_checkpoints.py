@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from distribute_jax._absent import answering_keywords
 from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._supervision import SAVED
@@ -42,7 +41,6 @@ class ModelCheckpoint(Monitor):
 
     reads_late = True
 
-    @answering_keywords("dj.callbacks.ModelCheckpoint")
     def __init__(
         self,
         filepath: str | os.PathLike[str],

@@ -17,7 +17,6 @@ from typing import Any, TextIO
 import numpy as np
 
 from distribute_jax import summary
-from distribute_jax._absent import answering_keywords
 from distribute_jax._checks import check_choice, check_int, refuse
 from distribute_jax._errors import ArgumentError, MissingPackageError
 from distribute_jax._mesh import on_host
@@ -237,7 +236,6 @@ class TensorBoard(_BatchLogger):
     Source: https://keras.io/api/callbacks/tensorboard/
     """
 
-    @answering_keywords("dj.callbacks.TensorBoard")
     def __init__(
         self,
         log_dir: str | os.PathLike[str] = "logs",

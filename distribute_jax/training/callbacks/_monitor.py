@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, check_number
+from distribute_jax._checks import brief, check_choice, check_int, check_number, is_real
 from distribute_jax._errors import ArgumentError
 from distribute_jax.processes import is_chief
 from distribute_jax.program._snapshot import snapshot
@@ -262,9 +262,9 @@ class LearningRateScheduler(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         old = self.model.learning_rate
         rate = self.schedule(epoch, old) if self._takes_rate else self.schedule(epoch)
-        if np.ndim(rate) or not isinstance(rate, (float, int, np.floating)):
+        if not is_real(rate):
             raise ArgumentError(
-                f"The schedule of LearningRateScheduler returned {rate!r} for epoch {epoch}. It must "
+                f"The schedule of LearningRateScheduler returned {brief(rate)} for epoch {epoch}. It must "
                 "return the new rate, a float."
             )
         self.model.learning_rate = float(rate)

@@ -1,0 +1,163 @@
+"""Calls as another library takes them: one line says what to type, in place of Python's error or silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import distribute_jax as dj
+
+X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Forward(nnx.Module):
+    """A module of PyTorch's habit."""
+
+    def forward(self, x: Any) -> Any:
+        raise AssertionError
+
+
+class Stops(dj.callbacks.Callback):
+    """Ends the training by its own attribute."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.stop_training = True
+
+
+def model(strategy: dj.Strategy, module: Any = None, **compiled: Any) -> Any:
+    with strategy.scope():
+        made = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if module is None else module)
+    made.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
+    return made
+
+
+def fit(strategy: dj.Strategy, *args: Any, y: np.ndarray = Y, **compiled: Any) -> Any:
+    return model(strategy, **compiled).fit(X, y, 8, 1, 0, *args)
+
+
+def dataset(strategy: dj.Strategy, *parts: Any) -> Any:
+    return strategy.distribute_dataset([parts if len(parts) > 1 else parts[0]])
+
+
+def run(strategy: dj.Strategy, step: Callable[..., Any], *more: Any) -> Any:
+    (batch,) = dataset(strategy, X)
+    return strategy.run(step, args=(batch, *more))
+
+
+def generator(x: Any) -> Any:
+    yield x
+
+
+def as_weights(strategy: dj.Strategy, folder: Path) -> None:
+    made = model(strategy)
+    with dj.CheckpointManager(folder) as manager:
+        manager.save(1, {"model": made.module})
+    made.load_weights(folder)
+
+
+def twice(folder: Path) -> None:
+    with dj.CheckpointManager(folder) as manager:
+        for _ in range(2):
+            manager.save(1, {"x": X})
+
+
+ANY: Any = dj
+"""The package, of which a type checker knows nothing."""
+NEED = "missing a required argument"
+WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
+    "keyword of a strategy": (lambda s, _: ANY.MirroredStrategy(device=[]), "Did you mean 'devices'"),
+    "keyword of a callback": (
+        lambda s, _: ANY.callbacks.EarlyStopping(patient=3), "EarlyStopping has no .*'patience'"
+    ),
+    "keyword of the optimizer": (
+        lambda s, _: ANY.Optimizer(None, None, accumulation_steps=2), "'gradient_accumulation_steps'"
+    ),
+    "keyword of options": (lambda s, _: ANY.RunOptions(verfy="off"), "mean 'verify'"),
+    "keyword of run": (lambda s, _: s.run(abs, x=X), "takes fn, args, kwargs, options"),
+    "keyword of compile": (lambda s, _: model(s, metric=["mae"]), "Did you mean 'metrics'"),
+    "keyword of Lightning": (
+        lambda s, _: ANY.callbacks.ModelCheckpoint(dirpath="x"), "'dirpath'. Instead: filepath"
+    ),
+    "no module": (lambda s, _: model(s).optimizer.update({}), rf"update\(model, grads, …\): {NEED}"),
+    "no step": (lambda s, p: ANY.CheckpointManager(p).save({"x": X}), rf"save\(step, tree, …\): {NEED}"),
+    "a name for a method": (lambda s, _: ANY.Model.load("x"), "^load is a method: call it on an obj"),
+    "no rules": (lambda s, _: ANY.ModelParallelStrategy(2), r"\(model=…, rules=…, …\)"),
+    "optimizer.step()": (lambda s, _: model(s).optimizer.step(), r"optimizer.update\(model, grads\)"),
+    "assign of a rate": (lambda s, _: model(s).learning_rate.assign(1), "Instead: model.learning_rate = "),
+    "an item of a dataset": (lambda s, _: dataset(s, X)[0], "write `for batch in dataset:`"),
+    "an item of the history": (lambda s, _: fit(s)["loss"], r"write history.history\['loss'\]"),
+    "stop_training of a callback": (lambda s, _: fit(s, [Stops()]), "set self.model.stop_training"),
+    "labels with a half": (
+        lambda s, _: fit(s, y=Y[:, 0], loss="sparse_categorical_crossentropy"), "not integers, such as"
+    ),
+    "compile swapped": (lambda s, _: model(s, optimizer="mse", loss="sgd"), "'sgd' is an optimizer. Swap"),
+    "two weights of a loss": (lambda s, _: model(s, loss_weights=[1, 2]), r"of the 1 losses.*\[1, 2\]"),
+    "forward": (lambda s, _: model(s, Forward()).fit(X, Y, verbose=0), "Forward has no __call__"),
+    "a shape for a sample": (
+        lambda s, _: dj.Model(linen.Dense(1), (1, 3)), "sample_input must be an array or a pytree"
+    ),
+    "NumPy in a loss": (
+        lambda s, _: fit(s, loss=lambda y, p: np.linalg.norm(y - p, axis=-1)), "^NumPy cannot .*jnp.mean"
+    ),
+    "a batch taken apart": (
+        lambda s, _: [s.run(lambda b: b, args=b) for b in dataset(s, X, Y)], r"args=\(batch,\)"
+    ),
+    "a value for each replica": (
+        lambda s, _: run(s, lambda x, key: jax.random.normal(key), jax.random.split(jax.random.key(0))),
+        r"args\[1\] has one row for each replica, as for pmap",
+    ),
+    "a generator": (lambda s, _: run(s, generator), "a generator or async function"),
+    "a function without the context": (
+        lambda s, _: s.distribute_datasets_from_function(lambda: [X]), r"def dataset_fn\(context\):"
+    ),
+    "distributed twice": (lambda s, _: dataset(s, X) and s.distribute_dataset(dataset(s, X)), "already"),
+    "one step twice": (lambda s, p: twice(p), "holds step 1 already"),
+    "weights of a manager": (as_weights, "holds the steps of a CheckpointManager"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_habit_is_answered(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
+    """In the text, or in a note that stands below it."""
+    make, words = WRONG[mistake]
+    with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
+        make(s2, tmp_path)
+    caught.match(words)
+
+
+def test_a_schedule_of_optax_sets_the_rate(s2: dj.MirroredStrategy):
+    """It returns an array without dims, which is a number."""
+    schedule = optax.cosine_decay_schedule(0.5, 10)
+    history = fit(s2, [dj.callbacks.LearningRateScheduler(schedule)])
+    assert history.history["learning_rate"] == [0.5]
+
+
+def test_a_rate_is_a_float(s2: dj.MirroredStrategy):
+    """Also for JAX, which computes with it."""
+    rate = model(s2).learning_rate
+    assert isinstance(rate, float)
+    assert jnp.asarray(rate).dtype == jnp.float32
+
+
+def test_right_calls_that_look_alike_pass(s2: dj.MirroredStrategy):
+    """A TypeError of the user's function is not taken for one of the call; class numbers may be floats."""
+
+    def step(x: Any) -> Any:
+        raise TypeError("of the step")
+
+    with pytest.raises(TypeError, match=r"^of the step"):
+        run(s2, step)
+    labels = (Y[:, 0] > 0).astype(np.float32)
+    loss = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with s2.scope():
+        two = model(s2, nnx.Linear(3, 2, rngs=nnx.Rngs(0)), loss=loss)
+    assert np.isfinite(two.fit(X, labels, 8, 1, 0).history["loss"][0])
