@@ -66,8 +66,10 @@ def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> Non
     """
     for name in names:
         value = namespace.get(name)
-        package, *inner = str(getattr(value, "__module__", "")).split(".")
-        if package == "distribute_jax" and any(part.startswith("_") for part in inner):
+        home = str(getattr(value, "__module__", ""))
+        package, *inner = home.split(".")
+        is_private = any(part.startswith("_") for part in inner)
+        if package == "distribute_jax" and (is_private or home == namespace["__name__"]):
             value.__module__ = module
             if isinstance(value, type):
                 check_methods(value)

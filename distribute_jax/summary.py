@@ -1,4 +1,4 @@
-"""Writes scalars, histograms, images and texts into event files, in the form of ``tf.summary``.
+"""Event files for TensorBoard from your own loops: ``tf.summary``'s names, one file per job.
 
 Source: https://github.com/tensorflow/tensorboard/tree/master/tensorboard/plugins
 """
@@ -26,9 +26,20 @@ from distribute_jax._errors import (
     PerReplicaTypeError,
     TracedValueError,
 )
+from distribute_jax._lazy import publish
 from distribute_jax._messages import leaf_text
 from distribute_jax._values import DistributedValues
 from distribute_jax.processes import is_chief
+
+__all__ = [
+    "SummaryWriter",
+    "create_file_writer",
+    "flush",
+    "histogram",
+    "image",
+    "scalar",
+    "text",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -366,3 +377,6 @@ def _png(pixels: Array) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "png")
     return file.getvalue()
+
+
+publish(globals(), __all__, __name__)
