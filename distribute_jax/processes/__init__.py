@@ -2,7 +2,7 @@
 
 ``_connect`` connects them after a rendezvous (``_rendezvous``); ``_job`` is which process this is and how
 they exchange text, on the key-value store of the coordination service, never on the devices;
-``_status`` is what this process is doing; ``_watchdog`` bounds every wait, and ends the process in order.
+``_status`` is what this process is doing; ``_liveness`` bounds every wait, and ends the process in order.
 """
 
 from typing import TYPE_CHECKING

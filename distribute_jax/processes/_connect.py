@@ -22,7 +22,7 @@ from distribute_jax.processes._job import (
     current_job,
     set_job,
 )
-from distribute_jax.processes._liveness import last_seen
+from distribute_jax.processes._liveness import ExitHandler, Watchdog, last_seen
 from distribute_jax.processes._preemption import exit_unsaved
 from distribute_jax.processes._rendezvous import (
     Handshake,
@@ -32,7 +32,6 @@ from distribute_jax.processes._rendezvous import (
 )
 from distribute_jax.processes._signals import on_sigterm
 from distribute_jax.processes._status import activity
-from distribute_jax.processes._watchdog import ExitHandler, Watchdog
 
 _LOG = logging.getLogger("distribute_jax")
 _SAME_VERSIONS = ("jax", "jaxlib", "flax")

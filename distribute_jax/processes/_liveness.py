@@ -1,4 +1,4 @@
-"""Heartbeats: what each process writes about itself into the store, and which ones stopped.
+"""Heartbeats and the watchdog: nothing waits for ever, and all processes of a job end together.
 
 JAX misses the heartbeats of a process that is stopped, or whose machine is gone, and then ends every other
 process from C++ with SIGABRT, which no Python can stop. So the reason is reported shortly before.
@@ -6,29 +6,53 @@ process from C++ with SIGABRT, which no Python can stop. So the reason is report
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import faulthandler
 import json
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
+from itertools import count
+from types import TracebackType
+from typing import Any
 
 import jax
 
-from distribute_jax._supervision import AWAITED
+from distribute_jax._errors import DistributeError, StepFailedError
+from distribute_jax._messages import error_text
+from distribute_jax._supervision import AWAITED, DIVERGED, HUNG, OTHER_FAILED, SAVED
 from distribute_jax.processes._job import Job, current_job
-from distribute_jax.processes._status import status_writer
+from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit
+from distribute_jax.processes._status import (
+    COMPILING,
+    RESTORING,
+    Activity,
+    activity,
+    status_writer,
+)
 
 _TICK = 0.5
 _MOST_A_SECOND = 100
 """Processes that write and read a second; each takes 0.4 ms of process 0."""
-
-NEWS = "news/"
-"""Where all is that each process reads at each tick: failures, processes that hang, have left or are silent,
-and what process 0 has done last."""
-_HEARTBEATS, _LEFT, _FAILED, _SILENT = "heartbeats/", "left/", "failed", "silent/"
+_POLL_SECONDS = 0.05
+_CAUSE_SECONDS = 1.0
+_COMPILING_FACTOR = 10
 _MOST_LINES = 64
 _BEFORE = 2.5
 """Seconds before JAX, whose clock is another one, ends the process."""
+
+_HEARTBEATS = "heartbeats/"
+_NEWS = "news/"
+"""Where all is that each process reads at each tick: failures, processes that hang, have left or are silent,
+and what process 0 has done last."""
+_LEFT, _FAILED, _SILENT = "left/", "failed", "silent/"
+_HUNG = "hung/"
+"""Where processes that saw no progress tell the others."""
+_WAITED_FOR_ANOTHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
+"""Errors of a process that waited for another."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +79,20 @@ def tick(job: Job) -> float:
     return min(max(_TICK, job.count / _MOST_A_SECOND), job.options.heartbeat_seconds / 4)
 
 
-def part(news: Mapping[str, str], folder: str) -> dict[str, str]:
+def _part(news: Mapping[str, str], folder: str) -> dict[str, str]:
     """Returns the news below a folder, by the rest of their keys."""
     return {key[len(folder) :]: text for key, text in news.items() if key.startswith(folder)}
 
 
-def send_heartbeat(job: Job, heartbeat: Heartbeat) -> None:
-    """Writes what this process is doing."""
-    job.store.put(f"{_HEARTBEATS}{job.index}", json.dumps(astuple(heartbeat)))
-
-
-def heartbeats(job: Job) -> dict[int, Heartbeat]:
+def _heartbeats(job: Job) -> dict[int, Heartbeat]:
     """Returns the last heartbeat of each process."""
     entries = job.store.under(_HEARTBEATS)
     return {int(process): Heartbeat(*json.loads(text)) for process, text in entries.items()}
 
 
-def announce_left(job: Job, step: int) -> None:
-    """Announces that this process is done."""
-    job.store.put(f"{NEWS}{_LEFT}{job.index}", str(step))
-
-
-def last_steps(job: Job) -> dict[str, str]:
+def _last_steps(job: Job) -> dict[str, str]:
     """Returns the last step of each process that is done."""
-    return job.store.under(NEWS + _LEFT)
-
-
-def some_left(news: Mapping[str, str]) -> bool:
-    """Returns whether a process is done."""
-    return any(key.startswith(_LEFT) for key in news)
+    return job.store.under(_NEWS + _LEFT)
 
 
 def announce_failure(job: Job, text: str) -> str | None:
@@ -91,11 +100,11 @@ def announce_failure(job: Job, text: str) -> str | None:
 
     A process that fails takes the others with it, and they may fail in many ways: the first is the cause.
     """
-    job.store.put_first(NEWS + _FAILED, json.dumps([job.index, text]))
-    return failure_of_another(job, job.store.under(NEWS))
+    job.store.put_first(_NEWS + _FAILED, json.dumps([job.index, text]))
+    return _failure_of_another(job, job.store.under(_NEWS))
 
 
-def failure_of_another(job: Job, news: Mapping[str, str]) -> str | None:
+def _failure_of_another(job: Job, news: Mapping[str, str]) -> str | None:
     """Returns which other process has failed, and how; None where none has."""
     process, text = json.loads(news.get(_FAILED, f"[{job.index}, null]"))
     return None if process == job.index else f"{job.name_of(process)} failed: {text}"
@@ -103,9 +112,9 @@ def failure_of_another(job: Job, news: Mapping[str, str]) -> str | None:
 
 def last_seen(job: Job, process: int) -> str:
     """Returns what a process was last seen doing."""
-    if step := last_steps(job).get(str(process)):
+    if step := _last_steps(job).get(str(process)):
         return f": left at step {step}, while the others go on"
-    heartbeat = heartbeats(job).get(process)
+    heartbeat = _heartbeats(job).get(process)
     return f": {heartbeat}" if heartbeat else ": has not been seen since the start"
 
 
@@ -118,9 +127,9 @@ def describe_processes() -> str:
     if job.is_alone:
         return ""
     try:
-        before = heartbeats(job)
+        before = _heartbeats(job)
         time.sleep(_TICK + 2 * tick(job))
-        lines = _lines(job, before, heartbeats(job), last_steps(job))
+        lines = _lines(job, before, _heartbeats(job), _last_steps(job))
     except jax.errors.JaxRuntimeError:
         return ""  # process 0 is gone
     return "\nAll processes of a job compute a step together. Where each is:\n" + "\n".join(lines)
@@ -167,9 +176,9 @@ class HeartbeatMonitor:
         """Notes which processes have written nothing since the last time."""
         now = time.monotonic()
         limit = self._job.options.heartbeat_seconds
-        for process, heartbeat in heartbeats(self._job).items():
+        for process, heartbeat in _heartbeats(self._job).items():
             number, since = self._last.get(process, (None, now))
-            key = f"{NEWS}{_SILENT}{process}"
+            key = f"{_NEWS}{_SILENT}{process}"
             if number != heartbeat.number:
                 self._last[process] = heartbeat.number, now
                 if process in self._reported:
@@ -186,7 +195,7 @@ class HeartbeatMonitor:
 
     def show(self, news: Mapping[str, str]) -> None:
         """Writes each report once, and removes it from the status when none is left."""
-        silent = part(news, _SILENT)
+        silent = _part(news, _SILENT)
         for process in silent.keys() - self._shown - {f"{self._job.index}"}:
             status_writer().error(silent[process])
             sys.stderr.write(f"distribute_jax: {silent[process]}\n")
@@ -194,3 +203,178 @@ class HeartbeatMonitor:
         if self._shown and not silent:
             status_writer().error("")
         self._shown = {*silent}
+
+
+class ExitHandler:
+    """Ends the process in order.
+
+    When the program has ended, the process waits until all have, so that none loses the coordination
+    service that it still needs; the watchdog bounds the wait. When the program ends with an exception,
+    the others are told and the process exits at once: it would otherwise wait for the others, which wait
+    for it.
+    """
+
+    def __init__(self, job: Job, watchdog: Watchdog) -> None:
+        self._job, self._watchdog = job, watchdog
+        self._code = 0
+        self._excepthook: Callable[..., Any] = sys.excepthook
+        sys.excepthook = self._on_error
+        record_exit_code()
+        atexit.register(self._on_exit)
+
+    def _on_error(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._code = 1
+        is_local = issubclass(kind, DistributeError)  # whose lines name processes and values
+        text = f"{kind.__name__}: {error if is_local else error_text(error)}"
+        status_writer().error(text)
+        # A step fails on all processes when one is gone, so that one may have the true reason.
+        may_follow = issubclass(kind, (jax.errors.JaxRuntimeError, StepFailedError, TimeoutError))
+        cause = self._cause() if may_follow else None
+        if cause is None:
+            # If process 0 is gone, the others are gone with it.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                first = announce_failure(self._job, text)
+                cause = first if may_follow else None
+        self._excepthook(kind, error, trace)
+        if issubclass(kind, jax.errors.JaxRuntimeError):
+            # JAX names the socket that failed, and not the process.
+            processes = describe_processes()
+            sys.stderr.write(f"distribute_jax: the job cannot go on.{processes}\n")
+        if cause is not None:
+            self._code = OTHER_FAILED
+            status_writer().error(cause)
+            sys.stderr.write(f"distribute_jax: {_ends_with(cause, activity().step)}\n")
+
+    def _cause(self) -> str | None:
+        """Waits a moment for the failure of another process."""
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while time.monotonic() < deadline:
+                news = self._job.store.under(_NEWS)
+                if cause := _failure_of_another(self._job, news):
+                    return cause
+                time.sleep(_POLL_SECONDS)
+        return None
+
+    def _on_exit(self) -> None:
+        code, call = requested_exit()
+        if code not in (0, SAVED) and not self._code:
+            self._code = code
+            status_writer().error(call)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                announce_failure(self._job, call)
+        if self._code:
+            exit_process(self._job, self._code)
+        self._job.actions.publish()
+        self._job.store.put(f"{_NEWS}{_LEFT}{self._job.index}", str(activity().step))
+        while len(_last_steps(self._job)) < self._job.count:
+            time.sleep(tick(self._job) / 10)
+        if difference := self._job.actions.finish():
+            exit_process(self._job, DIVERGED, difference)
+        self._watchdog.stop()
+        jax.distributed.shutdown()
+
+
+class Watchdog:
+    """A thread that writes heartbeats, and ends the process when it waits too long for the others.
+
+    It ends the process after ``step_seconds`` without progress (exit code 43, with what each process is
+    doing and the stacks of all threads), when another one was ended so, and when another one has failed
+    (exit code 44). A timer in C, which the thread restarts again and again, ends the process where even
+    this thread cannot run, because code in C holds Python's lock.
+    """
+
+    def __init__(self, job: Job, activity: Activity) -> None:
+        self._job, self._activity = job, activity
+        self._monitor = HeartbeatMonitor(job)
+        self._numbers = count(1)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="distribute_jax watchdog", daemon=True
+        )
+
+    def start(self) -> None:
+        """Starts the thread, after a first heartbeat."""
+        self._send_heartbeat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the thread and the timer."""
+        self._stop.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        seconds = tick(self._job)
+        while not self._stop.wait(seconds):
+            # Twice as long, so that the message of this thread comes first where it can run.
+            limit = 2 * self._job.options.step_seconds + seconds
+            faulthandler.dump_traceback_later(limit, exit=True)
+            try:
+                self._send_heartbeat()
+                self._check()
+            except jax.errors.JaxRuntimeError as error:
+                if self._stop.is_set():
+                    return
+                first = str(error).split("\n", 1)[0]
+                message = f"{self._job.name_of(0)} cannot be reached any more: {first}"
+                exit_process(self._job, OTHER_FAILED, message)
+
+    def _send_heartbeat(self) -> None:
+        phase, since = self._activity.waiting() or (None, time.monotonic())
+        seconds = round(time.monotonic() - since, 1)
+        heartbeat = Heartbeat(next(self._numbers), self._activity.step, phase, seconds)
+        key = f"{_HEARTBEATS}{self._job.index}"
+        self._job.store.put(key, json.dumps(astuple(heartbeat)))
+
+    def _check(self) -> None:
+        if self._job.index == 0:
+            self._monitor.look()
+        news = self._job.store.under(_NEWS)
+        if failure := _failure_of_another(self._job, news):
+            if any(name in failure for name in _WAITED_FOR_ANOTHER):
+                _dump_stacks()  # perhaps it waited for this process
+            exit_process(self._job, OTHER_FAILED, _ends_with(failure, self._activity.step))
+        for message in _part(news, _HUNG).values():
+            self._exit_hung(message)
+        if difference := self._job.actions.compare(_part(news, "actions/")):
+            exit_process(self._job, DIVERGED, difference)
+        waiting = self._activity.waiting()
+        self._monitor.show({} if waiting is None else news)
+        if waiting is None:
+            return
+        phase, since = waiting
+        seconds = time.monotonic() - since
+        name, limit = self._limit(phase, some_left=any(key.startswith(_LEFT) for key in news))
+        if seconds > limit:
+            longer = 2 * getattr(self._job.options, name)
+            self._exit_hung(
+                f"process {self._job.index} has been {phase} for {seconds:.0f} s without progress."
+                f"{describe_processes()}\nEvery process has to run the same steps in the same "
+                f"order. If that may take longer, give it more time: dj.ClusterOptions({name}={longer:g})."
+            )
+
+    def _limit(self, phase: str, *, some_left: bool) -> tuple[str, float]:
+        """Returns the option that limits a phase, and the seconds."""
+        options = self._job.options
+        if phase.startswith((COMPILING, RESTORING)):
+            return "step_seconds", options.step_seconds * _COMPILING_FACTOR
+        if options.shutdown_seconds < options.step_seconds and some_left:
+            return "shutdown_seconds", options.shutdown_seconds  # who has left never comes
+        return "step_seconds", options.step_seconds
+
+    def _exit_hung(self, message: str) -> None:
+        self._job.store.put(f"{_NEWS}{_HUNG}{self._job.index}", message)
+        _dump_stacks()
+        exit_process(self._job, HUNG, message)
+
+
+def _ends_with(failure: str, step: int) -> str:
+    return f"{failure}\nThis process ends with it, at step {step}."
+
+
+def _dump_stacks() -> None:
+    sys.stderr.write("distribute_jax: the stacks of all threads follow.\n")
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

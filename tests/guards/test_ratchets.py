@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_218,
-    lines_of_tests: 48_508,
-    files: 241,
+    lines: 52_180,
+    lines_of_tests: 48_507,
+    files: 239,
     pieces: 1,
     private_words: 9,
     private_imports: 31,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from distribute_jax.processes import ClusterOptions, Job
-from distribute_jax.processes._liveness import tick
+from distribute_jax.processes._liveness import Watchdog, tick
 from distribute_jax.processes._status import Activity
-from distribute_jax.processes._watchdog import Watchdog
 
 SECONDS_OF_A_REQUEST = 0.00025
 """Of a core of process 0, with 64 processes that make four every half a second."""
