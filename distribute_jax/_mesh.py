@@ -175,7 +175,7 @@ def outside_mesh() -> Any:
 
 
 def put(value: Any, to: Sharding) -> Any:
-    """Puts an array, or each of a nest of them, where a sharding says.
+    """Puts an array, or each of a pytree of them, where a sharding says.
 
     ``jax.device_put`` would first gather the value from all processes to compare it. Here each process
     puts its own parts: it is for the caller to know that the processes hold the same.

@@ -132,7 +132,7 @@ class PerReplica(DistributedValues):
         mesh: the mesh of the strategy that made it.
         counts: the real examples of each replica where shares are padded; None where all is real.
         ambiguous: why it is not known which rows are real, or None.
-        step: the name of the step that gave it, or None; copies made by tree functions forget it.
+        step: the name of the step that returned it, or None; copies made by tree functions forget it.
         is_part_of_mean: whether its parts are known to be those of a mean, of which the sum is the mean.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
@@ -190,7 +190,7 @@ class PerReplica(DistributedValues):
         return int(getattr(self.global_array, "size", _MOST_SHOWN + 1))
 
     def check_rows_known(self) -> None:
-        """Raises where it could not be found out which rows of a result are real examples."""
+        """Raises where it is not known which rows of a result are real examples."""
         if self.ambiguous is not None:
             raise PerReplicaError(self.ambiguous)
 
@@ -296,7 +296,7 @@ class _MirroredType(type):
 
 
 class Mirrored(metaclass=_MirroredType):
-    """What ``isinstance`` sees in a result that ``run`` proved equal on all replicas.
+    """The type, for ``isinstance``, of a result that ``run`` proved equal on all replicas.
 
     Such a result is an ordinary ``jax.Array``, replicated over the strategy's mesh, so there is
     nothing to construct.

@@ -39,14 +39,14 @@ _LATEST, _LIST = "CheckpointManager.restore_latest", "CheckpointManager.all_step
 
 
 class CheckpointManager:
-    """Keeps the last checkpoints of a training in a directory, one folder for each step.
+    """Keeps the last checkpoints of a training run in a directory, one folder for each step.
 
     ``save`` copies the tree to the host and returns; the copy is written in the background. A step is on
     the disk whole or not at all, even if the program is killed. Every leaf is compared with its digest
     when it is restored: a damaged step is set aside with a warning, and the one before it is used. What
     was saved under one strategy can be restored under any other.
 
-    A tree is a dict, or any nest, of NNX objects (modules, optimizers, metrics, ``Rngs``), variables,
+    A tree is a dict, or any pytree, of NNX objects (modules, optimizers, metrics, ``Rngs``), variables,
     distributed iterators, arrays, random keys, and Python numbers, strings and None. Attributes of a
     module that are not arrays are not saved: they belong to the code that builds it.
 
@@ -104,7 +104,7 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Path | str:
-        """Where the steps are: a path, or the URL of an object store as a text."""
+        """Where the steps are: a path, or the URL of an object store as a str."""
         return self._directory.place
 
     # Saving
@@ -321,7 +321,8 @@ class CheckpointManager:
         it, and the one before is used.
 
         Args:
-            tree: as for ``restore``; what is not changed in place must be in a dict.
+            tree: as for ``restore``. Arrays and numbers are replaced in their dict, so keep it and read
+                them from it.
 
         Returns:
             The step, or None where there is none yet.

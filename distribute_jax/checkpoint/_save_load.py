@@ -60,7 +60,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
 
     Args:
         path: the folder, or the URL of one in an object store; it is created, with the folders above it.
-        tree: an NNX object, or a nest of objects, arrays and Python values.
+        tree: an NNX object, or a pytree of objects, arrays and Python values.
         overwrite: whether an older checkpoint at this place is replaced.
 
     Raises:

@@ -48,7 +48,7 @@ def check_in_sync(tree: PyTree) -> None:
     left out. Where there are several processes each of them calls this, with the same tree.
 
     Args:
-        tree: NNX objects, such as models, optimizers and metrics, or a nest of them and of arrays.
+        tree: NNX objects, such as models, optimizers and metrics, or a pytree of them and of arrays.
 
     Raises:
         ValueError: an array differs: ``OutOfSyncError``, with its path and the devices that differ

@@ -73,11 +73,11 @@ class ClusterCoordinator:
         """Queues a function, which a worker runs when it is free, and returns at once.
 
         The function is traced here, so that an error in it is raised here. It may call ``strategy.run``,
-        which is then a part of it, and take elements of per-worker iterators with ``next``. What it changes
-        of variables is applied exactly once.
+        which is then a part of it, and take elements of per-worker iterators with ``next``. Its changes
+        to variables are applied exactly once.
 
         Args:
-            fn: the function. Arrays and numbers among its arguments are as now; per-worker values and
+            fn: the function. Arrays and numbers among its arguments are read now; per-worker values and
                 iterators are those of the worker that runs it.
             args: positional arguments.
             kwargs: keyword arguments.
@@ -117,13 +117,13 @@ class ClusterCoordinator:
 
     @frames_hidden
     def fetch(self, nest: Any) -> Any:
-        """Waits for the remote values of a nest.
+        """Waits for the remote values of a pytree.
 
         Args:
-            nest: what :meth:`schedule` returned, or a nest with some of it.
+            nest: what :meth:`schedule` returned, or a pytree with some of it.
 
         Returns:
-            The nest, with NumPy arrays in place of remote values; other leaves as they are.
+            The pytree, with NumPy arrays in place of remote values; other leaves as they are.
 
         Raises:
             Exception: the error of a function that failed.

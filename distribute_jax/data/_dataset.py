@@ -101,7 +101,7 @@ class DistributedDataset:
     def element_spec(self) -> PyTree:
         """A ``jax.ShapeDtypeStruct`` for each leaf: one replica's share, padding included.
 
-        It is read from the first batch, which is not used up.
+        It is read from the first batch, which is not consumed.
         """
         if self._spec is None:
             first = next(self._feed.preview(), None)

@@ -32,7 +32,7 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class InputReplicationMode(enum.Enum):
-    """For whom ``distribute_datasets_from_function`` calls its function.
+    """How often ``distribute_datasets_from_function`` calls its function.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputReplicationMode
     """

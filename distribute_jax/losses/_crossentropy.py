@@ -111,7 +111,7 @@ def _two_classes(
 
 @dataclass(repr=False, eq=False)
 class BinaryCrossentropy(FormulaLoss):
-    """Cross-entropy of yes and no; see ``binary_crossentropy``, and ``Loss`` for the other arguments.
+    """Binary cross-entropy; see ``binary_crossentropy``, and ``Loss`` for the other arguments.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -132,7 +132,7 @@ class BinaryCrossentropy(FormulaLoss):
 
 @dataclass(repr=False, eq=False)
 class BinaryFocalCrossentropy(FormulaLoss):
-    """Focal cross-entropy of yes and no; see ``binary_focal_crossentropy`` and ``Loss``."""
+    """Binary focal cross-entropy; see ``binary_focal_crossentropy`` and ``Loss``."""
 
     formula = staticmethod(binary_focal_crossentropy)
     _expects = "probability"

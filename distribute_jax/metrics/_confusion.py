@@ -102,10 +102,10 @@ class AtThresholds(Confusion):
 
 
 class Precision(AtThresholds):
-    """The share of predictions of yes that are right, since the last reset, over all replicas.
+    """The share of positive predictions that are right, since the last reset, over all replicas.
 
     Args:
-        thresholds: a probability above one is a yes: a number, several, or None for 0.5.
+        thresholds: above which probability a prediction is positive: a number, several, or None for 0.5.
         name: the name under which ``fit`` reports it.
 
     Example:
@@ -122,15 +122,15 @@ class Precision(AtThresholds):
 
     @promoting
     def compute(self) -> jax.Array:
-        """Returns the precision, one for each threshold if there are several; 0 without a yes."""
+        """Returns the precision, one for each threshold if there are several; 0 without positives."""
         return _one(share(self.true_positives[...], self.false_positives[...]))
 
 
 class Recall(AtThresholds):
-    """The share of labels of yes that were predicted, since the last reset, over all replicas.
+    """The share of positive labels that were predicted, since the last reset, over all replicas.
 
     Args:
-        thresholds: a probability above one is a yes: a number, several, or None for 0.5.
+        thresholds: above which probability a prediction is positive: a number, several, or None for 0.5.
         name: the name under which ``fit`` reports it.
 
     Example:
@@ -145,7 +145,7 @@ class Recall(AtThresholds):
 
     @promoting
     def compute(self) -> jax.Array:
-        """Returns the recall, one for each threshold if there are several; 0 without a label of yes."""
+        """Returns the recall, one for each threshold if there are several; 0 without positive labels."""
         return _one(share(self.true_positives[...], self.false_negatives[...]))
 
 
@@ -154,10 +154,10 @@ def _one(values: jax.Array) -> jax.Array:
 
 
 class TruePositives(AtThresholds):
-    """How many labels of yes were predicted, or the sum of their sample weights.
+    """The number of positive labels predicted as positive, or the sum of their sample weights.
 
     Args:
-        thresholds: a probability above one is a yes: a number, several, or None for 0.5.
+        thresholds: above which probability a prediction is positive: a number, several, or None for 0.5.
         name: the name under which ``fit`` reports it.
 
     Example:
@@ -178,19 +178,19 @@ class TruePositives(AtThresholds):
 
 
 class TrueNegatives(TruePositives):
-    """How many labels of no were predicted; see ``TruePositives``."""
+    """The number of negative labels predicted as negative; see ``TruePositives``."""
 
     _counts = "true_negatives"
 
 
 class FalsePositives(TruePositives):
-    """How many labels of no got a prediction of yes; see ``TruePositives``."""
+    """The number of negative labels predicted as positive; see ``TruePositives``."""
 
     _counts = "false_positives"
 
 
 class FalseNegatives(TruePositives):
-    """How many labels of yes got a prediction of no; see ``TruePositives``."""
+    """The number of positive labels predicted as negative; see ``TruePositives``."""
 
     _counts = "false_negatives"
 
@@ -206,7 +206,7 @@ class AUC(Confusion):
 
     Args:
         num_thresholds: the number of thresholds.
-        curve: ``"ROC"``, recall against the share of zeros above the threshold; or ``"PR"``, precision
+        curve: ``"ROC"``, the true against the false positive rate; or ``"PR"``, precision
             against recall, interpolated between thresholds as Davis and Goadrich (2006) do.
         from_logits: whether predictions are logits.
         name: the name under which ``fit`` reports it.

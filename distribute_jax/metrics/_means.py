@@ -61,7 +61,7 @@ class Average(OfValues):
 
 
 class Accuracy(Average):
-    """The share of examples whose class was predicted, since the last reset, over all replicas.
+    """The share of examples that were classified correctly, since the last reset, over all replicas.
 
     Args:
         threshold: None for several classes, where the largest logit predicts. A number for two

@@ -251,7 +251,7 @@ def variable_paths(
 
 
 def modules_of(nest: Any) -> dict[Path, Any]:
-    """Returns the outermost modules of a nest, by the keys that lead to them."""
+    """Returns the outermost modules of a pytree, by the keys that lead to them."""
     pairs = jax.tree.leaves_with_path(nest, is_leaf=lambda x: isinstance(x, nnx.Pytree))
     keys = [[getattr(k, "key", getattr(k, "idx", None)) for k in path] for path, _ in pairs]
     return {

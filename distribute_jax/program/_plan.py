@@ -295,7 +295,7 @@ def _fits(wanted: Leaf, aval: Any) -> bool:
 
 
 def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
-    """Returns name, structure and shapes of each argument that is a nest with mirrored arrays.
+    """Returns name, structure and shapes of each argument that is a pytree with mirrored arrays.
 
     Some of it may be per-replica, as the statistics of a model of which each replica keeps its own.
     """

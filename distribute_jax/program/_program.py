@@ -72,7 +72,7 @@ class Program:
     arrays: tuple[int, ...]
     """Captured arrays that are read."""
     simple: bool
-    """Whether every variable holds one array, not a nest of them."""
+    """Whether every variable holds one array, not a pytree of them."""
     mesh: Mesh
     step: FlatStep
     """What was compiled."""

@@ -112,7 +112,7 @@ class ReplicaContext:
         value: PyTree,
         options: CommunicationOptions | None = None,
     ) -> PyTree:
-        """Combines a nest over the replicas; every replica gets the same result.
+        """Combines a pytree over the replicas; every replica gets the same result.
 
         One collective serves all leaves of a dtype; the strategy's ``cross_device_ops`` say which. The
         gradient is the same reduction of the upstream gradients, as in TensorFlow.
@@ -121,12 +121,12 @@ class ReplicaContext:
             reduce_op: ``"sum"`` or ``"mean"``. A sum has the dtype of ``jnp.sum``: integers are added
                 exactly, narrow ones in the default integer. The mean of integers is floating, and
                 that of float16 is taken in float32, so that the sum before it does not overflow.
-            value: a nest of arrays of any numeric dtypes; shapes equal on all replicas. The entries of
+            value: a pytree of arrays of any numeric dtypes; shapes equal on all replicas. The entries of
                 a ``jax.experimental.sparse.BCOO`` are joined, and add up when it is made dense.
             options: packing, or another algorithm, for this call; they override those of the strategy.
 
         Returns:
-            The nest with every leaf combined, mirrored.
+            The pytree with every leaf combined, mirrored.
 
         Raises:
             ValueError: a leaf is not numeric (a bool is not), ``reduce_op`` is not SUM or MEAN, or
@@ -162,12 +162,12 @@ class ReplicaContext:
         The gradient at a replica is its slice of the summed upstream gradients.
 
         Args:
-            value: a nest of arrays of numbers or bools with at least one dim (each replica's view).
+            value: a pytree of arrays of numbers or bools with at least one dim (each replica's view).
             axis: the dim to join along; may be negative.
             options: accepted as in TensorFlow's signature; they do not change how XLA gathers.
 
         Returns:
-            The nest with dim ``axis`` N times as long, mirrored.
+            The pytree with dim ``axis`` N times as long, mirrored.
 
         Raises:
             ValueError: a leaf is a scalar, does not have the dim, or holds no numbers or bools.

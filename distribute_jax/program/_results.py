@@ -19,7 +19,7 @@ class Results:
     """The structure of what ``fn`` returned."""
 
     treedef: Any
-    """The nest of the result."""
+    """The pytree of the result."""
     leaves: tuple[Any, ...]
     """For each leaf: ``("array", k)``, ``("static", value)``, ``("node", i)``, ``("variable", i)``."""
     names: tuple[str, ...]
@@ -104,10 +104,10 @@ def per_example(tree: T) -> T:
     is for steps that cannot be traced at another size.
 
     Args:
-        tree: a nest of arrays, dim 0 of each as long as this replica's share of the batch.
+        tree: a pytree of arrays, dim 0 of each as long as this replica's share of the batch.
 
     Returns:
-        The nest, marked; return it from the function given to ``run``.
+        The pytree, marked; return it from the function given to ``run``.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp

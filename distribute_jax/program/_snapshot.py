@@ -22,18 +22,18 @@ a variable, nnx.clone(model) and jax.tree.map over its state share its memory; n
 
 
 def snapshot(tree: Any) -> Any:
-    """Copies the arrays of a model, an optimizer or a nest, so that no later step reuses their memory.
+    """Copies the arrays of a model, an optimizer or a pytree, so that no later step reuses their memory.
 
     ``run`` updates variables in place: it donates their arrays, so that one that was read from a variable
     before a step is gone after it. A snapshot stays. Another thread than that of the steps may take one
     as well: it waits for the step that is being dispatched, and all arrays are of one step.
 
     Args:
-        tree: an NNX object, or a nest of arrays (global view).
+        tree: an NNX object, or a pytree of arrays (global view).
 
     Returns:
-        For an NNX object its ``nnx.State``, which ``nnx.update(model, state)`` puts back; for a nest
-        the nest. All arrays are copies with the same placement.
+        For an NNX object its ``nnx.State``, which ``nnx.update(model, state)`` puts back; for a pytree
+        the pytree. All arrays are copies with the same placement.
 
     Raises:
         DonatedError: the arrays were donated to a step already.

@@ -120,7 +120,7 @@ class StandIn:
 
 
 def abstract(value: Any) -> Any:
-    """Returns shape, dtype and weakness of an array; numbers and nests stay what they are."""
+    """Returns shape, dtype and weakness of an array; numbers and pytrees stay what they are."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):

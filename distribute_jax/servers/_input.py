@@ -77,7 +77,7 @@ class PerWorkerValue:
     """One value for each worker: a scheduled function gets that of the worker that runs it.
 
     Args:
-        values: one nest of arrays or numbers for each worker, all of one structure, shapes and dtypes.
+        values: one pytree of arrays or numbers for each worker, all of one structure, shapes and dtypes.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/PerWorkerValue
     """

@@ -290,7 +290,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
         Args:
             reduce_op: ``"sum"`` or ``"mean"``.
-            value: a nest of what ``run`` returned. A result that is equal on every replica counts
+            value: a pytree of what ``run`` returned. A result that is equal on every replica counts
                 once for each replica under SUM.
             axis: None combines the replicas' arrays element by element. An int or several also
                 reduce those dims of each replica's array: SUM adds everything, MEAN divides by the
@@ -300,7 +300,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         ``jnp.sum``, and their mean is floating.
 
         Returns:
-            The nest of combined arrays, on this process's first device, free to mix with any other.
+            The pytree of combined arrays, on this process's first device, free to mix with any other.
 
         Raises:
             ValueError: another ``reduce_op``, shapes that do not fit, a host value under SUM, or a
@@ -320,11 +320,11 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         """Joins the replicas' values along a dim, in replica order.
 
         Args:
-            value: a nest of what ``run`` returned, each array with at least one dim.
+            value: a pytree of what ``run`` returned, each array with at least one dim.
             axis: the dim to join along; the replicas' arrays may differ in its length only.
 
         Returns:
-            The nest of joined arrays, on this process's first device.
+            The pytree of joined arrays, on this process's first device.
 
         Raises:
             ValueError: a scalar, or shapes that do not fit.
@@ -348,10 +348,10 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         """Returns this process's per-replica values as a tuple, in replica order.
 
         Args:
-            value: a nest of what ``run`` returned; a value that is not distributed is returned as it is.
+            value: a pytree of what ``run`` returned; a value that is not distributed is returned as it is.
 
         Returns:
-            One nest for each local replica; a single one where nothing in it is distributed.
+            One pytree for each local replica; a single one where nothing in it is distributed.
 
         Raises:
             RuntimeError: called with a distributed value under the user's own jit.
@@ -379,13 +379,13 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
         Args:
             value_fn: called once for each replica of this process with a ``ValueContext``; returns a
-                nest of arrays or numbers of one structure.
+                pytree of arrays or numbers of one structure.
 
         Returns:
-            The nest, each leaf a per-replica value; plain arrays with one replica.
+            The pytree, each leaf a per-replica value; plain arrays with one replica.
 
         Raises:
-            ValueError: ``value_fn`` is not a function, or does not return a nest of arrays and numbers.
+            ValueError: ``value_fn`` is not a function, or does not return a pytree of arrays and numbers.
 
         Example:
             >>> import distribute_jax as dj
@@ -401,7 +401,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
     @final
     def barrier(self, name: str, timeout: float | None = None) -> None:
-        """Waits until every process of the job has come here; no device takes part.
+        """Waits until every process of the job has reached this call; no device takes part.
 
         A process that is alone does not wait.
 

@@ -25,7 +25,7 @@ class CentralStorageStrategy(Strategy):
     Each ``run`` sends the state that the step reads to the compute devices, updates it there once,
     and brings one copy back; between steps no compute device holds any. The numbers are those of
     ``MirroredStrategy``. What a step returns equal on all replicas is stored on the parameter device too,
-    so a nest of parameters that is passed in and returned is stored centrally as well.
+    so a pytree of parameters that is passed in and returned is stored centrally as well.
 
     Args:
         compute_devices: each a ``jax.Device``, an index or a string such as ``"gpu:0"``; None or an empty

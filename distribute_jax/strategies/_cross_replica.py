@@ -324,7 +324,7 @@ def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, is_equal: bool)
 
 
 def is_value(leaf: Any) -> bool:
-    """Returns whether a node of a nest is combined as one leaf."""
+    """Returns whether a node of a pytree is combined as one leaf."""
     return isinstance(leaf, (DistributedValues, nnx.Variable))
 
 

@@ -49,7 +49,7 @@ class InputMethods:
         results for a partial batch are exactly those of one device.
 
         Args:
-            dataset: an iterable of global batches (nests of arrays, dim 0 the examples), or a
+            dataset: an iterable of global batches (pytrees of arrays, dim 0 the examples), or a
                 function that makes one.
             options: how partial batches are treated, and which part each process reads.
 
@@ -170,7 +170,7 @@ def _dataset(
 
 
 def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh) -> Any:
-    """Calls a function for each replica of this process, and makes its nests one of per-replica values."""
+    """Calls a function for each replica of this process, and makes its pytrees one of per-replica values."""
     method = "strategy.experimental_distribute_values_from_function"
     count = num_replicas(mesh)
     nests = [value_fn(context(i, count)) for i in local_replicas(mesh)]
@@ -184,7 +184,7 @@ def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh)
     structures = list(dict.fromkeys(map(jax.tree.structure, nests)))
     if len(structures) > 1:
         raise ArgumentError(
-            f"{method}: value_fn returned nests of different structure, {structures[0]} and "
+            f"{method}: value_fn returned pytrees of different structure, {structures[0]} and "
             f"{structures[1]}. Give all replicas the same keys and lengths."
         )
     if count == 1:

@@ -25,8 +25,8 @@ class MirroredStrategy(Strategy):
     """Trains on several devices of this process; every device holds the whole model.
 
     Each device is a replica, handles its share of each batch, and applies the same update, so the
-    copies stay equal. TF_CONFIG is ignored, as in TensorFlow; in one of several processes it uses the
-    devices of this one.
+    copies stay equal. TF_CONFIG is ignored, as in TensorFlow; in one of several processes it uses
+    that process's devices only.
 
     Args:
         devices: each a ``jax.Device``, an index or a string such as ``"gpu:0"``; None or an empty list means
@@ -40,7 +40,7 @@ class MirroredStrategy(Strategy):
         replicas_per_device: how many replicas each device has, one after the other, each with its share of
             the batch, its random numbers and its batch norm. ``k`` on each of ``n`` devices are the replicas
             of ``k * n`` devices, with the activations of one at a time in memory; their gradients are added
-            up on the device first, so that sums are to rounding those of ``k * n`` devices.
+            up on the device first, so that sums equal those of ``k * n`` devices to rounding.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
         axis_name: how code in ``run`` names the axis of the replicas, as in

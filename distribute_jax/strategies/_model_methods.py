@@ -32,13 +32,13 @@ class ModelMethods:
     @final
     @frames_hidden
     def create(self: Any, make: Callable[[], M]) -> M:
-        """Makes a model of which each array is born where it is stored, whole on no device.
+        """Makes a model whose arrays are created where they are stored, so that no device holds all of it.
 
         The numbers are those of the same function under :meth:`scope`, to rounding where XLA fuses an
-        initializer otherwise. A model that does not fit one device is made so.
+        initializer differently. Use it for a model that does not fit on one device.
 
         Args:
-            make: returns a module, a ``TrainState``, or a nest of them, such as ``(model, optimizer)``. It
+            make: returns a module, a ``TrainState``, or a pytree of them, such as ``(model, optimizer)``. It
                 is traced: its arrays come from ``jax.numpy`` and ``nnx.Rngs``.
 
         Returns:
@@ -69,7 +69,7 @@ class ModelMethods:
         """Returns how the devices divide the state of a model, before anything runs.
 
         Args:
-            model: a module, an optimizer, a ``TrainState``, or a nest of them, in ``tuple``, ``list`` or
+            model: a module, an optimizer, a ``TrainState``, or a pytree of them, in ``tuple``, ``list`` or
                 ``dict``.
 
         Returns:
@@ -90,7 +90,7 @@ class ModelMethods:
         found = [] if is_leaf else _leaves_of(model, nnx.state(model))
         if not (state := [(v, path) for v, path in found if v is not None]):
             raise ArgumentError(
-                f"strategy.placement got {leaf_text(model)}, which is not a nest of variables and arrays. "
+                f"strategy.placement got {leaf_text(model)}, which is not a pytree of variables and arrays. "
                 "Pass the module, or (module, optimizer); of a dj.Model its module."
             )
         rows: list[PlacedLeaf] = self._replicas.placement.rows(*zip(*state, strict=True))
@@ -110,7 +110,7 @@ class ModelMethods:
         """Compiles a step for any number of replicas, and returns what it takes; nothing runs.
 
         The variables that the step reaches keep their values and their places. The devices of the
-        replicas need not be there: XLA compiles for the kind of device that the strategy has.
+        replicas need not exist: XLA compiles for the kind of device that the strategy has.
 
         Args:
             step: the step of one replica, as for :meth:`run`.
@@ -172,7 +172,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
 
 
 def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
-    """Returns the variables of a nest and their paths.
+    """Returns the variables of a pytree and their paths.
 
     An array outside of modules is like a parameter; one that a module holds beside its variables is not,
     so there is None in its place.

@@ -79,9 +79,9 @@ class ParameterServerStrategy(Strategy):
             ``ps`` call ``dj.Server(…).join()``. The engine is Ray. None for workers of this machine.
         variable_partitioner: into how many parts each variable is divided, such as one of
             ``dj.experimental.partitioners``, or a function of their shape and dtype that returns the number
-            of parts along each dim. None divides none.
+            of parts along each dim. None divides nothing.
         engine: ``"threads"``, the default: the workers are threads of this process. ``"processes"``: workers
-            and servers are processes of this machine, which compute beside each other and are replaced when
+            and servers are processes of this machine, which compute in parallel and are replaced when
             they end. They run exported programs; none of them listens on a port. ``"ray"``: the same as
             actors of a Ray cluster, on other machines too; ``pip install 'distribute-jax[ray]'``.
         workers: how many; by default one for each core, at most 4.
@@ -92,9 +92,9 @@ class ParameterServerStrategy(Strategy):
         workers_per_update: how many workers together compute each update, in sync: they are the replicas of
             the step, and the servers add up what they return. A batch of ``distribute_dataset`` is divided
             among them, and the numbers are those of ``MirroredStrategy`` with as many replicas.
-        sparse: how a table is updated of which a batch looks up some rows: ``"exact"`` as on one device; with
-            ``"lazy"`` the other rows and their optimizer state stay as they are, which is faster, and differs
-            for optimizers such as Adam.
+        sparse: how a table is updated when a batch looks up only some of its rows: ``"exact"``, as on one
+            device; with ``"lazy"`` the other rows and their optimizer state stay as they are, which is
+            faster, and differs for optimizers such as Adam.
         options: of ``engine="processes"`` and ``"ray"``.
 
     Raises:

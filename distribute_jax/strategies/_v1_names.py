@@ -45,7 +45,7 @@ class OlderNames:
         """Makes a dataset of single examples: batch it, then distribute it.
 
         Args:
-            numpy_input: a nest of arrays with the examples along dim 0; lists of arrays are stacked.
+            numpy_input: a pytree of arrays with the examples along dim 0; lists of arrays are stacked.
             session: accepted for TensorFlow's signature.
 
         Raises:

@@ -31,7 +31,7 @@ class Fault:
 
     Args:
         kind: what happens:
-            ``"kill"``: SIGKILL, as by the kernel where memory is short;
+            ``"kill"``: SIGKILL, as by the kernel when memory runs out;
             ``"terminate"``: SIGTERM, as before a preemption;
             ``"stop"``: SIGSTOP, for good or for some seconds;
             ``"stall"``: Python sleeps, for good or for some seconds;

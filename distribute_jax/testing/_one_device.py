@@ -34,7 +34,7 @@ def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) 
     Args:
         strategy: whose replicas run the step.
         step: the function given to ``strategy.run``.
-        batch: an element of ``strategy.distribute_dataset``, or a nest of arrays, dim 0 the examples
+        batch: an element of ``strategy.distribute_dataset``, or a pytree of arrays, dim 0 the examples
             of the global batch, which is distributed first. A tuple becomes several arguments.
 
     Returns:
@@ -57,8 +57,8 @@ def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) 
 def replay_step(model: Model, checkpoint: Any, batch: Any, times: int = 2) -> dict[str, Any]:
     """Computes the gradients of one batch again, from a checkpoint, and compares their bits.
 
-    With it a step that went wrong can be looked at afterwards: where nothing differs, the same call on
-    other devices or another machine tells by other hashes which device computes wrongly all the time.
+    Use it to examine a step that went wrong. Where nothing differs, compare the hashes with those of other
+    devices or another machine: they show which device always computes wrongly.
 
     Args:
         model: a compiled model, which gets the state of the checkpoint and is not trained.

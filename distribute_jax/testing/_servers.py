@@ -78,7 +78,7 @@ def kill(
         server: or that of a server.
 
     Raises:
-        ValueError: not one of both, or a number that there is not.
+        ValueError: not exactly one of the two is passed, or there is none of that number.
         NotImplementedError: the workers are threads.
         RuntimeError: nothing was scheduled yet.
 
@@ -110,10 +110,9 @@ def kill(
 def replay(log: Log) -> None:
     """Repeats the updates of a log on one device, one after the other, and compares them bit by bit.
 
-    Each update is computed from the version of the weights that it was computed from before, so that this
-    also holds for stale ones: that a run on many workers is what its log says is the promise of
-    ``ParameterServerStrategy``. Where workers compute on another kind of device, or on several each, results
-    can differ by rounding.
+    ``ParameterServerStrategy`` promises that a run on many workers equals this. Each update is computed from
+    the version of the weights that it was computed from then, which may be a stale one. Where workers
+    compute on another kind of device, or on several each, results can differ by rounding.
 
     Args:
         log: what :func:`record` yielded, after its block.

@@ -155,7 +155,7 @@ class DeviceAssignment:
 
     def __init__(self, topology: Topology, core_assignment: Any) -> None:
         self.topology = topology
-        with converting("core_assignment", core_assignment, "a nest of ints"):
+        with converting("core_assignment", core_assignment, "a pytree of ints"):
             cores = np.asarray(core_assignment, np.int32)
         if cores.ndim != 3 or cores.shape[-1] != topology.mesh_rank or not cores.size:
             raise ArgumentError(

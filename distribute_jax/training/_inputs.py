@@ -121,7 +121,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_numbers(x: Any) -> bool:
-    """True for a list of numbers, or a nest of such lists; the first of each stands for all."""
+    """True for a list of numbers, or a pytree of such lists; the first of each stands for all."""
     return isinstance(x, list) and bool(x) and (isinstance(x[0], _NUMBERS) or _is_numbers(x[0]))
 
 

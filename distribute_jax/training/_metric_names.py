@@ -85,7 +85,7 @@ def _of_shapes(name: str, binary: PerExample, y_true: Any, y_pred: Any) -> PerEx
     if true is None or predicted is None:
         raise ArgumentError(
             f"The metric {name!r} depends on the shapes of labels and predictions, and one of them is a "
-            "nest of arrays. Pass a dict of metrics, by output."
+            "pytree of arrays. Pass a dict of metrics, by output."
         )
     if len(predicted) < 2 or predicted[-1] == 1:
         return binary

@@ -379,7 +379,7 @@ def test_a_model_that_cannot_be_divided_is_refused() -> None:
     whys = {row.path: row.why for row in strategy.placement(layer)}
     assert whys["kernel"] == "no dim is a multiple of 4"
     assert whys["bias"] == "less than 1024 elements"
-    with pytest.raises(ValueError, match="is not a nest of variables and arrays"):
+    with pytest.raises(ValueError, match="is not a pytree of variables and arrays"):
         strategy.placement([3])
 
 

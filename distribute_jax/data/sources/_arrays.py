@@ -103,7 +103,7 @@ class ArrayDataset:
         Before ``batch``, a batch may hold the end of one pass and the beginning of the next.
 
         Args:
-            n: how many; None for without end.
+            n: how many; None for no end.
 
         Raises:
             ArgumentError: ``n`` is not a positive integer, or the dataset has no end already.
@@ -207,9 +207,9 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
     """Makes a dataset of the rows of arrays in memory.
 
     Args:
-        tree: a NumPy or JAX array, or a nest of them (dicts, tuples, registered dataclasses; None stays
+        tree: a NumPy or JAX array, or a pytree of them (dicts, tuples, registered dataclasses; None stays
             None); dim 0 of each counts the examples. JAX arrays are copied to the host once.
-        *more: is refused: several arrays are one tuple.
+        *more: refused; pass several arrays as one tuple.
 
     Returns:
         The dataset of single examples. Call ``batch`` on it, and ``shuffle``, ``map`` and ``repeat`` as
@@ -233,7 +233,7 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
     """
     if more:
         raise ArgumentTypeError(
-            "dj.data.from_arrays takes one nest of arrays: dj.data.from_arrays((x, y))."
+            "dj.data.from_arrays takes one pytree of arrays: dj.data.from_arrays((x, y))."
         )
     rows = check_rows(tree, "dj.data.from_arrays")
     on_host = jax.tree.map(

@@ -137,7 +137,7 @@ def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -
     Args:
         paths: the files, in the order in which they are read. Sort a directory listing: its order may
             differ between machines.
-        read: takes one path and returns its examples: an iterable or a generator of them, each a nest of
+        read: takes one path and returns its examples: an iterable or a generator of them, each a pytree of
             arrays or numbers; or an array, or a dict or tuple of arrays, whose rows are the examples.
 
     Returns:
@@ -189,7 +189,7 @@ def check_rows(tree: PyTree, called: str) -> int:
     if bad or not leaves:
         raise ArgumentError(
             f"{called} got no arrays with a dim 0:\n{listed(bad or [repr(tree)[:60]])}\nIt takes a NumPy "
-            "or JAX array, or a nest of them, whose dim 0 counts the examples. Make lists of numbers "
+            "or JAX array, or a pytree of them, whose dim 0 counts the examples. Make lists of numbers "
             "arrays with np.asarray."
         )
     sizes = {int(leaf.shape[0]) for _, leaf in leaves}

@@ -57,7 +57,7 @@ class Fact:
 
 
 def same(what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> Iterator[Fact]:
-    """Compares two nests leaf by leaf; where their structures differ, these."""
+    """Compares two pytrees leaf by leaf; where their structures differ, these."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(received)
     wanted, wanted_structure = jax.tree_util.tree_flatten_with_path(expected)
     if str(structure) != str(wanted_structure):
@@ -80,7 +80,7 @@ def on_each(
 def on_all(
     what: str, parts: Sequence[Any], expected: Any, rtol: float = ROUNDING
 ) -> Iterator[Fact]:
-    """Compares what every replica has with one and the same nest."""
+    """Compares what every replica has with one and the same pytree."""
     return on_each(what, parts, [expected] * len(parts), rtol)
 
 

@@ -188,7 +188,7 @@ class CheckInSync(Callback):
     Args:
         every: after how many batches.
         policy: what happens where copies differ: ``"raise"``, or ``"heal"``: devices that differ get the
-            copy of the majority, with a warning. With two copies there is none, which raises.
+            copy of the majority, with a warning. Two copies have no majority: that raises.
 
     Raises:
         ValueError: ``every`` below 1, or another policy.
@@ -264,7 +264,7 @@ _PASSED_OVER = (
 class ReplaySteps(Callback):
     """Computes the gradients of a sampled batch twice before they are used, and compares them bit by bit.
 
-    A device that computes wrongly now and then is found so, before it trains on the batch: the error names
+    This detects a device that sometimes computes wrongly, before it trains on the batch: the error names
     the replica and the variables. Each sample costs two more backward passes.
 
     Args:
@@ -311,9 +311,9 @@ class LossSpike(Callback):
         factor: how many times the median.
         window: how many losses.
         policy: ``"skip"`` leaves all state as it was before the batch; ``"rollback"`` also goes back to the
-            weights and the optimizer of up to ``window`` batches before, and on with the next batch;
+            weights and the optimizer of up to ``window`` batches before, and continues with the next;
             ``"warn"`` only logs a warning, as the others do too. After ``window`` spikes in a row the
-            training ends with an error, but for ``"warn"``.
+            training ends with an error, except with ``"warn"``.
 
     Attributes:
         spikes: how many there were, after ``fit``.

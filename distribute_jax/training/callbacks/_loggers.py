@@ -227,7 +227,7 @@ class TensorBoard(_BatchLogger):
     Args:
         log_dir: the folder.
         histogram_freq: write histograms of all weights every so many epochs; 0 for never.
-        write_steps_per_second: whether to write how fast it goes.
+        write_steps_per_second: whether to write the training speed.
         update_freq: ``"epoch"``, ``"batch"``, or after how many batches numbers are written.
 
     Raises:
@@ -371,8 +371,8 @@ class WandbLogger(_RunLogger):
     """Logs to Weights & Biases, on the chief only: to ``wandb.run``, or to a run that ends with ``fit``.
 
     An epoch logs ``loss``, ``val_loss`` and the like, ``epoch`` and ``learning_rate``, a batch
-    ``batch_loss``, each at the training step. The loop does not wait for the numbers. A service that
-    cannot be reached any more ends the log, with a warning, and not the training.
+    ``batch_loss``, each at the training step. The loop does not wait for the numbers. If the service
+    becomes unreachable, logging ends with a warning, and the training continues.
 
     Args:
         update_freq: ``"epoch"``, ``"batch"``, or after how many batches numbers are logged too.
