@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from distribute_jax._errors import ArgumentError, NotEqualError
 from distribute_jax._mesh import (
@@ -57,6 +56,7 @@ from distribute_jax.program._verify_outputs import (
     compared_outputs,
     components_on,
     derived,
+    draws_random_numbers,
     scales_by_number,
 )
 
@@ -153,9 +153,8 @@ def _verify_unasked(
 
 
 def _not_equal(entry: BoundProgram, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
-    random = any(isinstance(v, nnx.RngCount) for v in entry.outputs)
     scaled = any("number of replicas" in line for line in lines)
-    hint = f"{_RANDOM if random else ''}{_PAIRS if scaled else ''}{hint}"
+    hint = f"{_RANDOM if draws_random_numbers(entry) else ''}{_PAIRS if scaled else ''}{hint}"
     replicas = num_replicas(call.mesh)
     return NotEqualError(_UNEQUAL.format(replicas=replicas, lines=listed(lines), hint=hint))
 

@@ -32,11 +32,9 @@ from distribute_jax.variables import Variable, VariableAggregation, aggregated, 
 _MOST_BYTES = 256 * 2**20
 """State of this size and more is not compared unasked."""
 
-_UNREPEATABLE = (
-    *("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"),
-    *("callback", "infeed", "outfeed", "debug_print"),
-)
-"""Parts of the names of primitives that draw random numbers, or that must not be run twice."""
+_DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
+_ACTS = ("callback", "infeed", "outfeed", "debug_print")
+"""Parts of the names of primitives that draw random numbers, and of those that must not be run twice."""
 
 
 def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[int]:
@@ -57,7 +55,7 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
     statistics = any("batch_stats" in name for name in entry.output_names())
     if statistics or rules & {Combine.MEAN, Combine.FIRST}:
         return []
-    if any(isinstance(v, nnx.RngState) for v in entry.outputs) or not _repeatable(entry):
+    if not _repeatable(entry):
         return []
     split = {id(v.global_array) for v in batches}
     if (
@@ -95,8 +93,17 @@ def _repeatable(entry: BoundProgram) -> bool:
     jaxpr = entry.program.traced.jaxpr
     if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
         return False
-    names = {eqn.primitive.name for eqn in equations(jaxpr.jaxpr)}
-    return not any(part in name for name in names for part in _UNREPEATABLE)
+    return not draws_random_numbers(entry) and not _has_primitive(entry, _ACTS)
+
+
+def draws_random_numbers(entry: BoundProgram) -> bool:
+    """Returns whether a step draws, not only advances a stream, as that of a layer without dropout does."""
+    return _has_primitive(entry, _DRAWS)
+
+
+def _has_primitive(entry: BoundProgram, parts: Sequence[str]) -> bool:
+    names = {eqn.primitive.name for eqn in equations(entry.program.traced.jaxpr.jaxpr)}
+    return any(part in name for name in names for part in parts)
 
 
 def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:

@@ -269,6 +269,21 @@ def test_what_cannot_be_compared_is_not_and_nothing_is_said_of_it(
     assert all("so this step is not exactly that of one device" in text for text in said), said
 
 
+def test_a_layer_that_advances_a_stream_and_draws_nothing_is_compared(s4: dj.MirroredStrategy):
+    """As ``nnx.RNN`` does: the count of its stream is state, and no random number is in the step."""
+    with s4.scope():
+        rnn = nnx.RNN(nnx.LSTMCell(8, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(rnn, optax.sgd(0.1))
+
+    def step(x: jax.Array) -> None:
+        optimizer.update(rnn, nnx.grad(lambda rnn: rnn(x[:, None]).mean())(rnn))
+
+    (batch,) = s4.distribute_dataset([X])
+    with pytest.raises(dj.NotEqualError, match="gradients of a mean were summed") as caught:
+        s4.run(step, args=(batch,))
+    assert "random numbers" not in str(caught.value)
+
+
 @pytest.mark.parametrize("options", [{"verify": "off"}, {"check_sync": False}])
 def test_who_says_so_is_not_compared(s4: dj.MirroredStrategy, options: dict[str, Any]):
     model, optimizer = classifier(s4, optax.sgd(0.1))
