@@ -15,7 +15,6 @@ from distribute_jax.processes._job import (
     current_job as current_job,
     is_chief as is_chief,
     job_of as job_of,
-    resolve_cluster as resolve_cluster,
 )
 from distribute_jax.processes._liveness import describe_processes as describe_processes
 from distribute_jax.processes._status import (
@@ -28,7 +27,9 @@ from distribute_jax.processes._status import (
 
 # What only a job of several processes needs.
 if TYPE_CHECKING:
-    from distribute_jax.processes._connect import start as start
+    from distribute_jax.processes._connect import connect as connect
     from distribute_jax.processes._preemption import Preemption as Preemption
 else:
-    __getattr__ = lazy_exports(globals(), {"_preemption": ("Preemption",), "_connect": ("start",)})
+    __getattr__ = lazy_exports(
+        globals(), {"_preemption": ("Preemption",), "_connect": ("connect",)}
+    )

@@ -10,10 +10,16 @@ from importlib.metadata import version
 
 import jax
 
-from distribute_jax._errors import BackendStartedError, ClusterError, DeadlineExceededError
+from distribute_jax import cluster_resolver
+from distribute_jax._errors import (
+    BackendStartedError,
+    ClusterError,
+    DeadlineExceededError,
+    NoClusterError,
+)
 from distribute_jax._jax_private import backend_is_started, coordination_client
 from distribute_jax._supervision import JOB, xla_flags
-from distribute_jax.cluster_resolver import ClusterResolver
+from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from distribute_jax.processes._divergence import KeyValueStore
 from distribute_jax.processes._job import (
     ClusterOptions,
@@ -46,31 +52,51 @@ _TOO_LATE = (
 )
 
 
-def start(
-    resolver: ClusterResolver, options: ClusterOptions, collective_seconds: float, caller: str
-) -> Job:
-    """Connects this process with the others of its job, once.
+def connect(
+    resolver: ClusterResolver | None,
+    options: ClusterOptions | None,
+    caller: str,
+    collective_seconds: float | None = None,
+) -> ClusterResolver:
+    """Connects this process with the others of its job, once; returns the resolver that describes them.
 
     Args:
-        resolver: which processes there are.
-        options: how long they wait for each other.
-        collective_seconds: after how long a collective between processes fails.
+        resolver: which processes there are; if None, those that are detected, or this one alone.
+        options: how long they wait for each other; the defaults if None.
         caller: what the user called.
+        collective_seconds: after how long a collective between processes fails; ``step_seconds`` if None.
 
     Raises:
         BackendStartedError: JAX has begun to use this process's devices alone.
         ClusterError: the processes cannot meet, or differ.
         DeadlineExceededError: a process has not come in time.
     """
+    resolver = _detected(caller) if resolver is None else resolver
+    options = options or ClusterOptions()
     count, index = resolver.num_processes, resolver.process_id
     if jax.distributed.is_initialized():
-        return _already_started(count, index, options, caller)
-    if count == 1:
+        _adopt(count, index, options, caller)
+    elif count == 1:
         _LOG.info("%s: one process, its local devices only.", caller)
-        return current_job()
-    if backend_is_started():
+    elif backend_is_started():
         raise BackendStartedError(_TOO_LATE.format(caller=caller, count=count))
-    _limit_collectives(collective_seconds)
+    else:
+        _limit_collectives(collective_seconds or options.step_seconds)
+        _start(resolver, count, index, options, caller)
+    return resolver
+
+
+def _detected(caller: str) -> ClusterResolver:
+    try:
+        return cluster_resolver.detect()  # loaded here, with all it looks for
+    except NoClusterError:
+        _LOG.info("%s: no cluster was detected, so this process is the only worker.", caller)
+        return SimpleClusterResolver(ClusterSpec({}), task_type="worker", task_id=0)
+
+
+def _start(
+    resolver: ClusterResolver, count: int, index: int, options: ClusterOptions, caller: str
+) -> None:
     address = resolver.coordinator_address
     processes: list[ProcessInfo] = []
     bind = None
@@ -82,8 +108,8 @@ def start(
             listener, bind = listen(address)
             processes = serve_rendezvous(listener, handshake, count, options.start_seconds)
     local = resolver.local_process_id if _shares_devices(processes, index) else None
-    _connect(resolver, address, bind, local, options, caller)
-    return _watched(Job(index, count, options, KeyValueStore(coordination_client()), processes))
+    _initialize(resolver, address, bind, local, options, caller)
+    _watch(Job(index, count, options, KeyValueStore(coordination_client()), processes))
 
 
 def _facts(count: int) -> dict[str, str]:
@@ -95,7 +121,7 @@ def _facts(count: int) -> dict[str, str]:
     }
 
 
-def _connect(
+def _initialize(
     resolver: ClusterResolver,
     address: str | None,
     bind: str | None,
@@ -135,7 +161,7 @@ def _shares_devices(processes: Sequence[ProcessInfo], index: int) -> bool:
     return not processes or [p.host for p in processes].count(processes[index].host) > 1
 
 
-def _watched(new: Job) -> Job:
+def _watch(new: Job) -> None:
     new.last_seen = partial(last_seen, new)
     set_job(new)
     activity().watched = True
@@ -143,19 +169,18 @@ def _watched(new: Job) -> Job:
     ExitHandler(new, watchdog)
     on_sigterm(partial(exit_unsaved, new, "SIGTERM: this process was asked to stop."))
     watchdog.start()
-    return new
 
 
-def _already_started(count: int, index: int, options: ClusterOptions, caller: str) -> Job:
+def _adopt(count: int, index: int, options: ClusterOptions, caller: str) -> None:
+    """Takes over a job that this library, or the user, has connected before."""
     if (count, index) != (jax.process_count(), jax.process_index()):
         raise ClusterError(
             f"{caller}: this is process {index} of {count}, but jax.distributed is started already, and this "
             f"is process {jax.process_index()} of {jax.process_count()}. Make the first strategy with the "
             "same cluster, or leave the start to this library."
         )
-    if count == 1 or not current_job().is_alone:
-        return current_job()
-    return _watched(Job(index, count, options, KeyValueStore(coordination_client())))
+    if count > 1 and current_job().is_alone:
+        _watch(Job(index, count, options, KeyValueStore(coordination_client())))
 
 
 def _limit_collectives(seconds: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections import Counter
@@ -12,17 +11,14 @@ from dataclasses import dataclass, field, fields
 
 from jax.sharding import Mesh
 
-from distribute_jax import cluster_resolver
 from distribute_jax._checks import check_number, refuse
-from distribute_jax._errors import DeadlineExceededError, NoClusterError
+from distribute_jax._errors import DeadlineExceededError
 from distribute_jax._mesh import is_local
-from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from distribute_jax.processes._divergence import ActionLog, KeyValueStore
 from distribute_jax.processes._status import doing
 
 _SLACK = 1.0
 """Seconds that the others wait longer than process 0, so that they hear from it who is missing."""
-_LOG = logging.getLogger("distribute_jax")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,14 +227,3 @@ def check_barrier(name: object, timeout: object) -> None:
         refuse("strategy.barrier: name", "a non-empty str", name)
     if timeout is not None:
         check_number("strategy.barrier: timeout", timeout)
-
-
-def resolve_cluster(resolver: ClusterResolver | None, caller: str) -> ClusterResolver:
-    """Returns the resolver of a strategy: the user's, the detected one, or one of this process alone."""
-    if resolver is None:
-        try:
-            return cluster_resolver.detect()  # loaded here, with all it looks for
-        except NoClusterError:
-            _LOG.info("%s: no cluster was detected, so this process is the only worker.", caller)
-            return SimpleClusterResolver(ClusterSpec({}), task_type="worker", task_id=0)
-    return resolver

@@ -24,11 +24,7 @@ from distribute_jax.cluster_resolver import (
     TPUClusterResolver,
     detect,
 )
-from distribute_jax.processes import (
-    ClusterOptions,
-    current_job,
-    resolve_cluster,
-)
+from distribute_jax.processes import ClusterOptions, current_job
 
 _LOG = logging.getLogger("distribute_jax")
 _NAME = re.compile(
@@ -108,9 +104,7 @@ def connect(
     seconds: float | None = None,
 ) -> tuple[ClusterResolver, list[jax.Device]]:
     """Connects the processes of a cluster; returns where it is described, and all of their devices."""
-    resolver = resolve_cluster(resolver, caller)
-    timeouts = options or ClusterOptions()
-    processes.start(resolver, timeouts, seconds or timeouts.step_seconds, caller)
+    resolver = processes.connect(resolver, options, caller, seconds)
     return resolver, sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from distribute_jax import _frames
+from distribute_jax import _frames, processes
 from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError, ContextError, MixedStrategiesError
 from distribute_jax._mesh import DATA, cores_per_replica, factors, replica_mesh
@@ -21,7 +21,6 @@ from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import check_replicas_per_device, note_no_tpu
-from distribute_jax.tpu._system import connected
 from distribute_jax.tpu._topology import DeviceAssignment, checked_assignment, in_topology_order
 
 
@@ -88,7 +87,7 @@ class TPUStrategy(Strategy):
         spmd = f"{name}(experimental_spmd_xla_partitioning)"
         check_choice(spmd, experimental_spmd_xla_partitioning, (True,))
         each = check_replicas_per_device(name, replicas_per_device)
-        self._resolver = connected(tpu_cluster_resolver, cluster_options, name)
+        self._resolver = processes.connect(tpu_cluster_resolver, cluster_options, name)
         if experimental_device_assignment is None:
             note_no_tpu(name)
         replicas: list[Any] = (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from distribute_jax import processes
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.processes import ClusterOptions, resolve_cluster
+from distribute_jax.processes import ClusterOptions
 from distribute_jax.tpu._topology import Topology
 
 
@@ -39,7 +37,7 @@ def experimental_connect_to_cluster(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/config/experimental_connect_to_cluster
     """
-    connected(cluster_spec_or_resolver, cluster_options, "experimental_connect_to_cluster")
+    processes.connect(cluster_spec_or_resolver, cluster_options, "experimental_connect_to_cluster")
 
 
 def initialize_tpu_system(
@@ -72,13 +70,5 @@ def initialize_tpu_system(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/tpu/experimental/initialize_tpu_system
     """
-    connected(cluster_resolver, cluster_options, "initialize_tpu_system")
+    processes.connect(cluster_resolver, cluster_options, "initialize_tpu_system")
     return Topology(jax.devices())
-
-
-def connected(resolver: Any, options: Any, caller: str) -> ClusterResolver:
-    """Connects the processes of a resolver; returns the resolver."""
-    cluster = resolve_cluster(resolver, caller)
-    timeouts = options or ClusterOptions()
-    processes.start(cluster, timeouts, timeouts.step_seconds, caller)
-    return cluster

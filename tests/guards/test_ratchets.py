@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_186,
+    lines: 52_180,
     lines_of_tests: 48_522,
     files: 239,
     pieces: 1,
