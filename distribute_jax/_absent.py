@@ -209,6 +209,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "minimize": _GRADIENTS + "; then update(model, grads)",
         "param_groups": "learning_rate",
         "set_weights": "nnx.update(optimizer, state)",
+        "state": "opt_state",
         "state_dict": "nnx.state(optimizer)",
         "variables": "nnx.state(optimizer)",
         "weights": "nnx.state(optimizer)",

@@ -173,7 +173,7 @@ def _as_arrays(called: str, name: str, tree: Any) -> Any:
     if array.ndim == 0 or array.dtype == object:
         raise ArgumentError(
             f"{called} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "
-            "examples, or dicts of them."
+            "examples, or dicts of them. A dataset has its targets in it, and comes alone."
         )
     return array
 

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from distribute_jax._absent import answering
-from distribute_jax._checks import brief
+from distribute_jax._checks import brief, check_number
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import put
 from distribute_jax._messages import not_a_name, promoting
@@ -250,6 +250,7 @@ def learning_rate(optimizer: nnx.Pytree) -> float:
 
 def set_learning_rate(optimizer: nnx.Pytree, rate: float) -> None:
     """Sets the rate on the devices, so that nothing is compiled again."""
+    check_number("learning_rate", rate, at_least=0)
     variable = _variable(optimizer)
     if _find(optimizer, "hyperparams_states"):
         raise ArgumentError(

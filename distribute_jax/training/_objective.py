@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -232,6 +233,16 @@ def _shown(tree: Any) -> str:
     return f"a {type(tree).__name__}" if isinstance(tree, (list, tuple)) else "one array"
 
 
+MODES = {
+    "training": True,
+    "train": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+"""Keywords of a user's ``__call__``, and their value in training."""
+
+
 def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> nnx.Module:
     """Returns an NNX module, or a Linen one with weights that are created under the strategy."""
     if isinstance(module, nnx.Module):
@@ -255,7 +266,12 @@ def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> 
     with strategy.scope():
         bridged = nnx.bridge.ToNNX(module, rngs=rngs or nnx.Rngs(0))
         sample = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), sample_input)
-        return bridged.lazy_init(sample)  # type: ignore[no-any-return]
+        known = inspect.signature(type(module).__call__).parameters
+        needed = [
+            name for name in MODES if name in known and known[name].default is known[name].empty
+        ]
+        keywords = {name: not MODES[name] for name in needed}
+        return bridged.lazy_init(sample, **keywords)  # type: ignore[no-any-return]
 
 
 @contextmanager

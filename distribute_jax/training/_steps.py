@@ -23,7 +23,7 @@ from distribute_jax.program import results_are_parts
 from distribute_jax.strategies import get_replica_context
 from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
 from distribute_jax.training._compile import Setup
-from distribute_jax.training._objective import with_added_losses
+from distribute_jax.training._objective import MODES, with_added_losses
 from distribute_jax.training._weights import is_trained
 
 
@@ -201,15 +201,6 @@ def watching(kind: str, weights: list[Any]) -> Iterator[None]:
 _SWITCHES = ("deterministic", "use_running_average")
 """Attributes of Flax's layers that are True in evaluation mode."""
 
-_KEYWORDS = {
-    "training": True,
-    "train": True,
-    "is_training": True,
-    "deterministic": False,
-    "use_running_average": False,
-}
-"""Keywords of a user's ``__call__``, and their value in training."""
-
 
 @contextmanager
 def mode(module: nnx.Module, *, training: bool, trained: Any = None) -> Iterator[None]:
@@ -245,7 +236,7 @@ def call_keywords(
     """Returns the keywords by which a module gets the mode, and a Linen module what it may change."""
     known = inspect.signature(call).parameters
     keywords: dict[str, Any] = {
-        name: value == training for name, value in _KEYWORDS.items() if name in known
+        name: value == training for name, value in MODES.items() if name in known
     }
     if isinstance(module, nnx.bridge.ToNNX) and training:
         kinds = {

@@ -120,6 +120,13 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
         lambda s, _: s.distribute_datasets_from_function(lambda: [X]), r"def dataset_fn\(context\):"
     ),
     "distributed twice": (lambda s, _: dataset(s, X) and s.distribute_dataset(dataset(s, X)), "already"),
+    "targets beside a dataset": (
+        lambda s, _: model(s).fit(dj.data.from_arrays((X, Y)).batch(8), Y), "A dataset has its targets in it"
+    ),
+    "a rate that is a text": (
+        lambda s, _: setattr(model(s), "learning_rate", "0.1"), "learning_rate must be a number >= 0"
+    ),
+    "a folder to export into": (lambda s, p: model(s).export(p, X[:1]), "the path of a file"),
     "one step twice": (lambda s, p: twice(p), "holds step 1 already"),
     "weights of a manager": (as_weights, "holds the steps of a CheckpointManager"),
 }  # fmt: skip
@@ -161,3 +168,18 @@ def test_right_calls_that_look_alike_pass(s2: dj.MirroredStrategy):
     with s2.scope():
         two = model(s2, nnx.Linear(3, 2, rngs=nnx.Rngs(0)), loss=loss)
     assert np.isfinite(two.fit(X, labels, 8, 1, 0).history["loss"][0])
+
+
+def test_a_linen_module_may_require_its_mode(s2: dj.MirroredStrategy):
+    """As ``train`` in many programs: it is False where the weights are made, as in evaluation."""
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any, train: bool) -> Any:
+            x = linen.BatchNorm(use_running_average=not train)(x)
+            return linen.Dense(1)(linen.Dropout(0.5, deterministic=not train)(x))
+
+    with s2.scope():
+        made = dj.Model(Net(), sample_input=X[:1])
+    made.compile("sgd", "mse")
+    assert np.isfinite(made.fit(X, Y, 8, 1, 0).history["loss"][0])
