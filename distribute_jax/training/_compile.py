@@ -52,7 +52,7 @@ class Setup:
     ) -> None:
         if steps_per_execution != "auto":
             check_int('compile(steps_per_execution), if not "auto",', steps_per_execution)
-        check_choice("compile(verify)", verify, (None, "first"))
+        check_choice("compile(verify)", verify, (None, "first", "off"))
         self.steps_per_execution, self.verify = steps_per_execution, verify
         inner: Any = module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module
         self.call = type(inner).__call__

@@ -147,7 +147,8 @@ class Model(Stored):
             dtype_policy: in which precision the module computes, such as ``"mixed_bfloat16"``.
             verify: ``"first"`` to run the first batch to train on, to evaluate and to predict on one
                 device too, from a copy of the state, and raise if the numbers differ by more than
-                rounding, as those of a module that mixes the examples of a batch.
+                rounding, as those of a module that mixes the examples of a batch; ``"off"`` not to
+                compare a ``train_step`` that is meant to depend on the number of replicas.
             skip_nonfinite: whether a batch whose gradients are not finite changes nothing; see
                 ``dj.Optimizer``.
             trainable: which weights are trained, and have state of the optimizer: a regular expression

@@ -307,13 +307,14 @@ _UNEQUAL = (
     'replica\'s share alone; batch norm with axis_name="data". Dropout differs too: verify a module that '
     "was made with rate=0."
 )
+_MEANT = 'In fit, for a {step} that is meant to differ: compile(..., verify="off").'
 _KINDS = {"train": "train on", "test": "evaluate", "predict": "predict"}
 
 
 def failure_hint(kind: str, tracker: Tracker, asked: bool, error: Exception) -> str:
     """Returns what to do about a step that differs from one device, or that depends on the padding."""
     if isinstance(error, NotEqualError):
-        return _UNEQUAL.format(what=_KINDS[kind]) if asked else ""
+        return _UNEQUAL.format(what=_KINDS[kind]) if asked else _MEANT.format(step=f"{kind}_step")
     if not isinstance(error, PaddingLeakError):
         return ""
     without = f"In fit and evaluate, to leave partial batches out: {_WITHOUT}"

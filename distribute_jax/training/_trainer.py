@@ -236,10 +236,10 @@ class Trainer:
     def _run(self, kind: str, step: Step, batches: Batches, most: int) -> Any:
         """Runs one dispatch, the first of its kind on one device too if ``compile`` asked for it."""
         # A user's step is verified as in a loop of the user's.
-        options = None if self.overrides(kind) else library_options()
-        if self.setup.verify is not None and kind not in self._verified:
-            options = RunOptions(verify="first")
-        asked = self.setup.verify is not None
+        verify = self.setup.verify
+        options = None if self.overrides(kind) and verify != "off" else library_options()
+        if asked := verify == "first":
+            options = options if kind in self._verified else RunOptions(verify="first")
         is_first = self.overrides(kind) and kind not in self._verified
         watched = watching(kind, variables(self.module)) if is_first else nullcontext()
         with watched, hint(partial(failure_hint, kind, self.tracker(kind), asked)):

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_189,
-    lines_of_tests: 48_544,
+    lines: 52_191,
+    lines_of_tests: 48_576,
     files: 239,
     pieces: 1,
     private_words: 9,

@@ -485,3 +485,33 @@ def test_fit_is_compared_where_the_step_is_the_users(s2: dj.MirroredStrategy):
                 model.fit(X, Y, batch_size=16, verbose=0)
         else:
             model.fit(X, Y, batch_size=16, verbose=0)
+
+
+class Pairs(dj.Model):
+    """Compares the examples of a replica with each other."""
+
+    def train_step(self, batch: Any) -> dict[str, jax.Array]:
+        x, _, _ = dj.unpack_x_y_sample_weight(batch)
+
+        def loss_fn(module: Any) -> jax.Array:
+            z = module(x)
+            return ((z[:, None] - z) ** 2).mean()
+
+        loss, grads = nnx.value_and_grad(loss_fn)(self.module)
+        self.optimizer.update(self.module, grads)
+        return {"loss": loss}
+
+
+def test_a_step_that_is_meant_to_differ_from_one_device_says_so(s2: dj.Strategy):
+    """By default its first batch is an error, which names the option with which it trains."""
+    with s2.scope():
+        model = Pairs(nnx.Linear(8, 3, rngs=nnx.Rngs(0)))
+    model.compile("sgd")
+    with pytest.raises(dj.NotEqualError) as caught:
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert (
+        'train_step that is meant to differ: compile(..., verify="off")'
+        in caught.value.__notes__[-1]
+    )
+    model.compile("sgd", verify="off")
+    assert len(model.fit(X, Y, batch_size=8, verbose=0).history["loss"]) == 1

@@ -102,7 +102,9 @@ def test_only_the_first_batch_is_compared(s4: dj.Strategy, monkeypatch: pytest.M
 
 
 def test_another_word_is_refused(s2: dj.Strategy):
-    with pytest.raises(ValueError, match=r"verify\) must be one of None, 'first'; got 'always'"):
+    with pytest.raises(
+        ValueError, match=r"verify\) must be one of None, 'first', 'off'; got 'always'"
+    ):
         made(s2, Rows, verify="always")
 
 
