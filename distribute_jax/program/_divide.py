@@ -7,6 +7,8 @@ norm, a worker computes once.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -24,8 +26,9 @@ SMALL = 16
 
 _FOREIGN = """\
 The update of {name} on server {server} reads {foreign} at {where}, which is stored on server {home}.
-A server updates its variables from what it stores and what a worker sends. Use one server (servers=1), or \
-compute what both need from the gradients."""
+A server updates its variables from what it stores and what a worker sends. Schedule this step before others \
+that change these variables, so that they are stored on one server, or use \
+ParameterServerStrategy(servers=1)."""
 
 _USED_AGAIN = """\
 The step uses the new value of {name} at {where}.
@@ -38,6 +41,9 @@ Parameter servers compute new values after the worker has finished the step and 
 it from a separate function, scheduled after this one."""
 
 
+_TOGETHER = """\
+Parameter servers store %s and %d more variables on one server, since their updates read each other's state, \
+as where updates are clipped by their norm."""
 _WHOLE = "Parameter servers do not divide %s: %s."
 
 Homes = Mapping[int, Mapping[int, Rows | None]]
@@ -225,6 +231,10 @@ class Update:
         Other variables are divided among several servers, into the ``parts`` of each.
         """
         groups = self._groups()
+        weights = [k for k in self.updated.values() if k not in self.state.followers]
+        if servers > 1 and len(weights) > 2 and len({groups[k] for k in weights}) == 1:
+            name = self.state.names[weights[0]]
+            log_once(_TOGETHER, name, len(weights) - 1, about=name)
         homes = self._homes(servers, groups, known)
         self._divide_variables(servers, homes, groups, known, parts)
         stored = [
@@ -325,31 +335,23 @@ class Update:
         groups = _Groups(len(self.state.names), self.state.followers)
         for leaves in self.state.together:
             groups.join(leaves)
-        for k, sources in self._sources(element_by_element=True).items():
+        for k, sources in self._sources().items():
             groups.join([k, *sources])
-        # Rows and columns of an array, as Adafactor keeps, are not of its shape, and read for it alone.
-        targets: dict[int, set[int]] = {}
-        for k, sources in self._sources(element_by_element=False).items():
-            for source in sources & self.state.followers:
-                targets.setdefault(source, set()).add(groups.head(k))
-        for k, heads in targets.items():
-            weights = heads - self.state.followers
-            if len(weights) == 1 and groups.head(k) in self.state.followers:
-                groups.join([k, *weights])
         return [groups.head(k) for k in range(len(self.state.names))]
 
-    def _sources(self, *, element_by_element: bool) -> dict[int, set[int]]:
-        """Returns the state that each new value is computed from, maybe only through arrays of its shape."""
+    def _sources(self) -> dict[int, set[int]]:
+        """Returns the changing state that each update reads, but for numbers, which each server can have.
+
+        Small state that changes as nobody's gradient says, such as a random key, each server can have too.
+        """
         sets = {v: 1 << k for v, k in self._number.items()}
         of_all = _flows(
             self.jaxpr, [sets.get(v, 0) for v in self.jaxpr.invars],
-            list(self.state.outputs.values()), element_by_element=element_by_element,
+            list(self.state.outputs.values()), self._of_state,
         )  # fmt: skip
-        types = self.state.types
+        types, updated = self.state.types, set(self.updated.values())
         some = [
-            k
-            for k, of in enumerate(types)
-            if (of.shape if element_by_element else self._is_large(k))
+            k for k in self.state.outputs if types[k].shape and (k in updated or self._is_large(k))
         ]
         return {
             k: {i for i in some if bits >> i & 1}
@@ -434,37 +436,30 @@ class Update:
 
 
 def _flows(
-    jaxpr: Any, inputs: Sequence[int], outs: Sequence[Any], *, element_by_element: bool
+    jaxpr: Any,
+    inputs: Sequence[int],
+    outs: Sequence[Any],
+    includes: Callable[[Any], bool] = lambda _: True,
 ) -> list[int]:
-    """Returns which inputs reach each of some values of a program, as sets in the bits of a number."""
+    """Returns which inputs some values of a program are computed from, as sets in the bits of a number."""
     env = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> int:
         return 0 if isinstance(atom, jex_core.Literal) else env.get(atom, 0)
 
-    for eqn in jaxpr.eqns:
+    for eqn in filter(includes, jaxpr.eqns):
         operands = list(map(read, eqn.invars))
         if not any(operands):
             continue
         bodies, offset = _bodies(eqn)
-        if bodies:
-            each = [
-                _flows(
-                    opened(body), operands[offset:], opened(body).outvars,
-                    element_by_element=element_by_element,
-                )
-                for body in bodies
-            ]  # fmt: skip
-            env.update(
-                (v, _union(bits)) for v, bits in zip(eqn.outvars, zip(*each, strict=True), strict=True)
-            )  # fmt: skip
-            continue
-        for v in eqn.outvars:
-            env[v] = _union(
-                bits
-                for x, bits in zip(eqn.invars, operands, strict=True)
-                if not element_by_element or _is_like(x, v)
-            )
+        every = functools.reduce(operator.or_, operands[:offset] if bodies else operands, 0)
+        env.update(dict.fromkeys(eqn.outvars, every))
+        for body in bodies:
+            inner = opened(body)
+            for v, bits in zip(
+                eqn.outvars, _flows(inner, operands[offset:], inner.outvars), strict=True
+            ):
+                env[v] |= bits
     return list(map(read, outs))
 
 
@@ -474,15 +469,3 @@ def _bodies(eqn: Any) -> tuple[Sequence[Any], int]:
         return eqn.params["branches"], 1
     body = called_body(eqn) if eqn.primitive.name in CALLS else None
     return ([] if body is None else [body]), 0
-
-
-def _is_like(x: Any, v: Any) -> bool:
-    shape = getattr(v.aval, "shape", ())
-    return shape != () and getattr(x.aval, "shape", None) == shape
-
-
-def _union(sets: Iterable[int]) -> int:
-    result = 0
-    for bits in sets:
-        result |= bits
-    return result

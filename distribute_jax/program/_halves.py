@@ -65,8 +65,8 @@ _ON_READ = """\
 Parameter servers cannot keep these variables, of which each replica has a local value (ON_READ):
 {lines}
 Workers come and go, so there is nobody whose value it would be. Use \
-dj.Variable(..., aggregation=dj.VariableAggregation.SUM), to which each step adds, or return the value. An \
-optimizer keeps none with gradient_accumulation_steps=1."""
+dj.Variable(..., aggregation=dj.VariableAggregation.SUM), to which each step adds, or return the value. \
+Make an optimizer that accumulates gradients under strategy.scope()."""
 
 _MADE = """\
 The step makes the variables {names}. State is stored on servers before a step runs: make it under \
@@ -78,10 +78,8 @@ The step changes the shape or dtype of these variables, which servers store:
 Give them the value that they should have before."""
 
 _IN_COND = """\
-The collective under the condition at {where} cannot be divided among workers and servers: where gradients \
-are accumulated over several calls, each worker would count them by itself. Take \
-gradient_accumulation_steps=1 and larger batches, or move the collective out of the condition."""
-
+The collective under the condition at {where} cannot be divided among workers and servers. Move it out of \
+the condition."""
 
 _IN_STEP = """\
 The step uses what all replicas have together at {where}, before it has finished.

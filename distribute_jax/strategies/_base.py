@@ -65,6 +65,8 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
     """
 
     _resolver: ClusterResolver | None = None
+    _keeps_local_values = True
+    """Whether a replica can have values that the others do not have."""
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Strategy")

@@ -112,6 +112,8 @@ class ParameterServerStrategy(Strategy):
     Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
     """
 
+    _keeps_local_values = False
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,

@@ -27,6 +27,7 @@ from distribute_jax.program._undo import (
     mark_of,
     replica_now,
 )
+from distribute_jax.strategies import get_strategy
 from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 
@@ -45,7 +46,8 @@ class Optimizer(nnx.Optimizer[Any]):
         wrt: which variables, as for ``nnx.Optimizer``.
         gradient_accumulation_steps: how many batches make one update, with the mean of their
             gradients. Each replica adds up its gradients, which are summed over the replicas once, after
-            the last of these batches. ``step`` counts updates.
+            the last of these batches; made in the scope of a ``ParameterServerStrategy``, the servers add
+            them up. ``step`` counts updates.
         clip_global_norm: the largest norm of the gradient that ``tx`` sees.
         loss_scale: for float16: ``"dynamic"``, or a fixed factor, by which ``scale_loss`` multiplies.
             An update whose gradients are not finite is skipped, and halves a dynamic scale.
@@ -181,11 +183,13 @@ class Optimizer(nnx.Optimizer[Any]):
         if self.guard is not None:
             is_bad, replica = first_replica_of(~_finite(leaves))
             self.guard.judge(~is_bad, replica)
+        if not (is_local := self.accumulation.is_local):
+            leaves = _summed(leaves)[0]
         is_last, means = self.accumulation.add(leaves)
         mean = jax.tree.unflatten(treedef, means)
 
         def apply(optimizer: Optimizer, model: Any) -> None:
-            optimizer._apply(model, _summed(mean)[0], kwargs)
+            optimizer._apply(model, _summed(mean)[0] if is_local else mean, kwargs)
 
         return when(is_last, apply, [(self, _is_updated), (model, self.wrt)])
 
@@ -326,24 +330,27 @@ class UpdateCount(nnx.OptState):
 
 
 class PartialGradient(Variable):
-    """The sum of one replica's gradients of a parameter; its value is the sum over the replicas."""
+    """The sum of gradients of a parameter, over replicas and batches."""
 
     is_optimizer_state = True
 
 
 class Accumulation(nnx.Module):
-    """Adds up this replica's gradients of some parameters: several batches need one reduction."""
+    """Adds up gradients of some parameters: this replica's, so that several batches need one reduction.
+
+    Workers come and go, so what parameter servers add up are sums of all replicas.
+    """
 
     def __init__(self, params: Sequence[nnx.Variable[Any]], steps: int) -> None:
-        self.steps = steps
+        self.steps, self.is_local = steps, get_strategy()._keeps_local_values
         self.batches = nnx.OptState(jnp.zeros((), jnp.int32))
+        kind: dict[str, Any] = {}
+        if self.is_local:
+            kind["synchronization"] = VariableSynchronization.ON_READ
+            kind["aggregation"] = VariableAggregation.SUM
         self.sums = nnx.List([
             PartialGradient(
-                jnp.zeros_like(param.get_raw_value()),
-                trainable=False,
-                synchronization=VariableSynchronization.ON_READ,
-                aggregation=VariableAggregation.SUM,
-                name=f"gradient_{i}",
+                jnp.zeros_like(param.get_raw_value()), trainable=False, name=f"gradient_{i}", **kind
             )
             for i, param in enumerate(params)
         ])  # fmt: skip

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_191,
-    lines_of_tests: 48_576,
+    lines: 52_183,
+    lines_of_tests: 48_605,
     files: 239,
     pieces: 1,
     private_words: 9,

@@ -492,6 +492,38 @@ def test_a_step_that_needs_state_on_more_servers_than_an_earlier_one_changes_is_
     np.testing.assert_allclose(before - after, [0.5, 400], rtol=1e-5)
 
 
+def test_a_norm_over_variables_that_are_apart_is_refused_with_what_to_do() -> None:
+    """An earlier step has put them on two servers; with the step that needs both first, it runs."""
+
+    def errors(order: tuple[int, int]) -> list[str]:
+        strategy, coordinator = of_servers(servers=2)
+        with strategy.scope():
+            model = nnx.Linear(20, 20, rngs=nnx.Rngs(0))
+
+        def decay() -> None:
+            for weight in (model.bias, model.kernel):
+                weight[...] *= 0.5
+
+        def shrink() -> None:
+            norm = jnp.sqrt((model.kernel[...] ** 2).sum() + (model.bias[...] ** 2).sum())
+            for weight in (model.bias, model.kernel):
+                weight[...] /= norm
+
+        raised = []
+        for i in order:
+            try:
+                coordinator.schedule((decay, shrink)[i])
+            except dj.LoweringError as error:
+                raised.append(str(error))
+        coordinator.join(SECONDS)
+        return raised
+
+    assert errors((1, 0)) == []
+    (text,) = errors((0, 1))
+    assert "reads model.kernel at test_coordinator.py:" in text
+    assert "Schedule this step before others" in text
+
+
 def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> None:
     """The weight is written at join, and nothing of the deleted module is kept, nor the step's program."""
     strategy, coordinator = of_servers()
