@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distribute_jax._errors import (
-    ArgumentError,
-    CheckpointError,
-    MissingPackageError,
-)
+from distribute_jax._errors import ArgumentError, CheckpointError, MissingPackageError
 from distribute_jax._messages import error_text
 from distribute_jax.checkpoint import _disk
 from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step

@@ -26,12 +26,7 @@ from distribute_jax.checkpoint._manifest import Manifest, made_by
 from distribute_jax.checkpoint._read import check_fit, manifest_of, new_values, put_all, read_leaves
 from distribute_jax.checkpoint._steps import folders
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
-from distribute_jax.checkpoint._write import (
-    Draft,
-    check_same_tree,
-    copy_to_host,
-    write_checkpoint,
-)
+from distribute_jax.checkpoint._write import Draft, check_same_tree, copy_to_host, write_checkpoint
 from distribute_jax.processes import RESTORING, current_job, doing
 from distribute_jax.program import one_at_a_time
 

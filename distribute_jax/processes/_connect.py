@@ -21,13 +21,7 @@ from distribute_jax._jax_private import backend_is_started, coordination_client
 from distribute_jax._supervision import JOB, xla_flags
 from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from distribute_jax.processes._divergence import KeyValueStore
-from distribute_jax.processes._job import (
-    ClusterOptions,
-    Job,
-    ProcessInfo,
-    current_job,
-    set_job,
-)
+from distribute_jax.processes._job import ClusterOptions, Job, ProcessInfo, current_job, set_job
 from distribute_jax.processes._liveness import ExitHandler, Watchdog, last_seen
 from distribute_jax.processes._preemption import exit_unsaved
 from distribute_jax.processes._rendezvous import (

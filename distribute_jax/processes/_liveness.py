@@ -26,13 +26,7 @@ from distribute_jax._messages import error_text
 from distribute_jax._supervision import AWAITED, DIVERGED, HUNG, OTHER_FAILED, SAVED
 from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit
-from distribute_jax.processes._status import (
-    COMPILING,
-    RESTORING,
-    Activity,
-    activity,
-    status_writer,
-)
+from distribute_jax.processes._status import COMPILING, RESTORING, Activity, activity, status_writer
 
 _TICK = 0.5
 _MOST_A_SECOND = 100
