@@ -81,7 +81,7 @@ def test_the_clock_of_process_0_decides(two_by_two):
 
 
 FAILURES = {
-    "again": ("CheckpointError", ["holds step 3 of an earlier run"]),
+    "again": ("CheckpointError", ["holds step 3 already"]),
     "differ": ("CheckpointError", ["['b']['me']: a Python int with the sha256"]),
     "more": ("CheckpointError", ["['b']: nothing on process 0, a Python int"]),
     "unlike": ("ProcessesDifferError", ["all_steps on process 0", "wait on process 1", "together"]),
