@@ -21,7 +21,6 @@ from distribute_jax._errors import (
 )
 from distribute_jax._mesh import outside_mesh, put
 from distribute_jax._messages import listed
-from distribute_jax.checkpoint._arrays import Sizes, from_stored, read_arrays, read_bytes, size_of
 from distribute_jax.checkpoint._leaves import (
     ARRAY,
     ITERATOR,
@@ -33,6 +32,7 @@ from distribute_jax.checkpoint._leaves import (
     python_value,
 )
 from distribute_jax.checkpoint._manifest import MANIFEST, PARTS, Manifest, Part, Record, manifest_in
+from distribute_jax.checkpoint._orbax import Sizes, from_stored, read_arrays, read_bytes, size_of
 from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.checkpoint._write import is_divided
 from distribute_jax.variables import Variable, components_for

@@ -21,7 +21,6 @@ from distribute_jax._errors import CheckpointError, CheckpointFileError
 from distribute_jax._mesh import local_copy_of_replicated
 from distribute_jax._messages import error_text, is_key, listed
 from distribute_jax.checkpoint._agreement import SEEN_SECONDS, WriteCoordinator, all_values
-from distribute_jax.checkpoint._arrays import write_arrays, write_bytes
 from distribute_jax.checkpoint._leaves import ARRAY, Slot, Spec, digest_of, host_copy, saved_value
 from distribute_jax.checkpoint._manifest import (
     ARRAYS,
@@ -34,6 +33,7 @@ from distribute_jax.checkpoint._manifest import (
     record_of,
     text_of,
 )
+from distribute_jax.checkpoint._orbax import write_arrays, write_bytes
 from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.processes import current_job
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _arrays, _disk, load, save
+from distribute_jax.checkpoint import _disk, _orbax, load, save
 
 HUGE = 1 << 42
 
@@ -182,7 +182,7 @@ def test_arrays_of_orbax_that_are_larger_than_said_are_not_read(steps: Path) -> 
         folder = steps / "2" / content["arrays"] / "whole-0"
         name = leaf(content, "a")["parts"][0]["name"]
         shutil.rmtree(folder)
-        _arrays.write_arrays(folder, {name: np.zeros(1 << 28, np.float32)})
+        _orbax.write_arrays(folder, {name: np.zeros(1 << 28, np.float32)})
         content["files"] = {f"whole-0/{f}": d for f, d in _disk.digests(folder).items()}
 
     edit(steps, change)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _arrays, _disk, load, save
+from distribute_jax.checkpoint import _disk, _orbax, load, save
 from distribute_jax.checkpoint._disk import DiskDirectory
 
 
@@ -168,7 +168,7 @@ def test_another_threads_error_is_still_printed_during_a_save(
 
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    with _arrays._quiet():
+    with _orbax._quiet():
         thread = threading.Thread(target=failing(errno.EIO), name="of the user")
         thread.start()
         thread.join()

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_183,
+    lines: 52_136,
     lines_of_tests: 48_605,
-    files: 239,
+    files: 238,
     pieces: 1,
     private_words: 9,
     private_imports: 31,
