@@ -152,6 +152,8 @@ class Coordinator:
         self._applied = [0] * workers
         self._stopped = False
         self._recording: Recording | None = None
+        self.faults: Sequence[float] = ()
+        """Of the orders from now on."""
         _context.keeps_state(self)
 
     # Called by the user's thread.
@@ -335,7 +337,9 @@ class Coordinator:
                 if can_begin and (attempt := self._log.admit(worker)) is not None:
                     closure = self._closures[attempt.closure]
                     read = self._state.prepare(closure.program, attempt.number)
-                    return Work(attempt, closure, Order(attempt.epoch, attempt.number, *read))
+                    return Work(
+                        attempt, closure, Order(attempt.epoch, attempt.number, *read, self.faults)
+                    )
                 self._changed.wait()
             return None
 

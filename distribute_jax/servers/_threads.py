@@ -11,7 +11,8 @@ import jax
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._store import Store
-from distribute_jax.servers._worker import run
+from distribute_jax.servers._wire import WireError
+from distribute_jax.servers._worker import RunIsVoid, run
 
 
 def threads(
@@ -42,7 +43,10 @@ class _Thread:
         self._links, self._devices = links, devices
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
-        return run(work.closure.program.worker, work.order, data, self._links, self._devices)
+        try:
+            return run(work.closure.program.worker, work.order, data, self._links, self._devices)
+        except WireError as error:
+            raise RunIsVoid from error
 
     def stop(self) -> None:
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +12,7 @@ import numpy as np
 
 from distribute_jax.program._halves import LookupHalf
 from distribute_jax.program._rows import filled, joined
+from distribute_jax.servers._wire import WireError
 
 
 class Link(Protocol):
@@ -42,6 +45,39 @@ class Order(NamedTuple):
     """For each server, where what it has set aside is among what the program reads, or a part of it."""
     rows: Sequence[Sequence[Sequence[int] | None]]
     """Of what it has a part, which rows these are."""
+    faults: Sequence[float] = ()
+    """What goes wrong with messages to servers, on purpose: see ``_FaultyLink``."""
+
+
+class _FaultyLink:
+    """A link of which messages are lost, sent twice or late, as the dice of a run say."""
+
+    def __init__(self, link: Link, order: Order, server: int) -> None:
+        lost, duplicated, delayed, self._seconds, seed = order.faults
+        self._link, self._random = link, random.Random(f"{seed} {order.run} {server}")
+        self._lost, self._duplicated, self._delayed = lost, duplicated, delayed
+
+    def _meets(self, share: float) -> bool:
+        return self._random.random() < share
+
+    def _arrives(self) -> None:
+        if self._meets(self._delayed):
+            time.sleep(self._seconds)
+        if self._meets(self._lost):
+            raise WireError("a message was lost")
+
+    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
+        self._arrives()
+        if request == "stage" and self._meets(self._duplicated):
+            self._link.ask(request, *args)()
+        wait = self._link.ask(request, *args)
+
+        def answer() -> Any:
+            reply = wait()
+            self._arrives()
+            return reply
+
+        return answer
 
 
 class RunIsVoid(Exception):  # noqa: N818  nobody did anything wrong
@@ -66,8 +102,11 @@ def run(
 
     Raises:
         RunIsVoid: it need not be done any more.
+        WireError: a server cannot be reached.
     """
     here, there = devices
+    if order.faults:
+        links = [_FaultyLink(link, order, server) for server, link in enumerate(links)]
     ids = [] if program.lookups is None else _looked_up(program.lookups, data)
     read, answers = [], []
     for at, rows, link in zip(order.places, order.rows, links, strict=True):

@@ -5,7 +5,7 @@ from distribute_jax.testing._check_strategy import StrategyReport, check_strateg
 from distribute_jax.testing._fault import Fault
 from distribute_jax.testing._local_cluster import LocalCluster, ProcessResult
 from distribute_jax.testing._one_device import check_equals_one_device, replay_step, simulate
-from distribute_jax.testing._servers import Log, kill, record, replay
+from distribute_jax.testing._servers import Log, disturb_messages, kill, record, replay
 from distribute_jax.testing._strategies import strategy_combinations
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "StrategyReport",
     "check_equals_one_device",
     "check_strategy",
+    "disturb_messages",
     "kill",
     "record",
     "replay",

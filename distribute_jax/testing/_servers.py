@@ -1,4 +1,4 @@
-"""For parameter servers: ``kill`` of processes, ``record`` and ``replay`` of asynchronous training."""
+"""For parameter servers: ``kill`` and ``disturb_messages``, ``record`` and ``replay`` of training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_int, check_number
 from distribute_jax._errors import ArgumentError, NotEqualError
 from distribute_jax._messages import listed
 from distribute_jax.servers import Recording
@@ -105,6 +105,64 @@ def kill(
     else:
         number = check_int("dj.testing.kill: worker", worker, 0, strategy.workers)
         strategy._runner.kill("worker", number)
+
+
+@contextmanager
+def disturb_messages(
+    strategy: ParameterServerStrategy,
+    *,
+    lost: float = 0.0,
+    duplicated: float = 0.0,
+    delayed: float = 0.0,
+    seconds: float = 0.01,
+    seed: int = 0,
+) -> Iterator[None]:
+    """Disturbs messages between workers and servers in the block, to see that training survives it.
+
+    A worker that a request or a reply does not reach connects again, and another run of its function is
+    scheduled. Of a part of an update that a server gets twice it takes one. With every engine.
+
+    Args:
+        strategy: a ``ParameterServerStrategy``.
+        lost: the share of requests, and of replies, that are lost; at most 0.5.
+        duplicated: the share of parts of updates that are sent twice.
+        delayed: the share of requests, and of replies, that come late.
+        seconds: how late.
+        seed: which messages these are.
+
+    Raises:
+        ValueError: an argument is not what it should be.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> strategy = dj.ParameterServerStrategy(workers=2)
+        >>> coordinator = dj.coordinator.ClusterCoordinator(strategy)
+        >>> with strategy.scope():
+        ...     total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+        >>> def step(x):
+        ...     total.assign_add(x)
+        >>> with dj.testing.disturb_messages(strategy, lost=0.25, duplicated=0.25):
+        ...     for x in (1.0, 2.0, 3.0):
+        ...         coordinator.schedule(step, args=(x,))
+        ...     coordinator.join()
+        >>> float(total[...])
+        6.0
+    """
+    name = "dj.testing.disturb_messages"
+    for argument, value, most in (
+        ("lost", lost, 0.5),
+        ("duplicated", duplicated, 1.0),
+        ("delayed", delayed, 1.0),
+        ("seconds", seconds, None),
+    ):
+        check_number(f"{name}: {argument}", value, at_least=0, most=most)
+    check_int(f"{name}: seed", seed, at_least=0)
+    coordinator = strategy._coordinator
+    before, coordinator.faults = coordinator.faults, (lost, duplicated, delayed, seconds, seed)
+    try:
+        yield
+    finally:
+        coordinator.faults = before
 
 
 def replay(log: Log) -> None:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_136,
-    lines_of_tests: 48_605,
+    lines: 52_242,
+    lines_of_tests: 48_636,
     files: 238,
     pieces: 1,
     private_words: 9,

@@ -189,6 +189,37 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
     assert max(killer.seconds) < 30
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "threads",
+        pytest.param("processes", marks=pytest.mark.exhaustive),
+        pytest.param("ray", marks=[*RAY.marks, pytest.mark.exhaustive]),
+    ],
+)
+def test_messages_that_are_lost_doubled_or_late_change_nothing(
+    one_device: dj.Strategy, engine: str
+) -> None:
+    """Runs are repeated, and weights, state of the optimizer, dropout and losses are those of one device."""
+    strategy = dj.ParameterServerStrategy(workers=2, servers=2, max_staleness=0, engine=engine)
+    coordinator, (state, step) = ClusterCoordinator(strategy), build(strategy)
+    disturbed = dj.testing.disturb_messages(
+        strategy, lost=0.1, duplicated=0.5, delayed=0.1, seconds=0.001
+    )
+    with disturbed:
+        losses = [coordinator.schedule(step, args=(x,)) for x in batches(EACH)]
+        coordinator.join(SECONDS)
+    assert strategy._coordinator._log.attempts > EACH
+    expected, of_one = trained(one_device, batches(EACH))
+    assert [float(x) for x in coordinator.fetch(losses)] == of_one
+    for got, want in zip(leaves(state), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+    before = strategy._coordinator._log.attempts
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert strategy._coordinator._log.attempts == before + 1, "after the block nothing is lost"
+
+
 def sockets_that_listen(pids: list[int]) -> Iterator[str]:
     """The lines of /proc of the listening sockets of some processes."""
     inodes = set()
