@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     )
     from distribute_jax.losses import compute_average_loss, scale_regularization_loss
     from distribute_jax.processes import ClusterOptions, is_chief, report_step
+    from distribute_jax.processes._connect import experimental_connect_to_cluster
     from distribute_jax.program import (
         PlanTable,
         ReplicaContext,
@@ -116,7 +117,7 @@ if TYPE_CHECKING:
     )
     from distribute_jax.strategies._parameter_server import ParameterServerStrategy, ServerOptions
     from distribute_jax.testing import simulate
-    from distribute_jax.tpu._system import experimental_connect_to_cluster, initialize_tpu_system
+    from distribute_jax.tpu._topology import initialize_tpu_system
     from distribute_jax.training import (
         AddedLoss,
         DTypePolicy,
@@ -136,6 +137,7 @@ else:
             "losses": ("compute_average_loss", "scale_regularization_loss"),
             "coordinator": (),
             "metrics": (),
+            "processes._connect": ("experimental_connect_to_cluster",),
             "servers._ray": ("Server",),
             "strategies._parameter_server": ("ParameterServerStrategy", "ServerOptions"),
             "summary": (),
@@ -151,7 +153,7 @@ else:
         },
         core=(
             *("_errors", "_values", "collectives", "data", "experimental", "processes", "program"),
-            *("strategies", "tpu", "tpu._system", "variables"),
+            *("strategies", "tpu", "tpu._topology", "variables"),
         ),
     )
 

@@ -80,6 +80,36 @@ def connect(
     return resolver
 
 
+def experimental_connect_to_cluster(
+    cluster_spec_or_resolver: ClusterResolver | None = None,
+    *,
+    cluster_options: ClusterOptions | None = None,
+) -> None:
+    """Connects the processes of a job, for code that was written for TensorFlow.
+
+    Making the strategy does the same, so new code does not need it. Further calls do nothing.
+
+    Args:
+        cluster_spec_or_resolver: a resolver, because a ``ClusterSpec`` does not say which process this is;
+            ``dj.cluster_resolver.detect()`` if None.
+        cluster_options: the timeouts of the job.
+
+    Raises:
+        ValueError: ``cluster_spec_or_resolver`` is not a resolver.
+        RuntimeError: JAX has computed before (``BackendStartedError``), or the processes cannot
+            connect (``ClusterError``).
+        TimeoutError: a process did not connect in time.
+
+    Example:
+        >>> import distribute_jax as dj
+        >>> resolver = dj.cluster_resolver.TPUClusterResolver("local")
+        >>> dj.experimental_connect_to_cluster(resolver)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/config/experimental_connect_to_cluster
+    """
+    connect(cluster_spec_or_resolver, cluster_options, "experimental_connect_to_cluster")
+
+
 def _detected(caller: str) -> ClusterResolver:
     try:
         return cluster_resolver.detect()  # loaded here, with all it looks for

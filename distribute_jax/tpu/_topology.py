@@ -11,8 +11,11 @@ import jax
 import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 
+from distribute_jax import processes
 from distribute_jax._checks import check_int, converting, refuse
 from distribute_jax._errors import ArgumentError
+from distribute_jax.cluster_resolver import ClusterResolver
+from distribute_jax.processes import ClusterOptions
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -99,6 +102,40 @@ class Topology:
             f"Topology(mesh_shape={self.mesh_shape.tolist()}, num_tasks={self.num_tasks}, "
             f"num_tpus_per_task={self.num_tpus_per_task})"
         )
+
+
+def initialize_tpu_system(
+    cluster_resolver: ClusterResolver | None = None,
+    *,
+    cluster_options: ClusterOptions | None = None,
+) -> Topology:
+    """Returns the topology of the cores of all processes, after connecting the processes.
+
+    JAX starts a TPU by itself, so nothing else is initialized, and a second call loses nothing.
+
+    Args:
+        cluster_resolver: a resolver; ``dj.cluster_resolver.detect()`` if None.
+        cluster_options: the timeouts of the job.
+
+    Returns:
+        The topology, from which ``DeviceAssignment.build`` makes replicas of several cores.
+
+    Raises:
+        ValueError: ``cluster_resolver`` is not a resolver.
+        RuntimeError: as for ``experimental_connect_to_cluster``.
+        TimeoutError: a process did not connect in time.
+
+    Example:
+        >>> import distribute_jax as dj, jax
+        >>> resolver = dj.cluster_resolver.TPUClusterResolver("local")
+        >>> topology = dj.initialize_tpu_system(resolver)
+        >>> topology.num_tasks * topology.num_tpus_per_task == len(jax.devices())
+        True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/tpu/experimental/initialize_tpu_system
+    """
+    processes.connect(cluster_resolver, cluster_options, "initialize_tpu_system")
+    return Topology(jax.devices())
 
 
 def _coordinates(devices: Sequence[Any], per_task: int) -> list[tuple[int, ...]]:
@@ -302,16 +339,16 @@ def checked_assignment(assignment: Any, caller: str) -> list[list[Any]]:
             "dj.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], "
             f"num_replicas=4), or None; got {assignment!r:.80}."
         )
-    processes = [{device.process_index for device in r} for r in assignment.devices]
-    split = [i for i, owners in enumerate(processes) if len(owners) > 1]
+    tasks = [{device.process_index for device in r} for r in assignment.devices]
+    split = [i for i, owners in enumerate(tasks) if len(owners) > 1]
     if split:
         raise ArgumentError(
             f"{caller}: the cores of replicas {split[:4]} of {assignment!r} belong to processes "
-            f"{sorted(processes[split[0]])}. All cores of a replica must belong to one process, which brings "
+            f"{sorted(tasks[split[0]])}. All cores of a replica must belong to one process, which brings "
             "its rows: choose a computation_shape that fits the devices of one process "
             f"({assignment.topology.num_tpus_per_task})."
         )
-    order = [process for owners in processes for process in owners]
+    order = [process for owners in tasks for process in owners]
     counts = {order.count(task) for task in range(assignment.topology.num_tasks)}
     if order != sorted(order) or len(counts) > 1:
         raise ArgumentError(

@@ -1,8 +1,7 @@
 """What TensorFlow has in ``tf.tpu.experimental``, under the same names."""
 
 from distribute_jax._lazy import publish
-from distribute_jax.tpu._system import initialize_tpu_system
-from distribute_jax.tpu._topology import DeviceAssignment, Topology
+from distribute_jax.tpu._topology import DeviceAssignment, Topology, initialize_tpu_system
 
 __all__ = ["DeviceAssignment", "Topology", "initialize_tpu_system"]
 

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_242,
+    lines: 52_236,
     lines_of_tests: 48_636,
-    files: 238,
+    files: 237,
     pieces: 1,
     private_words: 9,
     private_imports: 31,
