@@ -90,7 +90,7 @@ class InputOptions:
     experimental_fetch_to_device: bool | None = None
     """Whether batches are put on the devices ahead of the step; None means True."""
     experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER
-    """For whom ``distribute_datasets_from_function`` calls its function: a mode or its name."""
+    """How often ``distribute_datasets_from_function`` calls its function: a mode or its name."""
     experimental_place_dataset_on_device: bool = False
     """Accepted for TensorFlow's signature: the pipeline runs on the host in any case."""
     experimental_per_replica_buffer_size: int = 2

@@ -78,8 +78,8 @@ _OLD_VALUES = (
 )
 
 
-_UNUSED = (
-    "The step combines arrays over the replicas at %s and does not use the result. A new state, as of "
+_LOST = (
+    "The step computes a new value of %s at %s, and does not use it. A new state, as of "
     "state.apply_gradients(grads=grads), is lost unless the step returns it: "
     "state = strategy.run(step, args=(state, batch))."
 )
@@ -119,7 +119,7 @@ def remarks(
     parts = parts_of_means(traced.jaxpr, num_replicas(call.mesh))
     notices = list(_equal_notices(call, traced, in_marks, combine))
     notices += _summed_old_values(call, traced)
-    notices += _unused_sums(traced.jaxpr.jaxpr)
+    notices += _lost_updates(traced, in_marks)
     results = len(traced.jaxpr.jaxpr.outvars) - len(combine)
     if parts is None:
         return tuple(notices), (False,) * results
@@ -130,20 +130,28 @@ def remarks(
     return tuple(notices), tuple(are_parts[len(combine) :])
 
 
-def _unused_sums(jaxpr: jex_core.Jaxpr) -> Iterator[Notice]:
-    """Looks for arrays that are summed over the replicas, as gradients are, and then have no effect."""
-    live = {var for var in jaxpr.outvars if isinstance(var, jex_core.Var)}
+def _lost_updates(traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
+    """Looks for an argument plus what the replicas combined, as of a new state, that has no effect."""
+    jaxpr, first = traced.jaxpr.jaxpr, traced.sizes[0]
+    inputs = list(zip(jaxpr.invars, traced.input_names, marks, strict=False))
+    names = {var: name for var, name, mark in inputs[first:] if not mark}
+    combined: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if names_axis(eqn, DATA) or not combined.isdisjoint(_variables(eqn.invars)):
+            combined.update(eqn.outvars)
+    live = _variables(jaxpr.outvars)
     for eqn in reversed(jaxpr.eqns):
         acts = any(getattr(effect, "name", None) != DATA for effect in eqn.effects)
-        if acts or any(var in live for var in eqn.outvars):
-            live.update(var for var in eqn.invars if isinstance(var, jex_core.Var))
-        elif names_axis(eqn, DATA) and any(map(_has_dims, eqn.invars)):
+        operands = _variables(eqn.invars)
+        if acts or not live.isdisjoint(eqn.outvars):
+            live |= operands
+        elif eqn.primitive.name in ("add", "sub") and operands & combined:
             where = line(eqn)
-            yield Notice(_UNUSED, (where,), where)
+            yield from (Notice(_LOST, (names[var], where), where) for var in operands & {*names})
 
 
-def _has_dims(var: Any) -> bool:
-    return bool(var.aval.shape)
+def _variables(atoms: Sequence[Any]) -> set[Any]:
+    return {atom for atom in atoms if isinstance(atom, jex_core.Var)}
 
 
 def _summed_old_values(call: Call, traced: Traced) -> Iterator[Notice]:

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_236,
+    lines: 52_244,
     lines_of_tests: 48_636,
     files: 237,
     pieces: 1,
