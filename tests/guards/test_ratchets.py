@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 52_244,
-    lines_of_tests: 48_636,
+    lines_of_tests: 48_616,
     files: 237,
     pieces: 1,
     private_words: 9,

@@ -194,26 +194,6 @@ def test_arrays_that_no_device_holds_are_named(s2, kind):
         next(iter(dataset))
 
 
-@pytest.mark.parametrize("when", ["rows", "batches"])
-def test_an_error_in_map_passes_through_and_the_next_epoch_works(s2, when):
-    """The user's own exception comes at its batch; the batches before it came."""
-    broken = [True]
-
-    def fail(value):
-        if broken[0] and np.any(value == 3):
-            raise OSError("disk")
-        return value
-
-    dataset = numbers(4).map(fail).batch(2) if when == "rows" else numbers(4).batch(2).map(fail)
-    distributed = s2.distribute_dataset(dataset)
-    iterator = iter(distributed)
-    next(iterator)
-    with pytest.raises(OSError, match="disk"):
-        next(iterator)
-    broken[0] = False
-    assert_same(epoch_of(distributed), cut(np.arange(4), 2))
-
-
 def test_a_number_without_a_name_is_the_size_of_a_buffer_as_in_tf_data():
     """All examples are in memory, so that any size shuffles all of them; the seed has a name."""
     orders = [[int(row) for row in numbers(99).shuffle(*size)] for size in ((), (1,), (1000,))]
