@@ -11,6 +11,7 @@ import threading
 import traceback
 from typing import NoReturn
 
+from distribute_jax._messages import error_text
 from distribute_jax.servers._roles import role_of
 from distribute_jax.servers._wire import Connection, Message, WireError
 
@@ -56,8 +57,9 @@ def _be(kind: str, descriptor: int) -> NoReturn:
                 control.send(answer)
     except WireError:  # the parent is gone
         os._exit(0)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        control.send(Message("ended", [error_text(error)]))
     finally:
         os._exit(1)
 

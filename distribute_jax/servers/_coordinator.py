@@ -375,13 +375,13 @@ class Coordinator:
         for closure in self._log.forget(saved.version if saved else self._log.version):
             self._kept.pop(closure, None)
 
-    def lose_server(self, number: int) -> None:
+    def lose_server(self, number: int, error_of: Callable[[], str]) -> None:
         """Lets no run begin until the servers have gone back."""
         with self._lock:
             self._lost_servers += 1
             self._losses[number, self._log.version] += 1
             if self._losses[number, self._log.version] >= _MOST_LOSSES:
-                text = f"The process of server {number} has ended {_MOST_LOSSES} times."
+                text = f"The process of server {number} has ended {_MOST_LOSSES} times{error_of()}"
                 self.fail_for_good(StepFailedError(text))
 
     def go_back(self) -> None:

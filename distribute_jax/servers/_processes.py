@@ -45,7 +45,7 @@ class _Child:
 
     def __init__(self, nursery: _Nursery, pid: int, end: socket.socket) -> None:
         self._nursery, self._pid, self._end = nursery, pid, end
-        self.control = Connection(end)
+        self.control, self._error = Connection(end), ""
 
     def wait(self) -> None:
         """Waits until it has ended."""
@@ -53,6 +53,19 @@ class _Child:
         poll.register(self._end, 0)  # wakes up when the other end is closed, and for nothing else
         with suppress(OSError):
             poll.poll()
+
+    def error(self) -> str:
+        """Returns the error of a process that has ended, if it said so, while nobody else receives."""
+        with suppress(WireError):
+            self.check(self.control.receive())
+        return self._error
+
+    def check(self, answer: Message) -> Message:
+        """Returns an answer; raises WireError if it says why the process has ended."""
+        if answer.name == "ended":
+            self._error = f": {answer.plain[0]}"
+            raise WireError("it has ended" + self._error)
+        return answer
 
     def stopped(self) -> int | None:
         """Returns its number if something like SIGSTOP has stopped it."""
@@ -198,10 +211,10 @@ class RemoteStore:
             return []
         if self._child is None:
             raise WireError("it was not started")
-        arrays = self._child.control.ask(Message("pull", list(keys))).arrays
+        answer = self._child.check(self._child.control.ask(Message("pull", list(keys))))
         return [
             as_key(jax.device_put(x, self._device), self._types[key])
-            for key, x in zip(keys, arrays, strict=True)
+            for key, x in zip(keys, answer.arrays, strict=True)
         ]
 
 
@@ -329,7 +342,7 @@ class Processes(Engine):
         child.wait()
         if self._ended.is_set():
             return
-        self._coordinator.lose_server(number)
+        self._coordinator.lose_server(number, child.error)
         child.control.close()
         try:
             self._serve(number)

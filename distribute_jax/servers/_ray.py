@@ -170,6 +170,10 @@ class _Child:
         self._ray, self._actor = ray, actor
         self.control = _Control(actor)
 
+    def check(self, answer: Message) -> Message:
+        """Returns an answer."""
+        return answer
+
     def has_started(self) -> bool:
         """Waits until it has started, and returns False if it has ended instead."""
         with suppress(self._ray.exceptions.RayError):
@@ -181,6 +185,10 @@ class _Child:
         """Waits until it has ended."""
         with suppress(self._ray.exceptions.RayError):
             self._ray.get(self._actor.wait.remote())
+
+    def error(self) -> str:
+        """Returns nothing: Ray's log has the error."""
+        return ""
 
     def connect(self, number: int, server: _Child) -> None:
         """Lets it, a worker, reach the server of a number."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -346,6 +347,23 @@ def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
 
     with pytest.raises(dj.LoweringError, match="calls Python"):
         ClusterCoordinator(strategy).schedule(step, args=(1.0,))
+
+
+@pytest.mark.exhaustive
+def test_why_a_server_ends_each_time_is_in_the_error() -> None:
+    """An update that needs more memory than there is."""
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        weight = nnx.Param(jnp.ones(()))
+
+    def step(x: Any) -> None:
+        many = jnp.sort(jnp.sin(weight[...] * jnp.arange(1 << 21)[:, None] + jnp.arange(1 << 21)))
+        weight[...] -= many[0, 0] * dj.get_replica_context().all_reduce("sum", x)
+
+    coordinator.schedule(step, args=(1.0,))
+    with pytest.raises(dj.StepFailedError, match=r"server 0 has ended 3 times: .*[Mm]emory"):
+        coordinator.join(SECONDS)
 
 
 def test_ray_is_named_where_it_is_needed_and_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
