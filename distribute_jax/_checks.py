@@ -190,18 +190,19 @@ def checked(function: _F) -> _F:
                 refuse(f"{_called(inner, args)}: {name}", wanted, value, error=ArgumentTypeError)
             return function(*args, **kwargs)
         except BaseException as error:
-            hide_frames(error)
-            if type(error) is TypeError:
-                _check_fits(inner, args, kwargs, error)
-            raise
+            try:
+                if type(error) is TypeError:
+                    _check_fits(inner, args, kwargs)
+                raise
+            except BaseException as shown:
+                hide_frames(shown)
+                raise
 
     _checked[function] = _checked[call] = call
     return call  # type: ignore[return-value]
 
 
-def _check_fits(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], cause: TypeError
-) -> None:
+def _check_fits(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises where the arguments of a call are not those of a function."""
     signature = inspect.signature(function)
     try:
@@ -225,7 +226,7 @@ def _check_fits(
         ]
         shown += ["…"] * (len(shown) < len(names))
         text = f"{called}({', '.join(shown)}): {reason}."
-    raise ArgumentTypeError(text) from cause
+    raise ArgumentTypeError(text) from None
 
 
 def _instead(function: Any, name: str, names: Sequence[str]) -> str:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_267,
-    lines_of_tests: 48_634,
+    lines: 52_270,
+    lines_of_tests: 48_643,
     files: 237,
     pieces: 1,
     private_words: 9,

@@ -95,6 +95,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "assign of a rate": (lambda s, _: model(s).learning_rate.assign(1), "Instead: model.learning_rate = "),
     "an item of a dataset": (lambda s, _: dataset(s, X)[0], "write `for batch in dataset:`"),
     "an item of the history": (lambda s, _: fit(s)["loss"], r"write history.history\['loss'\]"),
+    "a metric as a number": (lambda s, _: float(dj.metrics.Mean()), r"float\(metric.compute\(\)\)"),
     "stop_training of a callback": (lambda s, _: fit(s, [Stops()]), "set self.model.stop_training"),
     "labels with a half": (
         lambda s, _: fit(s, y=Y[:, 0], loss="sparse_categorical_crossentropy"), "not integers, such as"
@@ -139,6 +140,14 @@ def test_the_habit_is_answered(mistake: str, s2: dj.MirroredStrategy, tmp_path: 
     with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
         make(s2, tmp_path)
     caught.match(words)
+
+
+def test_the_traceback_of_a_wrong_keyword_ends_at_the_call():
+    """Without Python's own error above it, which says less."""
+    with pytest.raises(dj.ArgumentTypeError) as caught:
+        ANY.MirroredStrategy(device=[])
+    assert caught.traceback[-1].path == Path(__file__)
+    assert caught.value.__suppress_context__
 
 
 def test_a_schedule_of_optax_sets_the_rate(s2: dj.MirroredStrategy):
