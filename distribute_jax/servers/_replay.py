@@ -10,10 +10,10 @@ import numpy as np
 
 from distribute_jax.program._export import as_numbers
 from distribute_jax.servers._coordinator import Recording
+from distribute_jax.servers._engine import StoreHere
 from distribute_jax.servers._log import Attempt
 from distribute_jax.servers._state import Program, State
 from distribute_jax.servers._store import Store
-from distribute_jax.servers._threads import StoreHere
 from distribute_jax.servers._worker import Order, run
 
 

@@ -53,14 +53,18 @@ def role_of(kind: str, connect: Callable[[Any], Any]) -> Role:
 class Server(Role):
     """Takes updates from the coordinator, and reads and parts of updates from workers."""
 
-    REQUESTS = frozenset(
-        ["load", "assign", "prepare", "commit", "drop", "forget", "pull", "restore", "link"]
-    )
+    REQUESTS = frozenset(["load", "assign", "pull", "restore", "link"])
 
     def __init__(self, connect: Callable[[Any], Connection]) -> None:
         """Starts with no state."""
         jax.config.update("jax_platforms", "cpu")  # accelerators are for workers
         self._store, self._connect = Store(), connect
+
+    def do(self, message: Message) -> Message | None:
+        if message.name not in ("prepare", "commit", "drop", "forget"):
+            return super().do(message)
+        getattr(self._store, message.name)(*message.plain)
+        return None
 
     def load(self, message: Message) -> None:
         name, reads, writes = message.plain
@@ -71,18 +75,6 @@ class Server(Role):
         self._store.assign(
             dict(zip(message.plain, map(jax.device_put, message.arrays), strict=True))
         )
-
-    def prepare(self, message: Message) -> None:
-        self._store.prepare(*message.plain)
-
-    def commit(self, message: Message) -> None:
-        self._store.commit(*message.plain)
-
-    def drop(self, message: Message) -> None:
-        self._store.drop(*message.plain)
-
-    def forget(self, message: Message) -> None:
-        self._store.forget(*message.plain)
 
     def pull(self, message: Message) -> Message:
         return Message("values", arrays=self._store.pull(message.plain))

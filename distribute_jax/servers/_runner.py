@@ -44,7 +44,6 @@ from distribute_jax.servers._input import (
     is_of_workers,
     on_worker,
 )
-from distribute_jax.servers._remote import RemoteValue
 from distribute_jax.servers._replay import run_again
 
 _MOST_ELEMENTS = 64
@@ -242,6 +241,36 @@ class ServersRunner(Runner):
         for unknown in (x for x in rows if isinstance(x, Unknown)):
             raise ArgumentError(f"{bound.step}: {unknown.text}")
         return [row is True for row in rows]
+
+
+class RemoteValue:
+    """An array that a worker computes, or has computed.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/RemoteValue
+    """
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        """Takes what waits for the array, and returns it or raises the worker's error."""
+        self._wait = wait
+
+    def get(self) -> Any:
+        """Waits for the value and returns it as ``strategy.run`` does, or raises the error of its closure."""
+        return self._wait()
+
+    def fetch(self) -> Any:
+        """Waits for the value and returns it as a NumPy array, or raises the error of its closure.
+
+        Where several workers make an update and differ in the value, it is a tuple of arrays.
+        """
+        value = self._wait()
+        several = isinstance(value, PerReplica)
+        return tuple(map(_fetched, value.values)) if several else _fetched(value)
+
+
+def _fetched(value: Any) -> Any:
+    """Returns an array of NumPy, which has no random keys: those stay as they are."""
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return value if is_key else np.asarray(value)
 
 
 class _Closure:

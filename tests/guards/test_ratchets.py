@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_270,
+    lines: 52_237,
     lines_of_tests: 48_643,
-    files: 237,
+    files: 235,
     pieces: 1,
     private_words: 9,
     private_imports: 31,

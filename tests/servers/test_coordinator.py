@@ -24,7 +24,7 @@ from distribute_jax.coordinator import (
     PerWorkerValue,
     experimental_get_current_worker_index,
 )
-from distribute_jax.servers import _coordinator as queue, _runner, _threads
+from distribute_jax.servers import _coordinator as queue, _engine, _runner
 from distribute_jax.strategies import _parameter_server
 
 SECONDS = 60
@@ -74,14 +74,14 @@ def test_a_stale_step_is_computed_from_what_it_read(monkeypatch: pytest.MonkeyPa
     """Two steps from w = 0, with x = 1 and 2, then one with 3: 1.5, 2.25; staleness 0, 1, 0."""
     strategy, coordinator = of_servers(2, staleness=1)
     model, step = scalar_step(strategy)
-    both, computed = threading.Barrier(2), _threads.run
+    both, computed = threading.Barrier(2), _engine.run
 
     def when_both_have_read(program: Any, order: Any, *args: Any) -> Any:
         if order.run <= 2:
             both.wait(SECONDS)
         return computed(program, order, *args)
 
-    monkeypatch.setattr(_threads, "run", when_both_have_read)
+    monkeypatch.setattr(_engine, "run", when_both_have_read)
     for x in (1.0, 2.0):
         coordinator.schedule(step, args=(x,))
     coordinator.join(SECONDS)
@@ -317,8 +317,8 @@ def test_a_closure_that_fails_when_it_runs_again_ends_join(monkeypatch: pytest.M
     def failing(*_: Any) -> None:
         raise FloatingPointError("the second time")
 
-    monkeypatch.setattr(_threads, "run", failing)
-    strategy._coordinator.lose_server(0)
+    monkeypatch.setattr(_engine, "run", failing)
+    strategy._coordinator.lose_server(0, str)
     strategy._coordinator.go_back()
     with pytest.raises(FloatingPointError, match="the second time"):
         coordinator.join(SECONDS)
