@@ -142,8 +142,29 @@ def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
     needed, eqns = set(variables(atoms)), []
     for eqn in reversed(jaxpr.eqns):
         if kept := tuple(i for i, v in enumerate(eqn.outvars) if v in needed):
-            is_cond = eqn.primitive.name == "cond" and len(kept) < len(eqn.outvars)
-            eqns.append(narrowed_cond(eqn, kept) if is_cond else eqn)
+            narrowed = _NARROWED.get(eqn.primitive.name) if len(kept) < len(eqn.outvars) else None
+            eqns.append(narrowed(eqn, kept) if narrowed else eqn)
             needed.update(variables(eqns[-1].invars))
     reads = {i for i, v in enumerate(jaxpr.invars) if v in needed}
     return jaxpr.replace(outvars=atoms, eqns=eqns[::-1]), reads
+
+
+def _narrowed_jit(eqn: Any, outs: Sequence[int]) -> Any:
+    """As ``narrowed_cond``, of a call of a jitted function."""
+    body, params = eqn.params["jaxpr"], dict(eqn.params)
+    part, needed = needed_only(opened(body), outs)
+    reads, numbers = sorted(needed), shared(part.eqns, opened(body))
+    for key in {"donated_invars", "in_shardings", "in_layouts"} & params.keys():
+        params[key] = tuple(params[key][i] for i in reads)
+    for key in {"out_shardings", "out_layouts"} & params.keys():
+        params[key] = tuple(params[key][i] for i in (*outs, *[0] * len(numbers)))
+    part = part.replace(invars=[part.invars[i] for i in reads], outvars=[*part.outvars, *numbers])
+    params["jaxpr"] = ClosedJaxpr(part, body.consts)
+    return eqn.replace(
+        invars=[eqn.invars[i] for i in reads],
+        outvars=[*(eqn.outvars[i] for i in outs), *(jex_core.Var(v.aval) for v in numbers)],
+        params=params,
+    )
+
+
+_NARROWED = {"cond": narrowed_cond, "jit": _narrowed_jit, "pjit": _narrowed_jit}

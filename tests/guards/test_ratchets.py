@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_237,
+    lines: 52_258,
     lines_of_tests: 48_643,
     files: 235,
     pieces: 1,
