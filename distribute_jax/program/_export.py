@@ -166,13 +166,19 @@ def _numbers_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype)
 
 
+_WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+"""Compiled ahead of time, programs do not take arrays of what several of share a byte (JAX 0.10.2)."""
+
+
 def as_numbers(value: Any) -> Any:
+    if (wider := _WIDER.get(str(value.dtype))) is not None:
+        return value.astype(wider)
     return jax.random.key_data(value) if _is_key(value) else value
 
 
 def as_key(value: Any, like: Any) -> Any:
     if not _is_key(like):
-        return value
+        return value.astype(like.dtype) if str(like.dtype) in _WIDER else value
     kinds: list[Any] = []
     jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(value, impl=kinds[0])

@@ -350,6 +350,24 @@ def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
 
 
 @pytest.mark.exhaustive
+def test_numbers_of_four_bits_travel() -> None:
+    """To a server, which changes them, to a worker, and back."""
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        weight, count = nnx.Param(jnp.asarray([3, -7], jnp.int4)), nnx.Param(jnp.int4(1))
+
+    def step(x: Any) -> Any:
+        count[...] += jnp.int4(1)
+        return weight[...] + x
+
+    last = [coordinator.schedule(step, args=(jnp.int4(1),)) for _ in range(3)][-1]
+    coordinator.join(SECONDS)
+    assert (count[...].dtype, int(count[...])) == (jnp.int4, 4)
+    assert (last.fetch().dtype, last.fetch().tolist()) == (jnp.int4, [4, -6])
+
+
+@pytest.mark.exhaustive
 def test_why_a_server_ends_each_time_is_in_the_error() -> None:
     """An update that needs more memory than there is."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
