@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ MODEL = "model"
 GROUP, SHARD = "group", "shard"
 """The axes of the mesh that divides state where groups of replicas do: the groups, and those in a group."""
 _PER_DEVICE = "replicas_per_device="
+
+Arrays = TypeVar("Arrays")
 
 
 def replica_mesh(devices: Any, per_device: int = 1, cores: Sequence[int] | None = None) -> Mesh:
@@ -220,7 +222,20 @@ def replicated(array: jax.Array) -> jax.Array:
             "jax.NamedSharding(mesh, spec))."
         )
     with outside_mesh():
-        return _replicating(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)
+        return settled(_replicating(NamedSharding(array.sharding.mesh, PartitionSpec()))(array))
+
+
+def settled(arrays: Arrays) -> Arrays:
+    """Waits on CPU, and only there, for arrays that several devices computed outside of a step.
+
+    The collectives of two programs that do not depend on each other take each other's threads there: none
+    of them ever ends.
+    """
+    first = jax.tree.leaves(arrays)[0]
+    devices = () if isinstance(first, jax.core.Tracer) else first.sharding.device_set
+    if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+        jax.block_until_ready(arrays)
+    return arrays
 
 
 def on_host(value: Any) -> np.ndarray[Any, Any]:

@@ -15,7 +15,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import num_replicas, outside_mesh, replicas_per_device, split_sharding
+from distribute_jax._mesh import (
+    num_replicas,
+    outside_mesh,
+    replicas_per_device,
+    settled,
+    split_sharding,
+)
 from distribute_jax._messages import leaf_text, listed
 from distribute_jax._values import Layout, PerReplica
 
@@ -128,7 +134,8 @@ def other_paddings(values: Sequence[PerReplica]) -> Iterator[list[PerReplica]]:
         changed = list(values)
         for (mesh, counts, share), places in groups.items():
             rows, real = _one_row(counts, share, which), is_real(counts, share)
-            arrays = _replacer(mesh)([values[i].global_array for i in places], rows, real)
+            parts = [values[i].global_array for i in places]
+            arrays = settled(_replacer(mesh)(parts, rows, real))
             for i, array in zip(places, arrays, strict=True):
                 changed[i] = PerReplica(array, mesh, layout=values[i].layout, counts=counts)
         yield changed

@@ -45,6 +45,30 @@ def values_in_job():
     return told
 
 
+def unread_in_job():
+    """Sums of what each of many steps returned, and reads of many variables, before any of them is needed."""
+    strategy = strategy_of(2)
+    aggregation = dj.VariableAggregation.SUM
+    with strategy.scope():
+        seen = [
+            dj.Variable(jnp.zeros(64), synchronization=ON_READ, aggregation=aggregation)
+            for _ in range(24)
+        ]
+
+    def step():
+        number = dj.get_replica_context().replica_id_in_sync_group
+        for variable in seen:
+            variable.assign_add(jnp.full(64, number))
+        return [jnp.full((8, 64), number + i) for i in range(24)]
+
+    for _ in range(20):
+        values = strategy.run(step)
+        sums = [strategy.reduce("sum", value) for value in values]
+        joined = [strategy.gather(value, axis=0) for value in values]
+        reads = [variable.read_value() for variable in seen]
+    return [float(sum(jnp.sum(x) for x in part)) / 64 for part in (sums, joined, reads)]
+
+
 def variables(strategy):
     """ON_READ variables: each replica adds its number; how they read, and after they were assigned."""
     kinds = ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE")
@@ -116,6 +140,14 @@ def checks(strategy):
 def two_by_two():
     """What two processes with two devices each told."""
     return [r.value for r in LocalCluster(2, 2).run(values_in_job)]
+
+
+def test_sums_gathers_and_reads_that_nobody_waits_for_end():
+    """Their collectives do not depend on each other, and there are more than threads, as many as devices."""
+    cluster = LocalCluster(2, 2, timeout=60, environment={"NPROC": "2"})
+    of_parts = sum(4 * i + 6 for i in range(24))
+    for result in cluster.run(unread_in_job):
+        assert result.value == [8 * of_parts, 8 * of_parts, 24 * 20 * 6]
 
 
 def test_each_process_has_its_replicas_components_and_all_read_the_same(two_by_two):
