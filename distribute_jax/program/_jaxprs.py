@@ -48,9 +48,6 @@ CALLS = (
 """The primitives that run one body once, on their operands."""
 
 
-SUMS = frozenset({"psum", "psum_invariant"})
-"""Primitives that add over an axis of the mesh."""
-
 _AXES = ("axes", "axis_name")
 """The parameters in which JAX's collectives name axes."""
 

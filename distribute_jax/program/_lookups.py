@@ -14,10 +14,10 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from distribute_jax._user_frames import log_once
-from distribute_jax.program._jaxprs import CALLS, SUMS, called_body, line, opened
+from distribute_jax.program._jaxprs import CALLS, called_body, line, opened
 from distribute_jax.program._padding_rules import ELEMENTWISE
 from distribute_jax.program._pieces import variables
-from distribute_jax.program._rows import Ids, Needs, Rows, takes_rows
+from distribute_jax.program._rows import SUMS, Ids, Needs, Rows, takes_rows
 
 _WORTH = 1 << 14
 """Smaller tables are read whole: to look up what is needed of them takes longer."""

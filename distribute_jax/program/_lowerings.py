@@ -23,7 +23,7 @@ from distribute_jax._mesh import (
     outside_mesh,
     replicas_per_device,
 )
-from distribute_jax.program._jaxprs import SUMS, RenamedAxis, names_axis
+from distribute_jax.program._jaxprs import RenamedAxis, names_axis
 from distribute_jax.program._layout import FlatStep
 from distribute_jax.program._options import Lowering
 
@@ -36,10 +36,9 @@ Compile = Callable[[FlatStep], Compiled]
 def maps_shards(mesh: Mesh) -> bool:
     """Returns whether a step is compiled through ``shard_map`` here.
 
-    On one device XLA's CPU backend copies all that a sum over an axis of size 1 takes, and beside automatic
-    axes its partitioner fails on such a sum (JAX 0.10.2).
+    XLA's partitioner fails on a sum over a manual axis of size 1 beside automatic ones (JAX 0.10.2).
     """
-    return bool(mesh.shape[DATA] > 1)
+    return mesh.shape[DATA] > 1 or mesh.size == 1
 
 
 def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
@@ -108,16 +107,9 @@ class _WithoutAxis(RenamedAxis):
     """Removes an axis of size 1. Only the collectives go through ``vmap``, not what it cannot batch."""
 
     def equation(self, eqn: Any) -> Any:
-        """Returns what a collective over the axis computes as one equation that does not name it.
-
-        A sum becomes a barrier: XLA does not fuse across it either, so that the bits are those of a program
-        that is cut there, as for parameter servers.
-        """
+        """Returns what a collective over the axis computes as one equation that does not name it."""
         if not names_axis(eqn, DATA):
             return super().equation(eqn)
-        if eqn.primitive.name in SUMS and eqn.params["axes"] == (DATA,):
-            barrier = jax.lax.optimization_barrier_p
-            return eqn.replace(primitive=barrier, params={}, effects=self.effects(eqn))
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         (call,) = jax.make_jaxpr(jax.jit(functools.partial(_over_one, eqn)))(*inputs).eqns
         return call.replace(invars=eqn.invars, outvars=eqn.outvars)

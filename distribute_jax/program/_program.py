@@ -134,8 +134,9 @@ def build(
     sharded = (*sharded, *(None,) * traced.sizes[1], *call.arguments.shardings)
     shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
     several = replicas_per_device(call.mesh) > 1
+    in_shards = is_jit and maps_shards(call.mesh) and not shares
     order, kept, read = input_order(traced)
-    evaluate = in_one_equation if is_jit and not shares and not several else by_equation
+    evaluate = in_one_equation if in_shards and not several else by_equation
     step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
     donated_state = 0
     if options.donate_state and is_jit and _can_donate(traced):

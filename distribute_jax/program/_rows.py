@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax.program._jaxprs import CALLS, SUMS, called_body, has_effects, opened
+from distribute_jax.program._jaxprs import CALLS, called_body, has_effects, opened
 from distribute_jax.program._padding_rules import ELEMENTWISE
 from distribute_jax.program._pieces import Values, run_piece, start, value_of, variables
 
@@ -220,6 +220,9 @@ def _operands(eqn: Any, rows: Rows | Ids) -> list[Any] | None:
     keeps &= kind != "squeeze" or 0 not in params["dimensions"]
     keeps &= kind != "reshape" or params["dimensions"] is None
     return [rows] if keeps and kind in {*_REDUCTIONS, "squeeze", "reshape"} else None
+
+
+SUMS = frozenset({"psum", "psum_invariant"})
 
 
 def takes_rows(eqn: Any) -> bool:
