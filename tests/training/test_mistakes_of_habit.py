@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "keyword of the optimizer": (
         lambda s, _: ANY.Optimizer(None, None, accumulation_steps=2), "'gradient_accumulation_steps'"
     ),
-    "keyword of options": (lambda s, _: ANY.RunOptions(verfy="off"), "mean 'verify'"),
+    "keyword of options": (lambda s, _: ANY.RunOptions(verifyy="off"), "mean 'verify'"),
     "keyword of run": (lambda s, _: s.run(abs, x=X), "takes fn, args, kwargs, options"),
     "keyword of compile": (lambda s, _: model(s, metric=["mae"]), "Did you mean 'metrics'"),
     "keyword of Lightning": (
