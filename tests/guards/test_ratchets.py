@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 52_280,
-    lines_of_tests: 48_679,
+    lines_of_tests: 48_677,
     files: 235,
     pieces: 1,
     private_words: 9,
