@@ -57,6 +57,7 @@ from distribute_jax.program._verify_outputs import (
     components_on,
     derived,
     draws_random_numbers,
+    every_output,
     scales_by_number,
 )
 
@@ -191,7 +192,7 @@ class _Comparison:
         entry.check_readable(flat)
         self.call, self.entry, self._every = call, entry, chosen is None
         self._replicas = num_replicas(call.mesh)
-        self.chosen = chosen = range(len(entry.output_names())) if chosen is None else chosen
+        self.chosen = chosen = every_output(entry) if chosen is None else chosen
         self._old = _old_inputs(call, entry)
         self._spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
         self.outs = entry.execute(copied(flat))

@@ -68,6 +68,13 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
     return [*state, *(entry.state_size + k for k in returned)]
 
 
+def every_output(entry: BoundProgram) -> list[int]:
+    """Returns all outputs but the counts of a guard, which name the replica that was to blame."""
+    written = _written(entry)
+    counts = {k for k, v in enumerate(written) if isinstance(v, StepCounts)}
+    return [k for k in range(len(entry.output_names())) if k not in counts]
+
+
 def _is_trained(variable: nnx.Variable[Any]) -> bool:
     """Whether a variable belongs to a model or its optimizer."""
     return isinstance(variable, (nnx.Param, nnx.OptState)) or _is_optimizer_state(variable)

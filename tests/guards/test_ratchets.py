@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_280,
-    lines_of_tests: 48_677,
+    lines: 52_288,
+    lines_of_tests: 48_686,
     files: 235,
     pieces: 1,
     private_words: 9,

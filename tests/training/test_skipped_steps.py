@@ -183,6 +183,15 @@ def test_fit_leaves_a_bad_batch_out(kind: str, said: pytest.LogCaptureFixture) -
     assert "Step 2 was skipped" in said.text
 
 
+def test_a_first_batch_that_is_bad_on_one_replica_is_that_of_one_device(s4: dj.Strategy) -> None:
+    """Replica 3 is to blame on four, replica 0 on one device: ``verify`` does not compare that."""
+    with s4.scope():
+        model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    model.compile("sgd", loss="mse", skip_nonfinite=True, verify="first")
+    model.fit([(x, x[:, :1]) for x in batches(2, bad=[0])], verbose=0)
+    assert model.optimizer.skipped_steps == 1
+
+
 def test_fit_raises_at_the_end_of_an_epoch_at_the_latest() -> None:
     """Also where the last batches of all are the bad ones."""
     model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
