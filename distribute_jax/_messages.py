@@ -143,7 +143,7 @@ def _may_exceed(array: Any, bits: int) -> bool:
 
 
 PyTree: TypeAlias = Any
-"""A pytree of containers that ``jax.tree`` understands."""
+"""Nested containers that ``jax.tree`` understands."""
 
 KeyPath: TypeAlias = tuple[Any, ...]
 """Where a leaf stands in a tree, as ``jax.tree_util`` gives it."""

@@ -104,9 +104,7 @@ class FunctionLoss(Loss):
         self.function = function
         of_optax = optax.softmax_cross_entropy_with_integer_labels
         self.takes_class_numbers = _unwrapped(function) is of_optax
-        self._what = " ".join(
-            dict.fromkeys(["The", what, self.name])
-        )  # of a lambda, without a name
+        self._what = f"The {what}" if self.name == what else f"The {what} {self.name}"
         self._call, self.from_logits = ordered(function, self._what)
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:

@@ -153,7 +153,7 @@ class Coordinator:
         self._stopped = False
         self._recording: Recording | None = None
         self.faults: Sequence[float] = ()
-        """Of the orders from now on."""
+        """What goes wrong with messages of the orders from now on; see ``Order.faults``."""
         _context.keeps_state(self)
 
     # Called by the user's thread.

@@ -236,12 +236,12 @@ class Trainer:
     def _run(self, kind: str, step: Step, batches: Batches, most: int) -> Any:
         """Runs one dispatch, the first of its kind on one device too if ``compile`` asked for it."""
         # A user's step is verified as in a loop of the user's.
-        verify = self.setup.verify
-        options = None if self.overrides(kind) and verify != "off" else library_options()
-        if asked := verify == "first":
-            options = options if kind in self._verified else RunOptions(verify="first")
-        is_first = self.overrides(kind) and kind not in self._verified
-        watched = watching(kind, variables(self.module)) if is_first else nullcontext()
+        is_own, is_first = self.overrides(kind), kind not in self._verified
+        options = None if is_own and self.setup.verify != "off" else library_options()
+        asked = self.setup.verify == "first"
+        if asked and is_first:
+            options = RunOptions(verify="first")
+        watched = watching(kind, variables(self.module)) if is_own and is_first else nullcontext()
         with watched, hint(partial(failure_hint, kind, self.tracker(kind), asked)):
             outs = self.strategy._dispatch(step, batches, most, options)
         self._verified.add(kind)

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_288,
+    lines: 52_286,
     lines_of_tests: 48_686,
     files: 235,
     pieces: 1,

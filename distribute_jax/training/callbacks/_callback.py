@@ -127,7 +127,7 @@ HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class CallbackList:
-    """The callbacks of one run, of a pytree of lists of them; their files are closed with the block."""
+    """The callbacks of one run, from a list that may hold lists; their files are closed with the block."""
 
     def __init__(self, callbacks: Any, model: Any, params: dict[str, Any]) -> None:
         self.model = model
