@@ -82,9 +82,10 @@ class Preemption:
         """
         if kind is None:
             self._try_put(f"done/{self._job.index}", "")
-        self._ended.set()
-        if self._deadline is not None:
-            self._deadline.cancel()
+        with self._changed:
+            self._ended.set()
+            if self._deadline is not None:
+                self._deadline.cancel()
         self._exits.close()
         if kind is None and self._is_signalled:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -114,15 +115,17 @@ class Preemption:
         self._request("SIGTERM")
 
     def _request(self, reason: str) -> None:
-        if self.requested_at is not None:
-            return
-        self.requested_at = time.monotonic()
+        message = f"{reason}: {self._grace:g} s of grace are over, and nothing was saved since. Not saved."
+        with self._changed:
+            # A timer that starts when the block has ended would end what the program does next.
+            if self.requested_at is not None or self._ended.is_set():
+                return
+            self._deadline = threading.Timer(self._grace, exit_unsaved, args=(self._job, message))
+            self._deadline.daemon = True
+            self._deadline.start()
+            self.requested_at = time.monotonic()
         _LOG.warning("%s: this process stops at the next step it can save.", reason)
         self._try_put(f"requested/{self._job.index}", reason)
-        message = f"{reason}: {self._grace:g} s of grace are over, and nothing was saved since. Not saved."
-        self._deadline = threading.Timer(self._grace, exit_unsaved, args=(self._job, message))
-        self._deadline.daemon = True
-        self._deadline.start()
 
     def _watch(self, watcher: Callable[[], bool]) -> None:
         while not self._ended.wait(_WATCHER_SECONDS):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,35 @@ def test_the_platform_may_tell_too(tmp_path: Path):
     with pytest.raises(SystemExit):
         loop(tmp_path, termination_watcher_fn=lambda: True)
     assert 0 < len(loop.seen) < 12
+
+
+@pytest.mark.parametrize("late", ["the request", "its message"])
+def test_a_notice_as_the_loop_ends_leaves_no_timer(
+    late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """What the program does after the loop is not ended when the grace period is over."""
+    monkeypatch.setattr("distribute_jax.processes._preemption._WATCHER_SECONDS", 0.01)
+    has_come, has_ended = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> bool:
+        has_come.set()
+        return has_ended.wait(20)
+
+    watcher = wait if late == "the request" else lambda: True
+    if late == "its message":
+        monkeypatch.setattr(caplog.handler, "emit", wait)
+    iterator = Loop(dj.OneDeviceStrategy("cpu:0")).iterator
+    manager = dj.CheckpointManager(tmp_path)
+    block = manager.preemptible({"x": 1}, iterator, termination_watcher_fn=watcher)
+    before = set(threading.enumerate())
+    with contextlib.suppress(KeyError), block:
+        assert has_come.wait(20)
+        raise KeyError  # the iterator has not come to its end
+    has_ended.set()
+    while left := set(threading.enumerate()) - before:
+        thread = left.pop()
+        thread.join(5)
+        assert not thread.is_alive(), thread
 
 
 _NEVER_SAVES = """
