@@ -111,8 +111,6 @@ def _is_global(value: Any) -> bool:
 
 def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Joins one leaf of all replicas along a dim."""
-    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise ArgumentError(f"strategy.gather: axis must be an int; got {axis!r}.")
     value, is_equal = _read(value, mesh)
     value = check_int_range(value, "strategy.gather")
     with with_all_processes("strategy.gather", mesh), reading(value):

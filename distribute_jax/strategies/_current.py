@@ -114,7 +114,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         _set_for_good.append(scope)
 
 
-class _DefaultStrategy(Strategy):
+class DefaultStrategy(Strategy):
     """One replica on the default device; code runs as if there were no strategy."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class _DefaultStrategy(Strategy):
 @functools.cache
 def default_frame() -> _frames.Frame:
     """Returns the default strategy with its replica context, made at the first use."""
-    strategy = _DefaultStrategy()
+    strategy = DefaultStrategy()
     return _frames.Frame(strategy, ReplicaContext(strategy, bound=False))
 
 

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_289,
-    lines_of_tests: 48_717,
+    lines: 52_287,
+    lines_of_tests: 48_746,
     files: 235,
     pieces: 1,
     private_words: 9,

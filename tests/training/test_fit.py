@@ -187,16 +187,22 @@ def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredSt
     assert int(model.optimizer.step[...]) == 3
 
 
-@pytest.mark.exhaustive
-def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy):
-    """As sample weights of the class's examples do, in fit and train_on_batch."""
-    one, other = made(s4), made(s4)
+@pytest.mark.parametrize("kind", ["one-hot", "column"])
+def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, kind: str):
+    """As sample weights of the class's examples do, with others beside, in fit and train_on_batch."""
+    sparse = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
+    dense = dj.losses.CategoricalCrossentropy(from_logits=True)
+    y = np.eye(2, dtype=np.float32)[Y] if kind == "one-hot" else Y[:, None]
+    one = made(s4, loss=dense if kind == "one-hot" else sparse, metrics=[])
+    other = made(s4, loss=sparse, metrics=[])
+    others = RNG.uniform(0.5, 2, len(X)).astype(np.float32)
     weight = np.where(Y == 1, 5.0, 1.0).astype(np.float32)
-    a = one.fit(X, Y, batch_size=8, class_weight={1: 5.0}, shuffle=False, verbose=0)
-    b = other.fit(X, Y, batch_size=8, sample_weight=weight, shuffle=False, verbose=0)
+    options: Any = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    a = one.fit(X, y, class_weight={1: 5.0}, sample_weight=others, **options)
+    b = other.fit(X, Y, sample_weight=weight * others, **options)
     close(a.history["loss"], b.history["loss"])
     close(weights_of(one), weights_of(other))
-    first = one.train_on_batch(X[:8], Y[:8], class_weight={1: 5.0})
+    first = one.train_on_batch(X[:8], y[:8], class_weight={1: 5.0})
     assert first == pytest.approx(other.train_on_batch(X[:8], Y[:8], sample_weight=weight[:8]))
 
 
@@ -379,9 +385,22 @@ def test_logits_are_not_taken_for_probabilities(s4: dj.MirroredStrategy):
     assert fine.evaluate(X, Y, batch_size=8) == pytest.approx(expected, rel=1e-5)
 
 
+def loss(labels: jax.Array, y_pred: jax.Array) -> jax.Array:
+    """A metric with a name that is taken."""
+    return abs(labels - y_pred[:, 0])
+
+
+class Mean(Net):
+    """One number for all examples."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x).mean()
+
+
 def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
     """Every message names the argument and the remedy."""
     model = made(s4)
+    unweighted: Any = {"weighted_metrics": [nnx.metrics.Average("y_pred")]}
     with s4.scope():
         fresh = dj.Model(Net())
     cases: list[tuple[Any, str]] = [
@@ -394,6 +413,16 @@ def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit(X, Y, steps_per_epoch=0), "steps_per_epoch"),
         (lambda: model.fit(X, Y, class_weight={"a": 1.0}), "class_weight"),
         (lambda: model.fit([(X, Y, Y, Y)]), "tuple of 4"),
+        (lambda: model.fit(list(batches()), validation_split=0.5), "split is for arrays"),
+        (lambda: model.fit({"a": X, "b": Y}, Y, x_key="a", y_key="b"), "leave out y, or them"),
+        (lambda: model.set_weights([X]), "takes 4 arrays.*got 1"),
+        (lambda: made(s4, metrics=[loss]), "'loss', which is the name of the loss"),
+        (
+            lambda: made(s4, metrics=[nnx.metrics.Average("z")]).fit(X, Y),
+            "reads z=, and fit passes",
+        ),
+        (lambda: made(s4, **unweighted).fit(X, Y, sample_weight=X[:, 0]), "has no sample_weight"),
+        (lambda: made(s4, Mean).predict(X[:16], batch_size=8), "one row for each example"),
         (lambda: model.train_on_batch(list(batches())), "one batch"),
         (lambda: model.compile("adam", "mse", steps_per_execution=0), "steps_per_execution"),
         (lambda: model.compile("adam", "mse", metrics=[3]), "metric"),
