@@ -216,8 +216,8 @@ class Stored(ABC):
             ]
         if len(weights) != len(variables):
             raise ArgumentError(
-                f"set_weights takes {len(variables)} arrays, one for each weight, and got {len(weights)}; the "
-                f"weights are: {', '.join(name for name, _ in variables[:10])}."
+                f"set_weights takes {len(variables)} arrays, one for each weight, and got {len(weights)}. "
+                f"The weights: {', '.join(name for name, _ in variables[:10])}."
             )
         wrong = [
             f"{name}: {np.shape(new)} instead of {v[...].shape}"
