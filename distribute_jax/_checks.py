@@ -136,20 +136,13 @@ def check_number(
         refuse(name, f"a number {limit}" + (f", at most {most:g}" if most else ""), value)
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """Returns an argument that must be a bool; else an ``ArgumentError``."""
-    if not isinstance(value, bool):
-        refuse(name, "a bool", value)
-    return value
-
-
 def as_member(name: str, value: Any, kind: type[_E]) -> _E:
     """Returns the member that an argument is, or names in any letter case; else an ``ArgumentError``."""
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     if not isinstance(value, kind):
         names = ", ".join(repr(member.lower()) for member in kind.__members__)
-        refuse(name, f"one of {names}, or a {kind.__name__}", value)
+        refuse(name, f"one of {names}, or a member of {kind.__name__}", value)
     return value
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distribute_jax._checks import check_int
 from distribute_jax._errors import (
     ArgumentError,
     ContextError,
@@ -236,8 +237,7 @@ def histogram(
     current = _current_writer("histogram", step)
     if current is None:
         return False
-    if not isinstance(buckets, int) or buckets < 1:
-        raise ArgumentError(f"buckets must be an int >= 1; got {buckets!r}.")
+    check_int("dj.summary.histogram: buckets", buckets)
     array = _numbers("histogram", name, data).astype(np.float64).ravel()
     if not np.isfinite(array).all():
         raise ArgumentError(

@@ -7,13 +7,12 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
-from distribute_jax._checks import brief, check_int, check_number
+from distribute_jax._checks import check_int, check_number
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint._manifest import Manifest, is_step
 from distribute_jax.checkpoint._read import manifest_of
 from distribute_jax.checkpoint._storage import Directory
-from distribute_jax.data import DistributedIterator
 from distribute_jax.data._dataset import watch
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._status import report_step
@@ -105,16 +104,11 @@ class Preemptible:
     """
 
     def __init__(self, manager: Any, tree: Any, iterator: Any, preemption: Preemption) -> None:
-        method = "CheckpointManager.preemptible"
-        if not isinstance(iterator, DistributedIterator):
-            raise ArgumentError(
-                f"{method}: iterator must be iter(strategy.distribute_dataset(...)); got {brief(iterator)}."
-            )
-        if not isinstance(tree, dict):
-            raise ArgumentError(f"{method}: tree must be a dict; got {type(tree).__name__}.")
         if not any(value is iterator for value in tree.values()):
             if "iterator" in tree:
-                raise ArgumentError(f"{method}: tree['iterator'] must be the iterator of the loop.")
+                raise ArgumentError(
+                    "CheckpointManager.preemptible: tree['iterator'] must be the iterator of the loop."
+                )
             tree = {**tree, "iterator": iterator}
         iterator.state()  # raises by name where the source could not go on in the middle
         self._manager, self._iterator, self._preemption = manager, iterator, preemption

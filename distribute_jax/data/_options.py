@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distribute_jax._checks import as_member, check_bool, check_int
+from distribute_jax._checks import as_member, check_int
 from distribute_jax._errors import ArgumentError
 
 
@@ -105,8 +105,6 @@ class InputOptions:
             raise ArgumentError(f"InputOptions(auto_shard_policy=HINT): {HINT_REFUSED}")
         if self.experimental_fetch_to_device is None:
             object.__setattr__(self, "experimental_fetch_to_device", True)
-        self._set("experimental_fetch_to_device", check_bool)
-        self._set("experimental_place_dataset_on_device", check_bool)
         self._set("experimental_per_replica_buffer_size", check_int, 0, 1 << 16)
         if self.experimental_place_dataset_on_device and (
             self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA

@@ -80,11 +80,6 @@ class Accuracy(Average):
     update_state = Metric.update_state  # type: ignore[assignment]  # of two arguments again
 
     def __init__(self, threshold: float | None = None) -> None:
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float, type(None))):
-            raise ArgumentError(
-                f"Accuracy(threshold={threshold!r}): the threshold is a number that a positive logit "
-                "reaches, as 0.5 for probabilities, or None for several classes."
-            )
         super().__init__("values")
         self.threshold = threshold
 

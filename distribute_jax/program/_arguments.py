@@ -280,15 +280,8 @@ def check_function(fn: Any) -> None:
         )
 
 
-def check_call(args: Any, kwargs: Any, fn: Any = None, call: str = "strategy.run(fn") -> None:
-    """Refuses arguments in the wrong container, and ``fn``, where passed, if it cannot be called.
-
-    The message begins as the user's call does: ``call``.
-    """
-    if fn is not None and not is_function(fn):
-        raise ArgumentError(
-            f"{call}={_brief(fn)}): fn must be a function. Pass the function itself, not its result."
-        )
+def check_call(args: Any, kwargs: Any, call: str = "strategy.run(fn") -> None:
+    """Refuses arguments in the wrong container; the message begins as the user's call does."""
     if not isinstance(args, (list, tuple)):
         raise ArgumentError(
             f"{call}, args={_brief(args)}): args must be a list or tuple of positional "

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from distribute_jax import _frames
 from distribute_jax._absent import answering
-from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import PyTree
 from distribute_jax._values import DistributedValues
@@ -174,8 +173,6 @@ class ReplicaContext:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_gather
         """
-        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-            raise ArgumentError(f"all_gather(axis={axis!r}): axis is an int, such as 0 for rows.")
         return all_gather(value, int(axis), bound=self._bound)
 
     def merge_call(
@@ -208,7 +205,7 @@ class ReplicaContext:
                 "merge_call was called in cross-replica context. Call it inside a function given to "
                 "strategy.run, on dj.get_replica_context()."
             )
-        check_call(args, kwargs, merge_fn, "merge_call(merge_fn")
+        check_call(args, kwargs, "merge_call(merge_fn")
         args, kwargs = jax.tree.map(
             self._regroup,
             (tuple(args), kwargs or {}),

@@ -119,7 +119,7 @@ class Runner:
         number: int | None,
     ) -> StepPlan:
         """Compiles a step for a number of replicas, without running it."""
-        check_call(args, kwargs, call="strategy.plan(step")
+        check_call(args, kwargs, "strategy.plan(step")
         options = checked_run_options(options)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica))
         # The batch may be distributed by another strategy: its shares are what counts.

@@ -150,7 +150,7 @@ class ServersRunner(Runner):
                 f"coordinator.schedule(fn={leaf_text(fn)}): fn is not a function, or an async one or a "
                 "generator."
             )
-        check_call(args, kwargs, fn, call="coordinator.schedule(fn")
+        check_call(args, kwargs, "coordinator.schedule(fn")
         given, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
         _check_fetched(given)
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]

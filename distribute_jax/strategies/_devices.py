@@ -143,10 +143,10 @@ def devices_of(kind: str) -> list[jax.Device]:
         return []
 
 
-def checked_axis_name(name: Any, mesh: Mesh, caller: str) -> str:
+def checked_axis_name(name: str, mesh: Mesh, caller: str) -> str:
     """Returns the name, which must be a new one beside those of the mesh, or that of the replicas' axis."""
     others = [axis for axis in mesh.axis_names if axis != DATA]
-    if not isinstance(name, str) or not name or name in others:
+    if not name or name in others:
         rule = f" other than {', '.join(map(repr, others))}" if others else ""
         raise ArgumentError(f"{caller}: axis_name must be a string{rule}; got {name!r}.")
     return name

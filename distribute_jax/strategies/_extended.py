@@ -167,7 +167,7 @@ class StrategyExtended:
         """
         _context.require_cross_replica("strategy.extended.update")
         self._check_created_here(var, "update")
-        check_call(args, kwargs, fn, "strategy.extended.update(var, fn")
+        check_call(args, kwargs, "strategy.extended.update(var, fn")
         for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_value):
             if isinstance(leaf, DistributedValues):
                 raise PerReplicaError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from distribute_jax._checks import check_bool, check_int
+from distribute_jax._checks import check_int
 from distribute_jax._mesh import DATA, replica_mesh, state_mesh
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
@@ -89,6 +89,6 @@ class FullyShardedStrategy(Strategy):
             steps_in_flight=steps_in_flight,
             shared=(nnx.Variable,),
             shard_over=shard_over,
-            gathers_once=not check_bool(f"{name}: reshard_after_forward", reshard_after_forward),
+            gathers_once=not reshard_after_forward,
             axis_name=axis_name,
         )

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from distribute_jax._checks import check_bool
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.collectives import CrossDeviceOps, ReductionToOneDevice
@@ -73,12 +72,11 @@ class MirroredStrategy(Strategy):
         name = type(self).__name__
         replicas = find_devices(devices)
         note_cluster_ignored(name)
-        shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
         self._cross_device_ops = _placed(cross_device_ops, replicas)
         super().__init__(
             replica_mesh(replicas, check_replicas_per_device(name, replicas_per_device)),
             steps_in_flight=steps_in_flight,
-            shared=(nnx.OptState,) if shares else (),
+            shared=(nnx.OptState,) if shard_optimizer_state else (),
             axis_name=axis_name,
         )
 

@@ -58,7 +58,7 @@ class ModelMethods:
             (None, 'data')
         """
         self._enter_program("strategy.create")
-        if not callable(make) or isinstance(make, nnx.Pytree):
+        if isinstance(make, nnx.Pytree):
             raise ArgumentError(_MAKE.format(got=f"{make!r:.60}"))
         with self.scope():
             return _created(make, self._replicas)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from distribute_jax._checks import check_bool, check_int
+from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.cluster_resolver import ClusterResolver
@@ -77,7 +77,6 @@ class ModelParallelStrategy(Strategy):
     ) -> None:
         name = type(self).__name__
         check_int(f"{name}: model", model)
-        shares = check_bool(f"{name}: fully_sharded", fully_sharded)
         each = check_replicas_per_device(name, replicas_per_device)
         self._resolver = cluster_resolver
         every = devices_of_job(devices, cluster_resolver, cluster_options, name)
@@ -88,7 +87,7 @@ class ModelParallelStrategy(Strategy):
         super().__init__(
             mesh,
             steps_in_flight=steps_in_flight,
-            shared=(nnx.Variable,) if shares else (),
+            shared=(nnx.Variable,) if fully_sharded else (),
             rules=Rules(rules, mesh, name),
             axis_name=axis_name,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flax import nnx
 
-from distribute_jax._checks import check_bool
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.cluster_resolver import ClusterResolver
@@ -77,7 +76,6 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{name}(cross_device_ops={cross_device_ops!r}): a name such as 'gpu:0' means another device "
                 "in each process. Leave reduce_to_device out: the values are added up on replica 0."
             )
-        shares = check_bool(f"{name}: shard_optimizer_state", shard_optimizer_state)
         each = check_replicas_per_device(name, replicas_per_device)
         self._resolver, devices = connect(
             cluster_resolver, cluster_options, name, self._communication_options.timeout_seconds
@@ -85,6 +83,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(
             replica_mesh(devices, each),
             steps_in_flight=steps_in_flight,
-            shared=(nnx.OptState,) if shares else (),
+            shared=(nnx.OptState,) if shard_optimizer_state else (),
             axis_name=axis_name,
         )

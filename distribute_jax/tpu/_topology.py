@@ -331,14 +331,8 @@ def in_topology_order(devices: Sequence[Any]) -> list[Any]:
     return ordered
 
 
-def checked_assignment(assignment: Any, caller: str) -> list[list[Any]]:
+def checked_assignment(assignment: DeviceAssignment, caller: str) -> list[list[Any]]:
     """Returns the devices of each replica, after checking that a strategy can use the assignment."""
-    if not isinstance(assignment, DeviceAssignment):
-        raise ArgumentError(
-            f"{caller}: experimental_device_assignment must be a DeviceAssignment, such as "
-            "dj.tpu.experimental.DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], "
-            f"num_replicas=4), or None; got {assignment!r:.80}."
-        )
     tasks = [{device.process_index for device in r} for r in assignment.devices]
     split = [i for i, owners in enumerate(tasks) if len(owners) > 1]
     if split:

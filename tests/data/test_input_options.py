@@ -45,9 +45,9 @@ def test_the_members_of_a_policy_have_tensorflows_numbers():
     [
         ({"partial": "pad"}, "'mask', 'shrink', 'drop', 'error'"),
         ({"auto_shard_policy": "files"}, "'off', 'auto', 'file', 'data', 'hint'"),
-        ({"auto_shard_policy": 2}, "or a AutoShardPolicy"),
+        ({"auto_shard_policy": 2}, "or a member of AutoShardPolicy"),
         ({"experimental_replication_mode": "each"}, "'per_worker', 'per_replica'"),
-        ({"experimental_fetch_to_device": 1}, "must be a bool"),
+        ({"experimental_fetch_to_device": "yes"}, "must be None or a bool"),
         ({"experimental_place_dataset_on_device": None}, "must be a bool"),
         ({"experimental_per_replica_buffer_size": -1}, "must be an integer >= 0"),
         ({"experimental_per_replica_buffer_size": True}, "must be an integer >= 0"),

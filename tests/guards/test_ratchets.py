@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_287,
+    lines: 52_238,
     lines_of_tests: 48_746,
     files: 235,
     pieces: 1,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from distribute_jax._absent import answering
 from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import PyTree, leaf_text
+from distribute_jax._messages import PyTree
 from distribute_jax.data.sources._base import Seekable, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 
@@ -127,10 +127,6 @@ class ArrayDataset:
         Raises:
             ArgumentError: ``fn`` cannot be called; later, it returns None.
         """
-        if not callable(fn):
-            raise ArgumentError(
-                f"map: fn must be a function of one example or batch; got {leaf_text(fn)}."
-            )
         if not takes(fn, None):
             raise ArgumentError(
                 f"map calls {fn!r:.60} with one argument, the example or batch as it is. Where that is a "

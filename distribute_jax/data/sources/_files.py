@@ -161,10 +161,6 @@ def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -
             "dj.data.from_files: paths must be a list of at least one str or pathlib.Path; got "
             f"{leaf_text(paths)}."
         )
-    if not callable(read):
-        raise ArgumentError(
-            f"dj.data.from_files: read must be a function of one path; got {leaf_text(read)}."
-        )
     return FileDataset(tuple(paths), read)
 
 

@@ -331,7 +331,7 @@ class LossSpike(Callback):
 
     def __init__(self, factor: float = 10.0, window: int = 100, policy: str = "skip") -> None:
         super().__init__()
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1:
+        if not factor > 1:
             raise ArgumentError(f"LossSpike: factor must be a number above 1; got {factor!r:.60}.")
         check_choice("LossSpike(policy)", policy, ("skip", "rollback", "warn"))
         self.factor, self.window, self.policy = factor, check_int("window", window), policy
