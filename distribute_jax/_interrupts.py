@@ -49,9 +49,10 @@ def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
     left, interrupt = list(handlers), None
     while left:
         try:
-            while left:
-                signal.signal(left[-1], handlers[left[-1]])
-                left.pop()
+            # Not a `while`, whose jump back Python 3.13 leaves out of the block that `try` protects.
+            for number in tuple(left):
+                signal.signal(number, handlers[number])
+                left.remove(number)
         except BaseException as raised:
             interrupt = raised
     if interrupt is not None:

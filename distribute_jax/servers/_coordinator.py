@@ -243,7 +243,11 @@ class Coordinator:
         """
         with self._lock:
             self._check_servers()
-            while not self._has_written_back(variables):
+            while (
+                True
+            ):  # an interrupt at the jump of `while condition` keeps the lock on Python 3.13
+                if self._has_written_back(variables):
+                    return
                 self._wait_until(lambda: not self._lost_servers)
 
     def _has_written_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> bool:

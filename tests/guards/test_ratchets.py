@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_238,
-    lines_of_tests: 48_746,
+    lines: 52_243,
+    lines_of_tests: 48_750,
     files: 235,
     pieces: 1,
     private_words: 9,
