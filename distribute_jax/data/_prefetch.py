@@ -68,16 +68,17 @@ class Prefetcher(Iterator[T], Generic[T]):
         return element
 
     def _start(self) -> None:
-        elements, self._elements = self._elements, None
         thread = threading.Thread(
             target=contextvars.copy_context().run,
-            args=(_read_ahead, elements, self._buffer, self._context()),
+            args=(_read_ahead, self._elements, self._buffer, self._context()),
             name="distribute_jax prefetch",
             daemon=True,
         )
-        _running[thread] = self._buffer
-        with interrupts_held_back():  # an interrupt breaks Python's wait for the start
+        # An interrupt breaks Python's wait for the start; without a thread, the next call would hang.
+        with interrupts_held_back():
             thread.start()
+            _running[thread] = self._buffer
+            self._elements = None
 
 
 class _Buffer:

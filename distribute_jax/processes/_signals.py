@@ -34,7 +34,8 @@ _LINGER_SECONDS = 2.5
 _POLL_SECONDS = 0.05
 
 _actions: list[Action] = []
-_is_listening = False
+_acting = threading.RLock()
+_stop_listening: Action | None = None
 _exit_codes: list[object] = []
 
 
@@ -44,7 +45,7 @@ def on_sigterm(action: Action) -> None:
     Nothing happens where the user has a handler, or in a thread other than the main one.
     """
     _actions.insert(0, action)
-    if not _is_listening and _can_listen():
+    if _stop_listening is None and _can_listen():
         _start()
 
 
@@ -52,13 +53,16 @@ def on_sigterm(action: Action) -> None:
 def replace_sigterm(action: Action) -> Iterator[bool]:
     """Replaces the action for SIGTERM in a ``with`` block; yields whether it will be called."""
     _actions.append(action)
-    stop = _start() if not _is_listening and _can_listen() else None
+    if _stop_listening is None and _can_listen():
+        _start()
     try:
-        yield _is_listening
+        yield _stop_listening is not None
     finally:
-        _actions.remove(action)
-        if stop is not None and not _actions:
-            stop()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and _stop_listening is not None and len(_actions) == 1:
+            _stop_listening()  # while the action is there for a signal that has come
+        with _acting:
+            _actions.remove(action)
 
 
 def _can_listen() -> bool:
@@ -66,9 +70,9 @@ def _can_listen() -> bool:
     return is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.SIG_IGN)
 
 
-def _start() -> Action:
-    """Starts to listen, and returns a function that stops it."""
-    global _is_listening
+def _start() -> None:
+    """Starts to listen."""
+    global _stop_listening
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.getsignal(signal.SIGTERM)
@@ -81,18 +85,17 @@ def _start() -> Action:
         target=_listen, args=(reader,), name="distribute_jax SIGTERM", daemon=True
     )
     thread.start()
-    _is_listening = True
 
     def stop() -> None:
-        global _is_listening
+        global _stop_listening
         signal.signal(signal.SIGTERM, before)
         if old == -1:
             signal.set_wakeup_fd(-1)
         os.close(writer)
         thread.join()
-        _is_listening = False
+        _stop_listening = None
 
-    return stop
+    _stop_listening = stop
 
 
 def _listen(reader: int) -> None:
@@ -103,8 +106,9 @@ def _listen(reader: int) -> None:
 
 
 def _act() -> None:
-    if _actions:
-        _actions[-1]()
+    with _acting:  # a block that ends meanwhile waits, and sees the signal
+        if _actions:
+            _actions[-1]()
 
 
 class _Exit(SystemExit):

@@ -434,7 +434,8 @@ class Coordinator:
     def fail_for_good(self, error: BaseException) -> None:
         """Notes why the servers have no state to go on with."""
         with self._lock:
-            self._lost = self._lost or error
+            if not self._stopped:  # else the strategy is gone
+                self._lost = error
             self._stopped = True
             self._tell()
 

@@ -50,8 +50,9 @@ class _Child:
     def wait(self) -> None:
         """Waits until it has ended."""
         poll = select.poll()
-        poll.register(self._end, 0)  # wakes up when the other end is closed, and for nothing else
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # this end is closed already
+            # It wakes up when the other end is closed, and for nothing else.
+            poll.register(self._end, 0)
             poll.poll()
 
     def error(self) -> str:
@@ -96,7 +97,7 @@ class _Nursery:
     """The process that the others are forked from."""
 
     def __init__(self, platform: str) -> None:
-        self._platform, self._lock = platform, threading.Lock()
+        self._platform, self._lock, self._is_closed = platform, threading.Lock(), False
         self._control = self._started()
 
     def _started(self) -> Connection:
@@ -130,6 +131,9 @@ class _Nursery:
             try:
                 (pid,) = self._control.ask(message).plain
             except WireError:  # it was killed, and all that came from it
+                if self._is_closed:  # nobody would end another one
+                    here.close()
+                    raise
                 self._control.close()
                 self._control = self._started()
                 (pid,) = self._control.ask(message).plain
@@ -143,6 +147,7 @@ class _Nursery:
     def close(self) -> None:
         """Ends all."""
         with self._lock:
+            self._is_closed = True
             self._control.close()
 
 

@@ -177,6 +177,22 @@ def test_ctrl_c_reaches_a_loop_that_waits_for_its_source() -> None:
         assert "KeyboardInterrupt" in errors
 
 
+def test_an_interrupt_before_the_thread_runs_leaves_a_loop_that_goes_on() -> None:
+    """After Ctrl-C the next call starts the thread; it would wait for ever for one that was not started."""
+    interrupts = [KeyboardInterrupt()]
+
+    def context() -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return nullcontext
+
+    prefetcher = Prefetcher((i for i in range(3)), 2, context, lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        next(prefetcher)
+    assert prefetcher._elements is not None
+    assert list(prefetcher) == [0, 1, 2]
+
+
 def test_a_loop_that_waits_for_its_data_is_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

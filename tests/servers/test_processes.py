@@ -25,6 +25,8 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
 from distribute_jax.servers import _processes
+from distribute_jax.servers._coordinator import Coordinator
+from distribute_jax.servers._wire import Connection, WireError, pair
 
 SECONDS = 120
 
@@ -347,6 +349,34 @@ def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
 
     with pytest.raises(dj.LoweringError, match="calls Python"):
         ClusterCoordinator(strategy).schedule(step, args=(1.0,))
+
+
+def test_what_is_late_for_the_end_of_a_strategy_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that is delayed until all are ended starts no process, which nobody would end, and ends."""
+    controls = []
+
+    def started(_: Any) -> Connection:
+        assert not controls, "a process was started"
+        controls.append(pair())
+        return Connection(controls[-1][0])
+
+    monkeypatch.setattr(_processes._Nursery, "_started", started)
+    nursery = _processes._Nursery("cpu")
+    nursery.close()
+    with pytest.raises(WireError):
+        nursery.child("worker", 0)
+    controls[0][1].close()
+    here, there = pair()
+    with there:
+        child = _processes._Child(nursery, 0, here)
+        child.end()
+        child.wait()
+    coordinator = Coordinator(1, [], 0.0, jax.devices()[0])
+    coordinator.stop()
+    coordinator.fail_for_good(WireError())  # of the thread that wanted a process
+    assert coordinator.is_done()
 
 
 @pytest.mark.exhaustive

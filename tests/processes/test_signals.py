@@ -1,0 +1,55 @@
+"""SIGTERM has an effect whenever it comes, and its usual one when no block is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from distribute_jax.processes._signals import replace_sigterm
+
+
+def test_blocks_that_end_in_any_order_leave_the_usual_handler() -> None:
+    """The first of two blocks may end first, as when a handler is replaced by another."""
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = replace_sigterm(lambda: None), replace_sigterm(lambda: None)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    second.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_comes_as_the_listening_ends_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The action is called for a signal that comes just before the usual handler is back."""
+    seen, change = [], signal.signal
+
+    def restored(number: int, handler: Any) -> Any:
+        if handler is signal.SIG_DFL:
+            signal.raise_signal(number)
+        return change(number, handler)
+
+    with replace_sigterm(lambda: seen.append(1)):
+        monkeypatch.setattr(signal, "signal", restored)
+    assert seen == [1]
+
+
+def test_a_block_ends_after_its_action() -> None:
+    """What follows a block knows of a signal for which its action is being called."""
+    seen, is_called, may_end = [], threading.Event(), threading.Event()
+
+    def action() -> None:
+        is_called.set()
+        assert may_end.wait(20)
+        seen.append(1)
+
+    with replace_sigterm(lambda: None):  # as that of a job, it listens on
+        with replace_sigterm(action):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert is_called.wait(20)
+            threading.Timer(0.05, may_end.set).start()
+        assert seen == [1]
