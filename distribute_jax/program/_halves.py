@@ -56,7 +56,7 @@ from distribute_jax.program._results import Results, rebuild
 from distribute_jax.program._rows import Ids, Needs, Rows, parts, takes_rows
 from distribute_jax.program._sharded_update import (
     SplitStep,
-    is_for_each,
+    is_bound_to_replicas,
     traced as traced_body,
 )
 from distribute_jax.program._trace import Call, Traced, trace
@@ -214,7 +214,7 @@ def build_halves(
     jaxpr, leaves = first.jaxpr, traced.input_starts[-1]
     state = _state(call, traced, order, jaxpr)
     sums = list(filter(_is_sum, jaxpr.eqns)) if replicas > 1 else []
-    update = Update(jaxpr, first.equations, first.differs, first.stays, state, sums)
+    update = Update(jaxpr, first.equations, first.differs, first.is_for_each, state, sums)
     results = jaxpr.outvars[outs:]
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
     of_servers = functools.partial(parts, partitioner, servers)
@@ -462,6 +462,10 @@ def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> Stat
 class _First(SplitStep):
     """A step of one worker, of which all state is equal everywhere."""
 
+    def is_for_each(self, eqn: Any) -> bool:
+        """Leaves what only speaks of the mesh, as ``jnp.where`` may, to servers: they trace with it too."""
+        return is_bound_to_replicas(self.jaxpr, eqn)
+
     def check_no_branches(self) -> None:
         """Refuses conditions around collectives."""
         for branches in self._branches.values():
@@ -475,10 +479,6 @@ class _First(SplitStep):
     def differs(self, v: Any) -> bool:
         """Returns whether a value is that of one worker."""
         return bool(self._marks[v])
-
-    def stays(self, eqn: Any) -> bool:
-        """Returns whether a worker computes an equation although all compute the same."""
-        return is_for_each(self.jaxpr, eqn)
 
 
 def _has_parts(eqn: Any) -> bool:

@@ -48,7 +48,8 @@ class BoundHalves:
     guards: list[StepCounts] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.guards = [v for v in self.binding.variables if isinstance(v, StepCounts)]
+        written = map(self.binding.variables.__getitem__, self.halves.written)
+        self.guards = [v for v in written if isinstance(v, StepCounts)]
         self.leaves = jax.tree.leaves(read_raw(self.binding.variables))
 
     def fits_function(self, fn: Callable[..., Any]) -> bool:

@@ -250,11 +250,17 @@ class SplitStep:
             marked.append((eqn, operands, any(outcome.outs)))
         return marked
 
+    def is_for_each(self, eqn: Any) -> bool:
+        """Returns whether an equation belongs on each replica although all of them do the same in it."""
+        return is_bound_to_replicas(self.jaxpr, eqn) or any(
+            inner.primitive.name in _PLACED for inner in equations(self.jaxpr.replace(eqns=[eqn]))
+        )
+
     def _sort(self, marked: Sequence[tuple[Any, list[Mark], bool]]) -> None:
         """Goes from the end to the start: a replica computes what it needs itself, and no more."""
         for eqn, operands, differs in reversed(marked):
             needed = any(v in self._needed for v in eqn.outvars)
-            each = differs or any(operands) or is_for_each(self.jaxpr, eqn)
+            each = differs or any(operands) or self.is_for_each(eqn)
             if not needed and not each:
                 self._rest.append(eqn)
             elif not needed and not differs and _is_sum(eqn):
@@ -460,14 +466,11 @@ def _shape(v: Any) -> Any:
     return getattr(v.aval, "shape", None)
 
 
-def is_for_each(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
-    """Returns whether an equation belongs on each replica although all of them do the same in it."""
+def is_bound_to_replicas(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
+    """Returns whether an equation communicates, has effects, or draws numbers that depend on its shape."""
     if any(collectives(eqn, DATA)) or has_effects(eqn):
         return True
-    return any(
-        inner.primitive.name in _PLACED or _draws_by_shape(inner)
-        for inner in equations(jaxpr.replace(eqns=[eqn]))
-    )
+    return any(map(_draws_by_shape, equations(jaxpr.replace(eqns=[eqn]))))
 
 
 def _draws_by_shape(eqn: Any) -> bool:

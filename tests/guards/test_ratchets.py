@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_254,
-    lines_of_tests: 48_851,
+    lines: 52_258,
+    lines_of_tests: 49_165,
     files: 235,
     pieces: 1,
     private_words: 9,

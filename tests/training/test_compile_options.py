@@ -103,3 +103,16 @@ def test_options_on_replicas_are_those_of_one_device(kind: str, options: dict[st
     assert losses[0] == pytest.approx(losses[1], rel=2e-5)
     for weight, expected in zip(*(model.get_weights() for model in models), strict=True):
         np.testing.assert_allclose(weight, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_servers_accumulate_for_an_optimizer_that_chooses_by_norms():
+    """Where LAMB chooses with ``jnp.where``, JAX notes the mesh, which does not communicate."""
+    weights = []
+    for strategy in (STRATEGIES["servers"](), dj.OneDeviceStrategy("cpu:0")):
+        with strategy.scope():
+            model = dj.Model(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+        model.compile(optax.lamb(0.1), "mse", gradient_accumulation_steps=2)
+        model.fit(X, Y, batch_size=4, verbose=0)
+        weights.append(model.get_weights())
+    for weight, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(weight, expected, rtol=2e-5, atol=2e-6)
