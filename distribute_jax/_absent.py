@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -359,6 +360,18 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
         # Python also comes here for the AttributeError of a property that failed.
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
-        raise missing(owner, f"{type(self).__name__!r} object", name, self)
+        kind = type(self).__name__
+        for cls in type(self).__mro__ if not _is_ours(type(self).__init__) else ():
+            init = inspect.unwrap(vars(cls).get("__init__", object.__init__))
+            if _is_ours(init) and name in init.__code__.co_names:
+                raise AttributeError(
+                    f"{kind!r} object has no attribute {name!r}, which {cls.__name__}.__init__ sets. Call "
+                    f"super().__init__() first in {kind}.__init__."
+                )
+        raise missing(owner, f"{kind!r} object", name, self)
 
     return answer
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("distribute_jax.")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from distribute_jax._absent import answering
 from distribute_jax._checks import check_choice, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import promoting, real_array
@@ -61,6 +62,9 @@ class Loss:
     """Whether labels are class numbers, which must be among the classes."""
     _expects: ClassVar[str | None] = None
     """What the predictions are if they are not logits; see ``expects``."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("dj.losses.Loss")
 
     def __init__(
         self,

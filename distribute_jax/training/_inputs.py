@@ -13,6 +13,7 @@ from distribute_jax._checks import brief, check_int, converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, leaf_text, listed
 from distribute_jax.data import DatasetCreator, DistributedDataset, from_arrays
+from distribute_jax.data.sources._base import on_host
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import MISTAKES
 
@@ -168,8 +169,15 @@ def _as_arrays(called: str, name: str, tree: Any) -> Any:
         return tuple(_as_arrays(called, name, part) for part in tree)
     if isinstance(tree, dict):
         return {key: _as_arrays(called, name, part) for key, part in tree.items()}
+    tree = on_host(tree, f"{called}: {name}")
     with converting(f"{called}: {name}", tree, "an array whose dim 0 is the examples"):
         array = tree if isinstance(tree, (np.ndarray, jax.Array)) else np.asarray(tree)
+    if array.ndim and array.dtype == object and hasattr(tree, "shape"):
+        raise ArgumentError(
+            f"{called} got {name}={leaf_text(tree)}, an array of dtype object. Encode texts and "
+            "dates as numbers, such as series.cat.codes for categories, fill missing values, and pass "
+            'table.to_numpy("float32").'
+        )
     if array.ndim == 0 or array.dtype == object:
         raise ArgumentError(
             f"{called} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "

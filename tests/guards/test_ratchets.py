@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_258,
-    lines_of_tests: 49_165,
+    lines: 52_283,
+    lines_of_tests: 49_198,
     files: 235,
     pieces: 1,
     private_words: 9,

@@ -192,3 +192,22 @@ def test_a_linen_module_may_require_its_mode(s2: dj.MirroredStrategy):
         made = dj.Model(Net(), sample_input=X[:1])
     made.compile("sgd", "mse")
     assert np.isfinite(made.fit(X, Y, 8, 1, 0).history["loss"][0])
+
+
+@pytest.mark.parametrize("kind", [dj.Model, dj.losses.Loss, dj.metrics.Mean])
+def test_a_subclass_that_forgets_super_is_told_to_call_it(kind: type):
+    """An attribute that the base's ``__init__`` would have set says so; any other absent one does not."""
+    instance = type("Mine", (kind,), {"__init__": lambda self: None})()
+    attribute = {dj.Model: "module", dj.losses.Loss: "name"}.get(kind, "argname")
+    with pytest.raises(
+        AttributeError, match=r"Call super\(\)\.__init__\(\) first in Mine\.__init__"
+    ):
+        getattr(instance, attribute)
+    with pytest.raises(AttributeError, match=r"no attribute 'absent'$"):
+        instance.absent  # noqa: B018
+
+
+def test_a_column_of_objects_is_refused_with_what_makes_it_numbers(s2: dj.MirroredStrategy):
+    """The arrays that tables with texts, dates or missing values become."""
+    with pytest.raises(ValueError, match=r"dtype object\. Encode texts.*to_numpy\(.float32.\)"):
+        fit(s2, y=Y.astype(object))

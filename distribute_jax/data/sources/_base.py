@@ -162,8 +162,8 @@ def loaded_class(module: str, *names: str) -> Any:
     return () if value is None else value
 
 
-def on_host(batch: PyTree) -> PyTree:
-    """Turns PyTorch's and TensorFlow's tensors in a batch into NumPy arrays, sharing memory if possible."""
+def on_host(batch: PyTree, name: str = "batch") -> PyTree:
+    """Turns PyTorch's and TensorFlow's tensors in a tree into NumPy arrays, sharing memory if possible."""
     torch_tensor = loaded_class("torch", "Tensor")
     tf_tensor = loaded_class("tensorflow", "Tensor")
     if torch_tensor == () and tf_tensor == ():
@@ -176,8 +176,8 @@ def on_host(batch: PyTree) -> PyTree:
             return leaf.numpy() if isinstance(leaf, tf_tensor) else leaf
         except Exception as error:
             raise ArgumentError(
-                f"{path_text(path, 'batch')} is a {type(leaf).__name__} that has no NumPy "
-                f"counterpart: {error_text(error)} Give the batch dense tensors of numbers."
+                f"{path_text(path, name)} is a {type(leaf).__name__} that has no NumPy "
+                f"counterpart: {error_text(error)} Pass dense tensors of numbers."
             ) from None
 
     return jax.tree.map_with_path(convert, batch)

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from source_helpers import Pair, assert_same, assert_two_epochs, cut, epoch_of
 
 import distribute_jax as dj
@@ -178,3 +179,16 @@ def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
         next(iterator)
     examples.fails = False
     assert_same(epoch_of(dataset), cut(TABLE, 4))
+
+
+def test_fit_takes_tensors_that_numpy_itself_refuses(s2):
+    """Those that require gradients and those of bfloat16 are the same numbers; sparse ones are refused."""
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    expected = model.predict(x, verbose=0)
+    for tensor in (torch.tensor(x, requires_grad=True), torch.tensor(x).bfloat16()):
+        np.testing.assert_allclose(model.predict(tensor, verbose=0), expected, rtol=1e-2)
+    with pytest.raises(
+        ValueError, match=r"predict: x is a Tensor .* Pass dense tensors of numbers\."
+    ):
+        model.predict(torch.tensor(x).to_sparse(), verbose=0)
