@@ -120,12 +120,17 @@ class Preemption:
             # A timer that starts when the block has ended would end what the program does next.
             if self.requested_at is not None or self._ended.is_set():
                 return
-            self._deadline = threading.Timer(self._grace, exit_unsaved, args=(self._job, message))
+            self._deadline = threading.Timer(self._grace, self._expire, args=(message,))
             self._deadline.daemon = True
             self._deadline.start()
             self.requested_at = time.monotonic()
         _LOG.warning("%s: this process stops at the next step it can save.", reason)
         self._try_put(f"requested/{self._job.index}", reason)
+
+    def _expire(self, message: str) -> None:
+        with self._changed:  # which the block takes to end
+            if not self._ended.is_set():
+                exit_unsaved(self._job, message)
 
     def _watch(self, watcher: Callable[[], bool]) -> None:
         while not self._ended.wait(_WATCHER_SECONDS):
