@@ -48,6 +48,10 @@ _CONTAINERS = (dict, list, set, tuple, frozenset)
 
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
+_FOREIGN_ARRAY = (
+    "The step gets {name}, a {kind}. Its numbers would be read once, when the step is traced, and a later "
+    "change would not be noticed. Pass an array in args: args=(np.asarray(value),)."
+)
 _NOT_FOLLOWED = """\
 The step captures {name}, a {kind} that holds a NumPy array. What a {kind} holds is not followed, so a \
 change of the array would not be noticed. Pass the array in args, or keep it in a list, a dict or an \
@@ -247,6 +251,9 @@ class Walker:
         is_module = isinstance(value, types.ModuleType)
         module = value.__name__ if is_module else type(value).__module__
         if is_library(module) and not is_whole(value):
+            if hasattr(type(value), "__array__"):  # numbers that may change in place
+                kind = f"{module.partition('.')[0]}.{type(value).__name__}"
+                raise StaleCaptureError(_FOREIGN_ARRAY.format(name=name, kind=kind))
             return opaque_key(value)
         return (type(value), self._attributes(value, name))
 

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_288,
-    lines_of_tests: 49_198,
+    lines: 52_295,
+    lines_of_tests: 49_214,
     files: 235,
     pieces: 1,
     private_words: 9,

@@ -917,3 +917,19 @@ def test_a_step_that_moves_what_it_captures_is_compared_as_it_was_called(rows: i
     for expected in ([2.0, 4.0, 3.0], [5.0, 5.0, 5.0], [6.0, 7.0, 8.0]):
         s2.run(step, args=(batch,), options=dj.RunOptions(verify="always"))
         assert [float(param[...]) for param in held] == expected
+
+
+def test_a_tensor_of_another_library_is_refused(s2: dj.MirroredStrategy):
+    """In args, captured or as an attribute: a change of it in place could not be seen."""
+    kind = type("Tensor", (), {"__array__": lambda self: np.ones(3), "__module__": "torch"})
+    tensor: Any = kind()
+    plain = Plain(mask=tensor)
+    steps: dict[str, Callable[..., Any]] = {
+        r"args\[0\], a torch.Tensor": lambda x: jnp.sum(np.asarray(x)),
+        r"tensor, a torch.Tensor": lambda: jnp.sum(np.asarray(tensor)),
+        r"plain.mask, a torch.Tensor": lambda: jnp.sum(np.asarray(plain.mask)),
+    }
+    for name, step in steps.items():
+        with pytest.raises(dj.StaleCaptureError, match=f"The step gets {name}.*np.asarray"):
+            s2.run(step, args=(tensor,) if "args" in name else ())
+    assert float(s2.run(lambda x: jnp.sum(x), args=(np.asarray(tensor.__array__()),))) == 3
