@@ -190,7 +190,8 @@ class Snapshot:
                 for variable, value in zip(variables(tracker), host, strict=True):
                     variable.set_raw_value(value)
                 is_empty = self._returned is not None and not tracker.loss.count[...]
-                computed = {} if is_empty else tracker.compute()
+                with np.errstate(divide="ignore", invalid="ignore"):  # NaN, as on devices
+                    computed = {} if is_empty else tracker.compute()
                 self._logs = {name: _plain(value) for name, value in computed.items()}
             self._logs |= {} if self._returned is None else self._returned.means()
         return self._logs

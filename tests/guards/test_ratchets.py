@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_295,
-    lines_of_tests: 49_214,
+    lines: 52_296,
+    lines_of_tests: 49_222,
     files: 235,
     pieces: 1,
     private_words: 9,

@@ -206,6 +206,14 @@ def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, ki
     assert first == pytest.approx(other.train_on_batch(X[:8], Y[:8], sample_weight=weight[:8]))
 
 
+def test_the_mean_of_examples_without_weight_is_nan_and_no_warning(s4: dj.MirroredStrategy):
+    """NumPy would warn, from inside the library."""
+    model = made(s4, weighted_metrics=[dj.metrics.SparseCategoricalAccuracy()])
+    logs = model.evaluate(X, Y, sample_weight=0 * X[:, 0], batch_size=8, return_dict=True)
+    assert np.isnan(logs["sparse_categorical_accuracy"])
+    assert logs["accuracy"] >= 0
+
+
 class TwoHeads(nnx.Module):
     """A dict of outputs, and a penalty."""
 
