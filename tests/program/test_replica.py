@@ -105,8 +105,8 @@ def test_gradients_are_those_of_tensorflow(
 
 def test_wrong_arguments_are_named(s2: dj.MirroredStrategy):
     """A wrong axis and a merge function that is not a function end in our message, not in JAX's."""
-    for axis in ("a", None, True, 1.5):
-        with pytest.raises(ValueError, match=r"all_gather.* axis (is an|must be an) int"):
+    for axis in ("a", None, 1.5):
+        with pytest.raises(ValueError, match=r"all_gather.* axis must be an int"):
             s2.run(lambda axis=axis: context().all_gather(jnp.ones(2), axis))
     with pytest.raises(ValueError, match="merge_call: merge_fn must be a function; got 3"):
         s2.run(lambda: context().merge_call(3))
