@@ -243,9 +243,8 @@ class Coordinator:
         """
         with self._lock:
             self._check_servers()
-            while (
-                True
-            ):  # an interrupt at the jump of `while condition` keeps the lock on Python 3.13
+            # Not `while condition`, at whose jump back an interrupt keeps the lock on Python 3.13.
+            while True:
                 if self._has_written_back(variables):
                     return
                 self._wait_until(lambda: not self._lost_servers)
