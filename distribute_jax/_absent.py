@@ -361,9 +361,9 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
         kind = type(self).__name__
-        for cls in type(self).__mro__ if not _is_ours(type(self).__init__) else ():
+        for cls in type(self).__mro__ if not is_ours(type(self).__init__) else ():
             init = inspect.unwrap(vars(cls).get("__init__", object.__init__))
-            if _is_ours(init) and name in init.__code__.co_names:
+            if is_ours(init) and name in init.__code__.co_names:
                 raise AttributeError(
                     f"{kind!r} object has no attribute {name!r}, which {cls.__name__}.__init__ sets. Call "
                     f"super().__init__() first in {kind}.__init__."
@@ -373,5 +373,6 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
     return answer
 
 
-def _is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("distribute_jax.")
+def is_ours(member: Any) -> bool:
+    """Returns whether a class or function is one of this library."""
+    return str(getattr(member, "__module__", "")).partition(".")[0] == __package__

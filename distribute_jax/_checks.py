@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FunctionType, NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
-from distribute_jax._absent import KEYWORDS
+from distribute_jax._absent import KEYWORDS, is_ours
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._user_frames import hide_frames
 
@@ -247,7 +247,7 @@ _WITH_HINTS = ("Model.predict", "Strategy.run", "Strategy.run_steps")
 def check_methods(cls: _C) -> _C:
     """Lets the public methods of a class of this library, and those that it inherits here, be ``checked``."""
     for owner in cls.__mro__:
-        for name, method in list(vars(owner).items()) if _is_ours(owner) else ():
+        for name, method in list(vars(owner).items()) if is_ours(owner) else ():
             # The library calls hooks, and often.
             if name == "__init__" or not name.startswith(("_", "on_")):
                 if isinstance(method, (staticmethod, classmethod)):
@@ -255,10 +255,6 @@ def check_methods(cls: _C) -> _C:
                 elif inspect.isfunction(method):
                     setattr(owner, name, checked(method))
     return cls
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == __package__
 
 
 def _is_method(function: Any, args: Sequence[Any]) -> bool:
@@ -296,7 +292,7 @@ def _is_known(kind: Any) -> bool:
     if not isinstance(kind, type) or kind in _KINDS:
         return kind in _KINDS
     # Members of an enum may be given by name, and what has the methods of a protocol is one.
-    return _is_ours(kind) and not (issubclass(kind, enum.Enum) or hasattr(kind, "_is_protocol"))
+    return is_ours(kind) and not (issubclass(kind, enum.Enum) or hasattr(kind, "_is_protocol"))
 
 
 def _is_one(value: Any, types: Sequence[type]) -> bool:

@@ -148,7 +148,7 @@ def checked_axis_name(name: str, mesh: Mesh, caller: str) -> str:
     others = [axis for axis in mesh.axis_names if axis != DATA]
     if not name or name in others:
         rule = f" other than {', '.join(map(repr, others))}" if others else ""
-        raise ArgumentError(f"{caller}: axis_name must be a string{rule}; got {name!r}.")
+        raise ArgumentError(f"{caller}: axis_name must be a non-empty str{rule}; got {name!r}.")
     return name
 
 

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_295,
+    lines: 52_292,
     lines_of_tests: 49_222,
     files: 235,
     pieces: 1,
