@@ -3,13 +3,19 @@
 In the order of a call: ``_run`` looks a program up (``_arguments``, ``_binding``, ``_cache``) or has
 ``_program`` build it. ``_capture``, ``_graph`` and ``_places`` find what the function reaches, ``_trace``
 makes a jaxpr of it, ``_replication`` proves which values are equal on all replicas, ``_plan`` decides how
-state and results are combined, ``_lowerings`` and ``_layout`` make a program for the mesh, with
-``_sharded_update`` and ``_gather`` where ``_placement`` divides state, and ``_call`` executes it.
-``_halves`` and ``_divide`` divide a step among workers and parameter servers, and ``_export`` makes bytes of
-its programs. ``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
+state and results are combined, ``_lowerings`` makes a program for the mesh, with ``_sharded_update`` and
+``_gather`` where ``_placement`` divides state, and ``_call`` executes it. ``_halves`` and ``_divide`` divide
+a step among workers and parameter servers, and ``_part`` compiles what each of them runs. ``_padding_check``
+and ``_verify`` check results, ``_across_processes`` the other processes.
 """
 
-from distribute_jax.program._aggregation import Combine, register_aggregation
+from distribute_jax.program._aggregation import (
+    Combine,
+    MergeRule,
+    moments_combined,
+    register_aggregation,
+    register_merge,
+)
 from distribute_jax.program._ahead_of_time import (
     Collective,
     PlanTable,
@@ -17,21 +23,19 @@ from distribute_jax.program._ahead_of_time import (
     plan,
     plan_table,
 )
-from distribute_jax.program._export import LoadedPart, export_part, load_part
+from distribute_jax.program._binding import one_at_a_time
 from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._halves import Halves, ServerHalf, build_halves
-from distribute_jax.program._metric_merge import MergeRule, moments_combined, register_merge
 from distribute_jax.program._options import RunOptions, library_options
-from distribute_jax.program._part import Part
+from distribute_jax.program._part import LoadedPart, Part, export_part, load_part
 from distribute_jax.program._placement import Path, PlacedLeaf, modules_of
 from distribute_jax.program._placement_rules import Rules
 from distribute_jax.program._preparation import PreparationClock
 from distribute_jax.program._random import same_on_all_replicas
 from distribute_jax.program._replica_context import MergedValues, ReplicaContext
 from distribute_jax.program._results import per_example
-from distribute_jax.program._run import Runner, one_at_a_time
-from distribute_jax.program._snapshot import snapshot
-from distribute_jax.program._state_placement import ParameterDevice, Replicas
+from distribute_jax.program._run import Runner
+from distribute_jax.program._state_placement import ParameterDevice, Replicas, snapshot
 from distribute_jax.program._verify import results_are_parts
 
 __all__ = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -157,3 +159,65 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
         return first_replica(new)
     # A constant that a step writes arrives as a plain number.
     return jnp.asarray(new)[None] if rule is Combine.OWN else new
+
+
+# Metrics whose state is not a sum: a rule combines their variables together
+
+Combined = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
+"""Takes a replica's new values and the old ones; runs inside ``shard_map``."""
+
+
+@dataclass(frozen=True)
+class MergeRule:
+    """How the replicas' states of one type of metric become one."""
+
+    parts: tuple[str, ...]
+    """The attributes that hold the state, in the order in which ``combined`` takes them."""
+    combined: Combined
+
+
+def moments_combined(new: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
+    """Merges what each replica added to a count, a mean and the squared deviations from it.
+
+    Sums about one point add: those of a replica are ``n (mean - point)`` and
+    ``m2 + n (mean - point)²``, and what it added is their change. The old mean is the point for the
+    first sum and the new mean for the second, so neither subtracts large numbers that are nearly equal.
+
+    Args:
+        new: counts (one or several that add up), mean and m2 of this replica.
+        old: the same before the step, mirrored.
+
+    Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances", 1979, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf
+    """
+    *counts, mean, m2 = new
+    *old_counts, old_mean, old_m2 = old
+    added = [n - o.astype(n.dtype) for n, o in zip(counts, old_counts, strict=True)]
+    size, old_size = _size(counts, mean), _size(old_counts, mean)
+    added, shift = jax.lax.psum((added, size * (mean - old_mean)), DATA)
+    totals = [o.astype(a.dtype) + a for o, a in zip(old_counts, added, strict=True)]
+    total = _size(totals, mean)
+    point = old_mean + jnp.where(total > 0, shift / jnp.where(total > 0, total, 1), 0)
+    before = old_m2 + old_size * (old_mean - point) ** 2
+    change = m2 + size * (mean - point) ** 2 - before
+    return [*totals, point, before + jax.lax.psum(change, DATA)]
+
+
+def _size(counts: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    return sum((c.astype(like.dtype) for c in counts), jnp.zeros_like(like))
+
+
+MERGE_BY_TYPE: dict[type, MergeRule] = {
+    nnx.metrics.Welford: MergeRule(("count", "mean", "m2"), moments_combined),
+}
+"""The rule of each type of metric; the nearest base class in this table decides."""
+
+
+def register_merge(metric: type, rule: MergeRule) -> None:
+    """Registers how the replicas' states of a type of metric, and of its subclasses, become one."""
+    MERGE_BY_TYPE[metric] = rule
+
+
+def merge_rule_of(node: object) -> MergeRule | None:
+    """Returns the rule of a metric's type, if it has one."""
+    return next((MERGE_BY_TYPE[c] for c in type(node).__mro__ if c in MERGE_BY_TYPE), None)

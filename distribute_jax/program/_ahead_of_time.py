@@ -35,7 +35,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments, check_function
 from distribute_jax.program._binding import Binding, check_leaked_tracers, contents_of, restore
-from distribute_jax.program._layout import AheadOfTime
+from distribute_jax.program._lowerings import AheadOfTime
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import PlacedLeaf, data_dim
 from distribute_jax.program._program import Program, build

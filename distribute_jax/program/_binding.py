@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,9 @@ from distribute_jax.program._graph import Graph, Walker
 from distribute_jax.program._placement import variable_paths
 from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, MemberPath
 from distribute_jax.variables import readable_by_other_threads
+
+# While a step is traced the user's own objects hold tracers, which no other thread may see.
+one_at_a_time = threading.RLock()
 
 
 class Binding:

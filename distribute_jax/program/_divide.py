@@ -17,8 +17,16 @@ import jax.extend.core as jex_core
 
 from distribute_jax._errors import LoweringError
 from distribute_jax._user_frames import log_once
-from distribute_jax.program._jaxprs import CALLS, called_body, has_effects, line, opened
-from distribute_jax.program._pieces import narrowed_cond, shared, variables
+from distribute_jax.program._jaxprs import (
+    CALLS,
+    called_body,
+    has_effects,
+    line,
+    narrowed_cond,
+    opened,
+    shared,
+    variables,
+)
 from distribute_jax.program._rows import Ids, Needs, Rows
 
 SMALL = 16

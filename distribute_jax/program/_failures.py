@@ -17,7 +17,7 @@ from distribute_jax._messages import error_text
 from distribute_jax.processes import describe_processes
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._pieces import needed_only
+from distribute_jax.program._jaxprs import needed_only
 from distribute_jax.program._program import Program
 from distribute_jax.program._random import draws_its_own
 from distribute_jax.program._remarks import Notice

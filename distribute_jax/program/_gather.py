@@ -24,13 +24,11 @@ from distribute_jax._mesh import DATA, share_axis
 from distribute_jax.collectives._markers import unreduced_p
 from distribute_jax.program._jaxprs import (
     ClosedJaxpr,
+    Values,
     called_body,
     consts_and_carries,
     name,
     opened,
-)
-from distribute_jax.program._pieces import (
-    Values,
     run_piece,
     run_with_body,
     start,

@@ -43,17 +43,25 @@ from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Division, Homes, ServerPart, State, Update
 from distribute_jax.program._in_turn import of_replica_number
-from distribute_jax.program._jaxprs import equations, line, opened
-from distribute_jax.program._layout import FlatStep, by_equation, flat_step
-from distribute_jax.program._lookups import ZERO, Lookup, Lookups, unchanged
+from distribute_jax.program._jaxprs import equations, is_jit, line, opened, variables
+from distribute_jax.program._lowerings import FlatStep, by_equation, flat_step
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._part import Part, Some, all_of, build_part
-from distribute_jax.program._pieces import is_jit, variables
 from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
 from distribute_jax.program._replication import collectives
 from distribute_jax.program._results import Results, rebuild
-from distribute_jax.program._rows import Ids, Needs, Rows, parts, takes_rows
+from distribute_jax.program._rows import (
+    ZERO,
+    Ids,
+    Lookup,
+    Lookups,
+    Needs,
+    Rows,
+    parts,
+    takes_rows,
+    unchanged,
+)
 from distribute_jax.program._sharded_update import (
     SplitStep,
     is_bound_to_replicas,

@@ -18,13 +18,13 @@ from distribute_jax.program._binding import (
     check_leaked_tracers,
     contents_of,
     contents_restored_on_error,
+    one_at_a_time,
 )
 from distribute_jax.program._cache import Request
 from distribute_jax.program._capture import captures, without_jit
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import RunOptions, checked_run_options
-from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace import Call
 from distribute_jax.program._trace_errors import compilable, step_name
 from distribute_jax.program._undo import StepCounts

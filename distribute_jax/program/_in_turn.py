@@ -21,6 +21,7 @@ from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import DATA
 from distribute_jax.program._gather import Cut, Share
 from distribute_jax.program._jaxprs import (
+    Values,
     called_body,
     consts_and_carries,
     equations,
@@ -29,16 +30,13 @@ from distribute_jax.program._jaxprs import (
     name,
     names_axis,
     opened,
-)
-from distribute_jax.program._layout import FlatStep
-from distribute_jax.program._pieces import (
-    Values,
     run_piece,
     run_with_body,
     start,
     value_of,
     variables,
 )
+from distribute_jax.program._lowerings import FlatStep
 from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in, traced
 
 _REFUSED = """\

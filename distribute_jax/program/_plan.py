@@ -14,9 +14,16 @@ from distribute_jax._errors import ArgumentError, OutOfSyncError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._messages import is_array, is_number, listed
 from distribute_jax._values import PerReplica
-from distribute_jax.program._aggregation import Combine, dtype_refused, keeps_own_values, rule_for
+from distribute_jax.program._aggregation import (
+    Combine,
+    Combined,
+    MergeRule,
+    dtype_refused,
+    keeps_own_values,
+    merge_rule_of,
+    rule_for,
+)
 from distribute_jax.program._dataflow import Relation, is_unchanged, relation
-from distribute_jax.program._metric_merge import Merge, as_merge, written_metrics
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._remarks import Notice, remarks
 from distribute_jax.program._replication import Mark, prove
@@ -24,6 +31,15 @@ from distribute_jax.program._trace import Call, Traced, state_outputs
 from distribute_jax.variables import Variable, VariableAggregation
 
 _MIRRORED: Mark = frozenset()
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One metric that a step updates: a rule and the outputs that it is for."""
+
+    outputs: tuple[int, ...]
+    """Indices among the state outputs, one for each part."""
+    combined: Combined
 
 
 @dataclass(frozen=True)
@@ -61,8 +77,8 @@ def plan(
         return Plan(rules, (True,) * results, parts=(False,) * results)
     before = input_marks(call, traced) if before is None else before
     marks = prove(traced.jaxpr, before, axis_size=replicas)
-    metrics = list(written_metrics(call, traced))
-    merges = tuple(m for rule, outs in metrics if (m := as_merge(traced, rule, outs)) is not None)
+    metrics = list(_written_metrics(call, traced))
+    merges = tuple(m for rule, outs in metrics if (m := _as_merge(traced, rule, outs)) is not None)
     special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
     joint = Combine.JOINT if replicas > 1 else Combine.FIRST
     special |= {k: joint for merge in merges for k in merge.outputs}
@@ -95,6 +111,36 @@ def input_marks(call: Call, traced: Traced, differing: int = 0) -> list[Mark]:
         for _ in jax.tree.leaves(variable.get_raw_value())
     ]
     return state + [_MIRRORED] * arrays + data + [_MIRRORED] * counts
+
+
+def _written_metrics(call: Call, traced: Traced) -> Iterator[tuple[MergeRule, tuple[int, ...]]]:
+    """Returns for each metric with a rule, the outputs of those of its parts that the step wrote."""
+    places = {id(variable): i for i, variable in enumerate(call.binding.variables)}
+    outputs = {index: output for output, index in _first_outputs(traced)}
+    for ref in call.binding.nodes:
+        rule = merge_rule_of(node := ref())
+        parts = [places.get(id(getattr(node, part, None))) for part in rule.parts] if rule else []
+        written = tuple(outputs[part] for part in parts if part in outputs)
+        if rule and written:
+            yield rule, written
+
+
+def _as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merge | None:
+    """Returns the merge of a metric that was updated; None for one that was assigned, as by reset."""
+    inputs = {output: traced.input_starts[index] for output, index in _first_outputs(traced)}
+    jaxpr = traced.jaxpr.jaxpr
+    updated = all(
+        relation(jaxpr, output, inputs[output]) is not Relation.NONE for output in outputs
+    )
+    return Merge(outputs, rule.combined) if updated and len(outputs) == len(rule.parts) else None
+
+
+def _first_outputs(traced: Traced) -> Iterator[tuple[int, int]]:
+    """Returns the first output of each written variable, and the variable's index."""
+    output = 0
+    for index, size in zip(traced.written, traced.written_sizes, strict=True):
+        yield output, index
+        output += size
 
 
 def _combine(

@@ -18,18 +18,16 @@ from distribute_jax._messages import error_text, listed
 from distribute_jax._user_frames import log_once
 from distribute_jax.program._in_turn import InTurn, in_turn
 from distribute_jax.program._jaxprs import equations, line, name
-from distribute_jax.program._layout import (
+from distribute_jax.program._lowerings import (
+    COMPILERS,
     AheadOfTime,
+    Compile,
     FlatStep,
     by_equation,
     flat_step,
     in_one_equation,
-    returned_arguments,
-)
-from distribute_jax.program._lowerings import (
-    COMPILERS,
-    Compile,
     maps_shards,
+    returned_arguments,
     with_token,
 )
 from distribute_jax.program._options import RunOptions

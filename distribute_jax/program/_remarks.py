@@ -17,10 +17,9 @@ from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._markers import part_of_mean_p
-from distribute_jax.program._aggregation import Combine
+from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine
 from distribute_jax.program._dataflow import is_sum_of_old
 from distribute_jax.program._jaxprs import equations, line, names_axis, user_line
-from distribute_jax.program._metric_merge import MERGE_BY_TYPE
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._replication import Walk
 from distribute_jax.program._replication_rules import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from distribute_jax.processes import doing, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
 from distribute_jax.program._ahead_of_time import StepPlan
 from distribute_jax.program._arguments import Arguments, check_call, take_apart
+from distribute_jax.program._binding import one_at_a_time
 from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import without_jit
@@ -36,9 +36,6 @@ from distribute_jax.program._verify import verify
 _MOST_COMPARED = 1024
 _ENOUGH = 3
 """So many calls of a step that changes nothing are compared, as of one that warms up from a rate of 0."""
-
-# While a step is traced the user's own objects hold tracers, which no other thread may see.
-one_at_a_time = threading.RLock()
 
 
 class Runner:

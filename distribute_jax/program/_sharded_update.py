@@ -31,18 +31,18 @@ from distribute_jax._mesh import (
     replicas_per_device,
 )
 from distribute_jax.program._gather import Cut, Gathering, Share, without_forwarding
-from distribute_jax.program._jaxprs import equations, has_effects
-from distribute_jax.program._layout import FlatStep
-from distribute_jax.program._lowerings import Compiled, compile_for_mesh
-from distribute_jax.program._pieces import (
+from distribute_jax.program._jaxprs import (
     Values,
+    equations,
     flat,
+    has_effects,
     is_jit_of_collectives,
     run_piece,
     start,
     value_of,
     variables,
 )
+from distribute_jax.program._lowerings import Compiled, FlatStep, compile_for_mesh
 from distribute_jax.program._placement import share_sharding, share_spec
 from distribute_jax.program._replication import Walk, collectives
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark

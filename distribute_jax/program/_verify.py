@@ -42,7 +42,7 @@ from distribute_jax.program._compare import (
     same_specials,
     spacing_of,
 )
-from distribute_jax.program._layout import returned_arguments
+from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._program import build

@@ -25,8 +25,7 @@ from distribute_jax.program._jaxprs import (
     consts_and_carries,
     opened,
 )
-from distribute_jax.program._layout import flat_step
-from distribute_jax.program._lowerings import compile_shard_map
+from distribute_jax.program._lowerings import compile_shard_map, flat_step
 from distribute_jax.program._trace import Call
 
 Run = Callable[[list[Any]], list[Any]]

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 
 from distribute_jax._errors import ContextError, StepFailedError
-from distribute_jax.program._export import as_key, as_numbers, export_part
 from distribute_jax.program._halves import Halves
+from distribute_jax.program._part import as_key, as_numbers, export_part
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._engine import Engine, WorkerLostError
 from distribute_jax.servers._state import Program

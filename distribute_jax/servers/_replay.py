@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distribute_jax.program._export import as_numbers
+from distribute_jax.program._part import as_numbers
 from distribute_jax.servers._coordinator import Recording
 from distribute_jax.servers._engine import StoreHere
 from distribute_jax.servers._log import Attempt

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import jax
 
 from distribute_jax._messages import error_text
-from distribute_jax.program._export import load_part
 from distribute_jax.program._halves import LookupHalf
-from distribute_jax.program._lookups import Lookup
+from distribute_jax.program._part import load_part
+from distribute_jax.program._rows import Lookup
 from distribute_jax.servers._store import ServerProgram, Snapshot, Store
 from distribute_jax.servers._wire import Connection, Message, WireError
 from distribute_jax.servers._worker import Order, RunIsVoid, WorkerProgram, run

@@ -20,6 +20,7 @@ from distribute_jax._messages import leaf_text
 from distribute_jax._values import PerReplica
 from distribute_jax.program import Replicas, Runner, RunOptions
 from distribute_jax.program._arguments import check_call, is_one_leaf
+from distribute_jax.program._binding import one_at_a_time
 from distribute_jax.program._cache import Request
 from distribute_jax.program._compare import copied
 from distribute_jax.program._halves import of_replica
@@ -28,7 +29,6 @@ from distribute_jax.program._options import UNVERIFIED, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
-from distribute_jax.program._run import one_at_a_time
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.program._undo import StepCounts, look
 from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator, Data, Recording

@@ -32,7 +32,7 @@ from distribute_jax._user_frames import frames_hidden, warn_user
 from distribute_jax.checkpoint._orbax import assign, flax_folder, load_flax
 from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.processes import is_chief
-from distribute_jax.program._export import as_key, as_numbers
+from distribute_jax.program._part import as_key, as_numbers
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._inputs import arrays_of
 from distribute_jax.variables import Variable

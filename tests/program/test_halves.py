@@ -16,9 +16,9 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax.program._arguments import take_apart
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._export import export_part, load_part
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import UNVERIFIED
+from distribute_jax.program._part import export_part, load_part
 from distribute_jax.program._trace import Call
 
 Batch = tuple[np.ndarray, np.ndarray]

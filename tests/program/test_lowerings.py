@@ -14,8 +14,7 @@ from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
 
 import distribute_jax as dj
-from distribute_jax.program._layout import FlatStep, StepShardings
-from distribute_jax.program._lowerings import compile_shard_map
+from distribute_jax.program._lowerings import FlatStep, StepShardings, compile_shard_map
 
 ROWS = 8  # a multiple of every number of replicas that the tests use
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.program._layout import in_one_equation
+from distribute_jax.program._lowerings import in_one_equation
 
 
 def equations(step, *inputs, consts=None):

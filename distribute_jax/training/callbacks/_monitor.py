@@ -15,7 +15,7 @@ from flax import nnx
 from distribute_jax._checks import brief, check_choice, check_int, check_number, is_real
 from distribute_jax._errors import ArgumentError
 from distribute_jax.processes import is_chief
-from distribute_jax.program._snapshot import snapshot
+from distribute_jax.program import snapshot
 from distribute_jax.training.callbacks._callback import Callback
 
 FALLS = (
