@@ -28,14 +28,20 @@ from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._halves import Halves, ServerHalf, build_halves
 from distribute_jax.program._options import RunOptions, library_options
 from distribute_jax.program._part import LoadedPart, Part, export_part, load_part
-from distribute_jax.program._placement import Path, PlacedLeaf, modules_of
+from distribute_jax.program._placement import (
+    ParameterDevice,
+    Path,
+    PlacedLeaf,
+    Replicas,
+    modules_of,
+)
 from distribute_jax.program._placement_rules import Rules
 from distribute_jax.program._preparation import PreparationClock
 from distribute_jax.program._random import same_on_all_replicas
 from distribute_jax.program._replica_context import MergedValues, ReplicaContext
 from distribute_jax.program._results import per_example
 from distribute_jax.program._run import Runner
-from distribute_jax.program._state_placement import ParameterDevice, Replicas, snapshot
+from distribute_jax.program._state_placement import snapshot
 from distribute_jax.program._verify import results_are_parts
 
 __all__ = [

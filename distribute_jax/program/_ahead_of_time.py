@@ -37,9 +37,9 @@ from distribute_jax.program._arguments import Arguments, check_function
 from distribute_jax.program._binding import Binding, check_leaked_tracers, contents_of, restore
 from distribute_jax.program._lowerings import AheadOfTime
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._placement import PlacedLeaf, data_dim
+from distribute_jax.program._placement import PlacedLeaf, Replicas, data_dim
 from distribute_jax.program._program import Program, build
-from distribute_jax.program._state_placement import Replicas, check_arrays
+from distribute_jax.program._state_placement import check_arrays
 from distribute_jax.program._trace import Call, StandIn, abstract, global_value, made_again
 from distribute_jax.program._trace_errors import compilable, step_name
 
@@ -281,7 +281,7 @@ def plan_step(
     data = [_on_replicas(value, mesh) for value in arguments.data]
     pairs = zip(data, arguments.shardings or [None] * len(data), strict=True)
     abstract_replicas = replace(replicas, mesh=mesh, parameter_device=None)
-    over = abstract_replicas.placement.mesh
+    over = abstract_replicas.state_mesh
     kept = tuple(to and _kept_over(to, value, over) for value, to in pairs)
     arguments = replace(arguments.with_data(data), shardings=kept)
     binding = Binding(fn, arguments)
@@ -340,8 +340,7 @@ def _planned(
 ) -> StepPlan:
     """Puts together what is known of a compiled program."""
     binding = call.binding
-    placement = replicas.placement
-    placements = placement.rows(binding.variables, binding.paths())
+    placements = replicas.rows(binding.variables, binding.paths())
     rows = iter(placements)
     state = Counter({"parameters": 0, "optimizer": 0, "other": 0})
     for variable in binding.variables:
@@ -349,7 +348,9 @@ def _planned(
         for leaf, row in zip(
             jax.tree.leaves(global_value(variable, call.mesh)), rows, strict=False
         ):
-            sharding = split_sharding(call.mesh) if own else NamedSharding(placement.mesh, row.spec)
+            sharding = (
+                split_sharding(call.mesh) if own else NamedSharding(replicas.state_mesh, row.spec)
+            )
             local = sharding.shard_shape(jnp.shape(leaf))
             state[_kind(variable)] += prod(local) * getattr(leaf, "dtype", jnp.int32.dtype).itemsize
     memory = ahead.compiled.memory_analysis()

@@ -28,13 +28,10 @@ from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
 from distribute_jax.program._failures import Notices
 from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
+from distribute_jax.program._placement import Replicas
 from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program, build
-from distribute_jax.program._state_placement import (
-    Replicas,
-    divide_state,
-    place_state,
-)
+from distribute_jax.program._state_placement import divide_state, place_state
 from distribute_jax.program._trace import Call, give_first_values, made_again
 from distribute_jax.program._trace_errors import compilable, step_name
 
@@ -187,7 +184,7 @@ class ProgramCache:
         self, step: str, binding: Binding, request: Request, *, warn: bool
     ) -> tuple[Any, ...]:
         """Places state where it is stored between steps, and returns how each leaf is sharded."""
-        shardings = self._replicas.placement.shardings(binding.variables, binding.paths)
+        shardings = self._replicas.shardings(binding.variables, binding.paths)
         lowering = request.options.lowering
         if any((*shardings, *request.arguments.shardings)) and lowering == "pmap":
             raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=lowering))

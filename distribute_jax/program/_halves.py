@@ -43,13 +43,12 @@ from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Division, Homes, ServerPart, State, Update
 from distribute_jax.program._in_turn import of_replica_number
-from distribute_jax.program._jaxprs import equations, is_jit, line, opened, variables
+from distribute_jax.program._jaxprs import collectives, is_jit, line, variables, with_inner
 from distribute_jax.program._lowerings import FlatStep, by_equation, flat_step
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._part import Part, Some, all_of, build_part
 from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
-from distribute_jax.program._replication import collectives
 from distribute_jax.program._results import Results, rebuild
 from distribute_jax.program._rows import (
     ZERO,
@@ -472,7 +471,7 @@ class _First(SplitStep):
 
     def is_for_each(self, eqn: Any) -> bool:
         """Leaves what only speaks of the mesh, as ``jnp.where`` may, to servers: they trace with it too."""
-        return is_bound_to_replicas(self.jaxpr, eqn)
+        return is_bound_to_replicas(eqn)
 
     def check_no_branches(self) -> None:
         """Refuses conditions around collectives."""
@@ -491,6 +490,4 @@ class _First(SplitStep):
 
 def _has_parts(eqn: Any) -> bool:
     """Returns whether an equation runs a jitted function of which a server may need a part, or some rows."""
-    return is_jit(eqn) and (
-        len(eqn.outvars) > 1 or any(map(takes_rows, equations(opened(eqn.params["jaxpr"]))))
-    )
+    return is_jit(eqn) and (len(eqn.outvars) > 1 or any(map(takes_rows, with_inner(eqn))))

@@ -24,7 +24,6 @@ from distribute_jax.program._jaxprs import (
     Values,
     called_body,
     consts_and_carries,
-    equations,
     is_ref,
     line,
     name,
@@ -35,6 +34,7 @@ from distribute_jax.program._jaxprs import (
     start,
     value_of,
     variables,
+    with_inner,
 )
 from distribute_jax.program._lowerings import FlatStep
 from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in, traced
@@ -145,10 +145,9 @@ class InTurn(SplitStep):
 
     def _check(self, eqn: Any) -> None:
         """Refuses what the replicas cannot do together one after the other."""
-        for body in jex_core.subjaxprs(self.jaxpr.replace(eqns=[eqn])):
-            for inner in (e for e in equations(body) if names_axis(e, DATA)):
-                instead = _INSIDE.format(what=name(inner), body=name(eqn))
-                raise self._refusal(inner, instead)
+        for inner in with_inner(eqn):
+            if inner is not eqn and names_axis(inner, DATA):
+                raise self._refusal(inner, _INSIDE.format(what=name(inner), body=name(eqn)))
         if not names_axis(eqn, DATA):
             return
         of_vmap = [axis for axis in eqn.params.get("axes", ()) if axis != DATA]
@@ -247,7 +246,7 @@ class InTurn(SplitStep):
 
 def with_replica_number(body: Any, replicas: int) -> Any:
     """Returns a program in which loops, branches and checkpoints take the replica's number from outside."""
-    if not any(_needs_number(body.jaxpr, eqn) and not _is_number(eqn) for eqn in body.jaxpr.eqns):
+    if not any(_needs_number(eqn) and not _is_number(eqn) for eqn in body.jaxpr.eqns):
         return body
     step = jex_core.jaxpr_as_fun(of_replica_number(body, replicas))
     return _traced_like(body, lambda *x: step(jax.lax.axis_index(DATA), *x), replicas)
@@ -269,8 +268,8 @@ def _is_number(eqn: Any) -> bool:
     return eqn.primitive.name == "axis_index" and names_axis(eqn, DATA)
 
 
-def _needs_number(jaxpr: Any, eqn: Any) -> bool:
-    return any(map(_is_number, equations(jaxpr.replace(eqns=[eqn]))))
+def _needs_number(eqn: Any) -> bool:
+    return any(map(_is_number, with_inner(eqn)))
 
 
 def _run_numbered(body: Any, replica: jax.Array, inputs: Sequence[Any]) -> list[Any]:
@@ -280,7 +279,7 @@ def _run_numbered(body: Any, replica: jax.Array, inputs: Sequence[Any]) -> list[
         operands = [value_of(v, values) for v in eqn.invars]
         if _is_number(eqn):
             outs = [replica]
-        elif _needs_number(jaxpr, eqn):
+        elif _needs_number(eqn):
             outs = _run_bodies(eqn, replica, operands)
         else:
             run_piece(jaxpr, [eqn], values, eqn.outvars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -14,7 +15,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
-from jax.extend.core import Jaxpr, subjaxprs
+from jax.extend.core import Jaxpr
 
 from distribute_jax._mesh import DATA
 
@@ -30,11 +31,40 @@ def opened(body: Any) -> Any:
     return body.jaxpr if isinstance(body, ClosedJaxpr) else body
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
     """Returns every equation of a program, at any depth."""
-    yield from jaxpr.eqns
-    for inner in subjaxprs(jaxpr):
-        yield from equations(inner)
+    return (inner for eqn in opened(jaxpr).eqns for inner in with_inner(eqn))
+
+
+def with_inner(eqn: Any) -> Iterator[Any]:
+    """Returns an equation, and every one in the programs that it holds."""
+    yield eqn
+    for body in bodies(eqn.params.values()):
+        yield from equations(body)
+
+
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+
+
+def bodies(parameters: Iterable[Any]) -> Iterator[Any]:
+    """Returns the programs in the parameters of an equation, however deep."""
+    for value in parameters:
+        if type(value) in _SIMPLE:  # as most are
+            continue
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            yield value
+        elif isinstance(value, dict):
+            yield from bodies(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            yield from bodies(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from bodies(getattr(value, field.name) for field in dataclasses.fields(value))
+
+
+def collectives(eqn: Any, axis: str) -> Iterator[Any]:
+    """Returns the collectives over an axis in and below an equation."""
+    named = (inner for inner in with_inner(eqn) if names_axis(inner, axis))
+    return (inner for inner in named if inner.primitive.name != "axis_index")
 
 
 CALLS = (
@@ -240,7 +270,7 @@ def is_jit(eqn: Any) -> bool:
 
 def is_jit_of_collectives(eqn: Any) -> bool:
     """Returns whether an equation calls a jitted function in which replicas meet."""
-    return is_jit(eqn) and any(names_axis(e, DATA) for e in equations(opened(eqn.params["jaxpr"])))
+    return is_jit(eqn) and any(names_axis(e, DATA) for e in with_inner(eqn))
 
 
 def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:

@@ -41,6 +41,7 @@ from distribute_jax.program._failures import padding_not_counted
 from distribute_jax.program._jaxprs import equations
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import seen_padding
+from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._result_rows import (
     Unknown,
@@ -48,7 +49,6 @@ from distribute_jax.program._result_rows import (
     shares,
     traced_larger,
 )
-from distribute_jax.program._state_placement import Replicas
 from distribute_jax.program._trace import Call, Traced, batch_share
 
 REMEDIES = """\

@@ -8,6 +8,7 @@ padding it would change what an optax transformation sees of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import DATA, SHARD, share_axis
+from distribute_jax._mesh import DATA, SHARD, mirrored_sharding, share_axis, state_mesh
 from distribute_jax._messages import listed
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._placement_rules import Axes, Rules
@@ -50,17 +51,53 @@ Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Placement:
-    """How each leaf of state is divided over a mesh."""
+class ParameterDevice:
+    """The one device, and the kind of its memory, where state is stored between steps."""
+
+    device: jax.Device
+    memory_kind: str | None = None
+    """As ``device.addressable_memories()`` names it; None for the device's default memory."""
+
+    @property
+    def state(self) -> SingleDeviceSharding:
+        """Where variables are stored."""
+        return SingleDeviceSharding(self.device, memory_kind=self.memory_kind)
+
+    @property
+    def results(self) -> SingleDeviceSharding:
+        """Where mirrored results are stored: in memory that any computation can read."""
+        return SingleDeviceSharding(self.device)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Where the replicas of a strategy are, and where their state is stored between steps."""
 
     mesh: Mesh
-    """That divides state: see ``state_mesh``."""
+    parameter_device: ParameterDevice | None = None
+    """None where state is mirrored over the mesh."""
     shared: tuple[type[nnx.Variable[Any]], ...] = ()
-    """The kinds of variables of which each replica keeps its share; others are whole on each."""
+    """The kinds of variables of which each replica keeps its share only."""
     rules: Rules | None = None
-    """What divides them over the devices of one replica."""
+    """What divides the model over the devices of each replica."""
     strategy: str = "Strategy"
     """The name of the strategy, for messages."""
+    shard_over: int | None = None
+    """How many devices that follow each other share the state; None for all."""
+    gathers_once: bool = False
+    """Whether what a step has gathered is kept for its backward pass."""
+
+    @functools.cached_property
+    def state_mesh(self) -> Mesh:
+        """The mesh that divides state."""
+        return state_mesh(self.mesh, self.shard_over)
+
+    @property
+    def state(self) -> Sharding:
+        """Where state is stored that is not sharded."""
+        if self.parameter_device is not None:
+            return self.parameter_device.state
+        return mirrored_sharding(self.mesh)
 
     @property
     def divides_arguments(self) -> bool:
@@ -75,7 +112,9 @@ class Placement:
             return (None,) * sum(len(jax.tree.leaves(v.get_raw_value())) for v in variables)
         keys = paths()
         rows = self.rows(variables, keys)
-        wanted = tuple(NamedSharding(self.mesh, row.spec) if row.spec else None for row in rows)
+        wanted = tuple(
+            NamedSharding(self.state_mesh, row.spec) if row.spec else None for row in rows
+        )
         if any(isinstance(v, nnx.Param) for v in variables):
             leaves = [(v, leaf) for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
             self._check_divides(
@@ -118,7 +157,9 @@ class Placement:
         axes, why = self._model_axes(path, variable, shape, of_model)
 
         def row(reason: str, dim: int | None = None) -> PlacedLeaf:
-            spec = [share_axis(self.mesh) if i == dim else of_dim for i, of_dim in enumerate(axes)]
+            spec = [
+                share_axis(self.state_mesh) if i == dim else of_dim for i, of_dim in enumerate(axes)
+            ]
             while spec and spec[-1] is None:
                 spec.pop()
             return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason)
@@ -128,14 +169,14 @@ class Placement:
         dim = share_dim(shape, self._shares, axes)
         if dim is None:
             return row(why or f"no dim is a multiple of {self._shares}")
-        groups = f" of {self.mesh.size}" if SHARD in self.mesh.axis_names else ""
+        groups = f" of {self.mesh.size}" if SHARD in self.state_mesh.axis_names else ""
         of_data = f"dim {dim} is divided among {self._shares}{groups} replicas"
         return row(f"{why}, {of_data}" if why else of_data, dim)
 
     @property
     def _shares(self) -> int:
         """How many shares an array has that is divided."""
-        return int(self.mesh.shape[share_axis(self.mesh)])
+        return int(self.state_mesh.shape[share_axis(self.state_mesh)])
 
     def _kept_whole(self, variable: nnx.Variable[Any], leaf: Any) -> str:
         """Returns why the replicas do not divide a leaf, whatever its dims; empty if they may."""

@@ -31,15 +31,16 @@ from distribute_jax.program._lowerings import (
     with_token,
 )
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._placement import data_dim, share_sharding
+from distribute_jax.program._placement import (
+    ParameterDevice,
+    Replicas,
+    data_dim,
+    share_sharding,
+)
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import SplitStep, compile_shares, on_shares
-from distribute_jax.program._state_placement import (
-    ParameterDevice,
-    Replicas,
-    on_parameter_device,
-)
+from distribute_jax.program._state_placement import on_parameter_device
 from distribute_jax.program._trace import Call, Traced, trace
 
 _FAILED = """\
@@ -128,7 +129,7 @@ def build(
     is_jit = options.lowering == "shard_map"
     traced = trace(call)
     decided = plan(call, traced, options)
-    sharded = replicas.placement.shardings(call.binding.variables, call.binding.paths)
+    sharded = replicas.shardings(call.binding.variables, call.binding.paths)
     sharded = (*sharded, *(None,) * traced.sizes[1], *call.arguments.shardings)
     shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
     several = replicas_per_device(call.mesh) > 1
@@ -142,11 +143,11 @@ def build(
     more = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
     donated, once = (*range(donated_state), *more), replicas.gathers_once
     step = replace(step, donated=donated, ahead=ahead, gathers_once=once)
-    if replicas.placement.divides_arguments:
-        _note_whole_arguments(call, traced, replicas.placement.mesh)
+    if replicas.divides_arguments:
+        _note_whole_arguments(call, traced, replicas.state_mesh)
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
-    _check_callbacks(traced, call.mesh, replicas.placement.mesh if shares else call.mesh)
+    _check_callbacks(traced, call.mesh, replicas.state_mesh if shares else call.mesh)
     if shares:
         step, compile_ = on_shares(step, InTurn if several else SplitStep), compile_shares
     elif several:

@@ -19,7 +19,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._markers import part_of_mean_p
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine
 from distribute_jax.program._dataflow import is_sum_of_old
-from distribute_jax.program._jaxprs import equations, line, names_axis, user_line
+from distribute_jax.program._jaxprs import equations, line, names_axis, user_line, variables
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._replication import Walk
 from distribute_jax.program._replication_rules import (
@@ -136,21 +136,17 @@ def _lost_updates(traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
     names = {var: name for var, name, mark in inputs[first:] if not mark}
     combined: set[Any] = set()
     for eqn in jaxpr.eqns:
-        if names_axis(eqn, DATA) or not combined.isdisjoint(_variables(eqn.invars)):
+        if names_axis(eqn, DATA) or not combined.isdisjoint(variables(eqn.invars)):
             combined.update(eqn.outvars)
-    live = _variables(jaxpr.outvars)
+    live = set(variables(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
         acts = any(getattr(effect, "name", None) != DATA for effect in eqn.effects)
-        operands = _variables(eqn.invars)
+        operands = set(variables(eqn.invars))
         if acts or not live.isdisjoint(eqn.outvars):
             live |= operands
         elif eqn.primitive.name in ("add", "sub") and operands & combined:
             where = line(eqn)
             yield from (Notice(_LOST, (names[var], where), where) for var in operands & {*names})
-
-
-def _variables(atoms: Sequence[Any]) -> set[Any]:
-    return {atom for atom in atoms if isinstance(atom, jex_core.Var)}
 
 
 def _summed_old_values(call: Call, traced: Traced) -> Iterator[Notice]:
@@ -283,7 +279,7 @@ def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
     """Follows what ``compute_average_loss`` returns; None in a program that does not call it."""
     if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
         return None
-    walk = _PartWalk(DATA, replicas)
+    walk = _PartWalk(replicas)
     outs, _ = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars), Control())
     return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
 
@@ -291,8 +287,8 @@ def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
 class _PartWalk(_RemarkWalk):
     """The pass of the proof, which sums take the marks from, with marks for parts."""
 
-    def __init__(self, axis: str, axis_size: int) -> None:
-        super().__init__(axis, axis_size)
+    def __init__(self, axis_size: int) -> None:
+        super().__init__(axis_size)
         self.callbacks: set[tuple[str, str]] = set()
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
@@ -300,7 +296,7 @@ class _PartWalk(_RemarkWalk):
         name = eqn.primitive.name
         if eqn.primitive is part_of_mean_p:
             return Outcome([frozenset({Part(line(eqn))})])
-        if name == "cross_device_sum" or self._is_collective(eqn):
+        if name == "cross_device_sum" or names_axis(eqn, DATA):
             return Outcome([MIRRORED] * len(eqn.outvars))
         if not any(marks) and name not in RULES and name not in _SPREADS:
             return Outcome([MIRRORED] * len(eqn.outvars))
@@ -315,10 +311,6 @@ class _PartWalk(_RemarkWalk):
         kept = self._kept(name, eqn, marks) if parts else MIRRORED
         real = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
         return Outcome([kept if is_real else MIRRORED for is_real in real], outcome.writes)
-
-    def _is_collective(self, eqn: Any) -> bool:
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        return self.axis in (named if isinstance(named, tuple) else (named,))
 
     def _kept(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
         parts = _parts(union(marks))
@@ -369,7 +361,7 @@ class _EqualWalk(_RemarkWalk):
 
     def __init__(self, replicas: int, rows: int) -> None:
         """Takes the rows of a replica's share of the batch; 0 where there is none."""
-        super().__init__(DATA, replicas)
+        super().__init__(replicas)
         self.rows = rows
         self.seeds: set[str] = set()
         """The lines that seed a key with which every replica then draws the same numbers."""

@@ -10,8 +10,7 @@ each time. XLA on GPUs breaks that for scatter-add unless ``--xla_gpu_determinis
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +18,10 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError, OutOfSyncError
+from distribute_jax._mesh import DATA
 from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
-from distribute_jax.program._jaxprs import ClosedJaxpr, is_ref, line, name, names_axis, opened
+from distribute_jax.program._jaxprs import ClosedJaxpr, collectives, is_ref, line, name, opened
 from distribute_jax.program._replication_rules import (
     MIRRORED,
     RULES,
@@ -60,15 +60,12 @@ _ZEROS = (
 )
 
 
-def prove(
-    jaxpr: Any, in_marks: Sequence[Mark], *, axis: str = "data", axis_size: int
-) -> list[Mark]:
+def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> list[Mark]:
     """Finds which outputs of a per-replica program are the same on every replica.
 
     Args:
-        jaxpr: The program of one replica, as ``jax.make_jaxpr`` returns it with ``axis`` bound.
+        jaxpr: The program of one replica, as ``jax.make_jaxpr`` returns it with their axis bound.
         in_marks: For each input, why it may differ between replicas; empty if it does not.
-        axis: The mesh axis of the replicas.
         axis_size: The number of replicas.
 
     Returns:
@@ -76,11 +73,11 @@ def prove(
         make it differ, such as ``args[0]`` or ``axis_index at train.py:12``.
 
     Raises:
-        DeadlockError: A collective over ``axis`` stands under a condition or in a loop that may
+        DeadlockError: A collective over that axis stands under a condition or in a loop that may
             go differently on different replicas.
         OutOfSyncError: ``dj.Optimizer`` would sum gradients that are equal on all replicas already.
     """
-    walk = Walk(axis, axis_size)
+    walk = Walk(axis_size)
     outs, _ = walk.run(jaxpr, in_marks, Control())
     walk.check_unreduced(jaxpr)
     return outs
@@ -89,8 +86,7 @@ def prove(
 class Walk:
     """One run of the pass; see :class:`distribute_jax.program._replication_rules.Walk`."""
 
-    def __init__(self, axis: str, axis_size: int) -> None:
-        self.axis = axis
+    def __init__(self, axis_size: int) -> None:
         self.axis_size = axis_size
         # Holds the bodies too, so that no id is used twice.
         self._done: dict[Any, tuple[Any, list[Mark], list[Mark]]] = {}
@@ -156,7 +152,7 @@ class Walk:
     def _opaque(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
         """Anything may come out, and anything may be written to the refs that go in."""
         if control.mark:
-            for collective in collectives(eqn, self.axis):
+            for collective in collectives(eqn, DATA):
                 self.meet(collective, control)
         kind = name(eqn) if eqn.primitive.name in _SOURCES else f"{name(eqn)} (opaque)"
         mark = union([*marks, control.mark]) | {f"{kind} at {line(eqn)}"}
@@ -179,7 +175,7 @@ class Walk:
         if control.mark:
             message = DEADLOCK.format(
                 collective=name(eqn),
-                axis=self.axis,
+                axis=DATA,
                 where=line(eqn, full_path=True),
                 what=control.what,
                 sources=", ".join(sorted(control.mark)),
@@ -201,7 +197,7 @@ class _ZeroWalk(Walk):
     """The pass with marks of what may be other than zero, up to the operands of one equation."""
 
     def __init__(self, walk: Walk, target: Any) -> None:
-        super().__init__(walk.axis, walk.axis_size)
+        super().__init__(walk.axis_size)
         self._target = target
         self._met: list[Mark] = []
 
@@ -259,29 +255,4 @@ def _is_plain(eqn: Any) -> bool:
     known = eqn.primitive in _PLAIN or eqn.primitive.name in _PLAIN_NAMES
     if not known or eqn.effects or "axis_name" in eqn.params:
         return False
-    return not any(isinstance(p, _BODY) for p in eqn.params.values())
-
-
-_BODY = (Jaxpr, ClosedJaxpr)
-
-
-def collectives(eqn: Any, axis: str) -> Iterator[Any]:
-    """Yields the collectives over ``axis`` in and below an equation that has no rule."""
-    if eqn.primitive.name != "axis_index" and names_axis(eqn, axis):
-        yield eqn
-    for body in _bodies(list(eqn.params.values())):
-        for inner in opened(body).eqns:
-            yield from collectives(inner, axis)
-
-
-def _bodies(value: Any) -> Iterator[Any]:
-    """Yields the jaxprs in a parameter, however deep."""
-    if isinstance(value, _BODY):
-        yield value
-    elif isinstance(value, dict):
-        yield from _bodies(list(value.values()))
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _bodies(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _bodies([getattr(value, f.name) for f in dataclasses.fields(value)])
+    return not any(isinstance(p, (Jaxpr, ClosedJaxpr)) for p in eqn.params.values())

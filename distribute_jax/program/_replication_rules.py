@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jax.extend.core import Jaxpr
 
+from distribute_jax._mesh import DATA
 from distribute_jax.program._jaxprs import (
     CALLS,
     ClosedJaxpr,
@@ -65,7 +66,6 @@ class Outcome(NamedTuple):
 class Walk(Protocol):
     """What a rule may ask of the pass that applies it."""
 
-    axis: str
     axis_size: int
 
     def run(
@@ -107,7 +107,7 @@ def reduction(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outc
     names = axis_names(eqn)
     if not set(eqn.params) <= _REDUCTION_PARAMS:
         return None
-    if walk.axis not in names:
+    if DATA not in names:
         return Outcome([union(marks)] * len(eqn.outvars))
     groups = eqn.params.get("axis_index_groups")
     if groups is not None and (len(names) > 1 or not _is_whole(groups, walk.axis_size)):
@@ -118,7 +118,7 @@ def reduction(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outc
 
 def exchange(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
     """Each replica gets something else, whatever goes in."""
-    if walk.axis not in axis_names(eqn):
+    if DATA not in axis_names(eqn):
         return Outcome([union(marks)] * len(eqn.outvars))
     walk.meet(eqn, control)
     return Outcome([union(marks) | {f"{name(eqn)} at {line(eqn)}"}] * len(eqn.outvars))
@@ -126,7 +126,7 @@ def exchange(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outco
 
 def axis_index(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
     """The number of the replica: a source, but not a collective."""
-    if walk.axis in axis_names(eqn):
+    if DATA in axis_names(eqn):
         return Outcome([frozenset({f"axis_index at {line(eqn)}"})])
     return Outcome([MIRRORED])
 
@@ -180,7 +180,7 @@ def cross_device_sum(walk: Walk, eqn: Any, marks: list[Mark], control: Control) 
 def shard_map(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
     """A call, unless it binds the replicas' axis again: then its collectives are other ones."""
     bound = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
-    return None if bound is None or walk.axis in bound else call(walk, eqn, marks, control)
+    return None if bound is None or DATA in bound else call(walk, eqn, marks, control)
 
 
 def linear_solve(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:

@@ -25,10 +25,10 @@ from distribute_jax.program._failures import failed, named
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
+from distribute_jax.program._placement import Replicas
 from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
-from distribute_jax.program._state_placement import Replicas
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.program._undo import BEHIND, copy_of, look
 from distribute_jax.program._verify import verify
@@ -48,8 +48,7 @@ class Runner:
         accelerators, and one of 2 on CPU, where more can deadlock.
         """
         self._replicas, self._mesh = replicas, replicas.mesh
-        placement = replicas.placement
-        divided = placement.mesh if placement.divides_arguments else None
+        divided = replicas.state_mesh if replicas.divides_arguments else None
         self._take_apart = functools.partial(take_apart, divided=divided)
         self.cache = ProgramCache(
             strategy, replicas, lambda entry, flat: self._advance(entry, entry.execute, flat, 0)

@@ -33,7 +33,7 @@ from distribute_jax._mesh import (
 from distribute_jax.program._gather import Cut, Gathering, Share, without_forwarding
 from distribute_jax.program._jaxprs import (
     Values,
-    equations,
+    collectives,
     flat,
     has_effects,
     is_jit_of_collectives,
@@ -41,10 +41,11 @@ from distribute_jax.program._jaxprs import (
     start,
     value_of,
     variables,
+    with_inner,
 )
 from distribute_jax.program._lowerings import Compiled, FlatStep, compile_for_mesh
 from distribute_jax.program._placement import share_sharding, share_spec
-from distribute_jax.program._replication import Walk, collectives
+from distribute_jax.program._replication import Walk
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
 
 _NOT_REPLICATED = frozenset({"a divided input"})
@@ -218,7 +219,7 @@ class SplitStep:
         self._shares = {i: cut for i, cut in shares.items() if cut is not None}
         self._wanted = _wanted(self.jaxpr, results)
         self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
-        self._walk = Walk(DATA, replicas)
+        self._walk = Walk(replicas)
         self._first: list[Any] = []
         self._sums: list[Any] = []
         self._branches: dict[int, Branches] = {}
@@ -252,8 +253,8 @@ class SplitStep:
 
     def is_for_each(self, eqn: Any) -> bool:
         """Returns whether an equation belongs on each replica although all of them do the same in it."""
-        return is_bound_to_replicas(self.jaxpr, eqn) or any(
-            inner.primitive.name in _PLACED for inner in equations(self.jaxpr.replace(eqns=[eqn]))
+        return is_bound_to_replicas(eqn) or any(
+            inner.primitive.name in _PLACED for inner in with_inner(eqn)
         )
 
     def _sort(self, marked: Sequence[tuple[Any, list[Mark], bool]]) -> None:
@@ -466,11 +467,10 @@ def _shape(v: Any) -> Any:
     return getattr(v.aval, "shape", None)
 
 
-def is_bound_to_replicas(jaxpr: jex_core.Jaxpr, eqn: Any) -> bool:
+def is_bound_to_replicas(eqn: Any) -> bool:
     """Returns whether an equation communicates, has effects, or draws numbers that depend on its shape."""
-    if any(collectives(eqn, DATA)) or has_effects(eqn):
-        return True
-    return any(map(_draws_by_shape, equations(jaxpr.replace(eqns=[eqn]))))
+    acts = any(collectives(eqn, DATA)) or has_effects(eqn)
+    return acts or any(map(_draws_by_shape, with_inner(eqn)))
 
 
 def _draws_by_shape(eqn: Any) -> bool:

@@ -5,33 +5,29 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, DonatedError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
 from distribute_jax._mesh import (
-    mirrored_sharding,
     num_replicas,
     outside_mesh,
     put,
     sharding_over,
-    state_mesh,
 )
 from distribute_jax._messages import is_donated, leaf_text, listed, path_text
 from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding, one_at_a_time
 from distribute_jax.program._lowerings import Compile, Compiled, FlatStep
-from distribute_jax.program._placement import Placement
-from distribute_jax.program._placement_rules import Rules
+from distribute_jax.program._placement import ParameterDevice, Replicas
 from distribute_jax.variables import Variable, on_replicas
 
 
@@ -180,58 +176,6 @@ _SHARDED = """\
 {n} variables were sharded over the replicas, and are now whole on each:
 {lines}
 This strategy keeps them whole."""
-
-
-@dataclass(frozen=True)
-class ParameterDevice:
-    """The one device, and the kind of its memory, where state is stored between steps."""
-
-    device: jax.Device
-    memory_kind: str | None = None
-    """As ``device.addressable_memories()`` names it; None for the device's default memory."""
-
-    @property
-    def state(self) -> SingleDeviceSharding:
-        """Where variables are stored."""
-        return SingleDeviceSharding(self.device, memory_kind=self.memory_kind)
-
-    @property
-    def results(self) -> SingleDeviceSharding:
-        """Where mirrored results are stored: in memory that any computation can read."""
-        return SingleDeviceSharding(self.device)
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Where the replicas of a strategy are, and where their state is stored between steps."""
-
-    mesh: Mesh
-    parameter_device: ParameterDevice | None = None
-    """None where state is mirrored over the mesh."""
-    shared: tuple[type[nnx.Variable[Any]], ...] = ()
-    """The kinds of variables of which each replica keeps its share only."""
-    rules: Rules | None = None
-    """What divides the model over the devices of each replica."""
-    strategy: str = "Strategy"
-    """The name of the strategy, for messages."""
-    shard_over: int | None = None
-    """How many devices that follow each other share the state; None for all."""
-    gathers_once: bool = False
-    """Whether what a step has gathered is kept for its backward pass."""
-
-    @property
-    def placement(self) -> Placement:
-        """How each leaf of state is divided."""
-        return Placement(
-            state_mesh(self.mesh, self.shard_over), self.shared, self.rules, self.strategy
-        )
-
-    @property
-    def state(self) -> Sharding:
-        """Where state is stored that is not sharded."""
-        if self.parameter_device is not None:
-            return self.parameter_device.state
-        return mirrored_sharding(self.mesh)
 
 
 def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDevice) -> Compile:

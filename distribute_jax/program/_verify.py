@@ -45,9 +45,9 @@ from distribute_jax.program._compare import (
 from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_check import run_checked_for_leaks
+from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import build
 from distribute_jax.program._result_rows import per_example_results
-from distribute_jax.program._state_placement import Replicas
 from distribute_jax.program._trace import Call, StandIn
 from distribute_jax.program._verify_float64 import in_float64
 from distribute_jax.program._verify_outputs import (

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.extend.core as jex_core
@@ -21,6 +20,7 @@ from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import (
     CALLS,
     ClosedJaxpr,
+    bodies,
     called_body,
     consts_and_carries,
     opened,
@@ -148,7 +148,7 @@ def _bound(eqn: Any, values: list[Any]) -> Sequence[Any]:
     """Applies the primitive to wide operands; one that holds programs keeps its own dtypes."""
     if any(not hasattr(var.aval, "dtype") for var in (*eqn.invars, *eqn.outvars)):
         raise NotInFloat64Error(eqn.primitive.name)  # a reference, or a token
-    if any(True for _ in jex_core.subjaxprs(cast("Any", SimpleNamespace(eqns=[eqn])))):
+    if any(True for _ in bodies(eqn.params.values())):
         return _narrow(eqn, values)
     params = {name: _wide_parameter(name, value) for name, value in eqn.params.items()}
     try:

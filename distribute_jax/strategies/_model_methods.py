@@ -93,7 +93,7 @@ class ModelMethods:
                 f"strategy.placement got {leaf_text(model)}, which is not a pytree of variables and arrays. "
                 "Pass the module, or (module, optimizer); of a dj.Model its module."
             )
-        rows: list[PlacedLeaf] = self._replicas.placement.rows(*zip(*state, strict=True))
+        rows: list[PlacedLeaf] = self._replicas.rows(*zip(*state, strict=True))
         return rows
 
     @final
@@ -150,7 +150,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         found = _leaves_of(made, state)
         held = [v for v, _ in found if v is not None]
         paths = [path for v, path in found if v is not None]
-        wanted = iter(replicas.placement.shardings(held, lambda: paths))
+        wanted = iter(replicas.shardings(held, lambda: paths))
         parts[:] = graph, tree, [
             (next(wanted) if v is not None else None) or replicas.state
             for v, _ in found

@@ -78,4 +78,4 @@ class Scope:
         """Returns the context in which Flax, by itself, builds variables where the strategy wants them."""
         if (storage := self._replicas.parameter_device) is not None:
             return jax.default_device(storage.device)
-        return jax.set_mesh(self._replicas.placement.mesh)
+        return jax.set_mesh(self._replicas.state_mesh)
