@@ -7,7 +7,6 @@ replica.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,16 +21,16 @@ from distribute_jax._mesh import DATA
 from distribute_jax.program._gather import Cut, Share
 from distribute_jax.program._jaxprs import (
     Values,
+    Way,
     called_body,
     consts_and_carries,
     is_ref,
     line,
     name,
     names_axis,
-    opened,
-    run_piece,
+    rewritten,
+    run_bodies,
     run_with_body,
-    start,
     value_of,
     variables,
     with_inner,
@@ -255,7 +254,7 @@ def with_replica_number(body: Any, replicas: int) -> Any:
 def of_replica_number(body: Any, replicas: int) -> Any:
     """Returns a program that takes the replica's number before its other inputs."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return _traced_like(body, lambda n, *x: _run_numbered(body, n, x), replicas, number)
+    return _traced_like(body, lambda n, *x: _numbered(body, n)(*x), replicas, number)
 
 
 def _traced_like(body: Any, step: Callable[..., Any], replicas: int, *more: Any) -> Any:
@@ -272,46 +271,29 @@ def _needs_number(eqn: Any) -> bool:
     return any(map(_is_number, with_inner(eqn)))
 
 
-def _run_numbered(body: Any, replica: jax.Array, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a program with the number of its replica."""
-    jaxpr, values = opened(body), start(body, inputs)
-    for eqn in jaxpr.eqns:
-        operands = [value_of(v, values) for v in eqn.invars]
+def _numbered(program: Any, replica: jax.Array) -> Callable[..., list[Any]]:
+    """Returns a program as a function that knows the number of its replica."""
+
+    def run(inner: Any, inputs: Sequence[Any]) -> list[Any]:
+        return _numbered(inner, replica)(*inputs)
+
+    def way(eqn: Any) -> Way:
         if _is_number(eqn):
-            outs = [replica]
-        elif _needs_number(eqn):
-            outs = _run_bodies(eqn, replica, operands)
-        else:
-            run_piece(jaxpr, [eqn], values, eqn.outvars)
-            continue
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [value_of(v, values) for v in jaxpr.outvars]
+            return lambda: [replica]
+        if not _needs_number(eqn):
+            return None
+        if name(eqn) == "checkpoint":
+            body = _numbered(called_body(eqn), replica)
+            return lambda *operands: run_with_body(eqn, body, operands)
 
+        def numbered(*operands: Any) -> list[Any]:
+            outs = run_bodies(eqn, run, operands)
+            # What is neither a loop nor a condition nor a call is refused later.
+            return list(eqn.primitive.bind(*operands, **eqn.params)) if outs is None else outs
 
-def _run_bodies(eqn: Any, replica: jax.Array, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation whose bodies read the number."""
-    kind, params = name(eqn), eqn.params
-    if kind == "scan":
-        consts, carries = consts_and_carries(eqn)
-        first = consts + carries
+        return numbered
 
-        def one(carry: Any, xs: Any) -> Any:
-            outs = _run_numbered(params["jaxpr"], replica, [*operands[:consts], *carry, *xs])
-            return outs[:carries], outs[carries:]
-
-        loop = {key: params[key] for key in ("reverse", "length", "unroll")}
-        carry, ys = jax.lax.scan(one, operands[consts:first], operands[first:], **loop)
-        return [*carry, *ys]
-    if kind == "cond":
-        branches = [functools.partial(_run_numbered, b, replica) for b in params["branches"]]
-        chosen = [lambda *x, run=run: run(x) for run in branches]
-        return list(jax.lax.switch(operands[0], chosen, *operands[1:]))
-    body = called_body(eqn)
-    if kind == "checkpoint":
-        return run_with_body(eqn, lambda *x: _run_numbered(body, replica, x), operands)
-    if body is None:  # it is refused
-        return list(eqn.primitive.bind(*operands, **params))
-    return _run_numbered(body, replica, operands)
+    return rewritten(program, way)
 
 
 def _is_sum(eqn: Any) -> bool:

@@ -243,24 +243,57 @@ def run_with_body(eqn: Any, body: Callable[..., Any], operands: Sequence[Any]) -
     return list(eqn.primitive.bind(*closed.consts, *operands, **{**eqn.params, "jaxpr": jaxpr}))
 
 
-def flat(body: Any, is_opened: Callable[[Any], bool]) -> Callable[..., list[Any]]:
-    """Returns a jaxpr as a function, with what some of its ``jit``s run in the place of these."""
+Way = Callable[..., Sequence[Any]] | None
+"""What returns the results of an equation from its operands; None to run it as it is."""
+
+
+def rewritten(body: Any, way: Callable[[Any], Way]) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function, in which some equations are run in another way."""
 
     def run(*args: Any) -> list[Any]:
-        jaxpr, values = body.jaxpr, start(body, args)
+        jaxpr, values = opened(body), start(body, args)
         wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars])
-        for is_open, eqns in itertools.groupby(jaxpr.eqns, is_opened):
-            if not is_open:
+        for other, eqns in itertools.groupby(jaxpr.eqns, way):
+            if other is None:
                 run_piece(jaxpr, list(eqns), values, wanted)
                 continue
             for eqn in eqns:
-                outs = flat(eqn.params["jaxpr"], is_opened)(
-                    *(value_of(v, values) for v in eqn.invars)
-                )
+                outs = other(*(value_of(v, values) for v in eqn.invars))
                 values.update(zip(eqn.outvars, outs, strict=True))
         return [value_of(v, values) for v in jaxpr.outvars]
 
     return run
+
+
+def run_bodies(
+    eqn: Any, run: Callable[[Any, Sequence[Any]], list[Any]], operands: Sequence[Any]
+) -> list[Any] | None:
+    """Runs a loop, condition or call, whose programs ``run`` takes with their inputs; None for another."""
+    kind, params, values = eqn.primitive.name, eqn.params, list(operands)
+    if kind == "scan":
+        consts, carries = consts_and_carries(eqn)
+        first = consts + carries
+
+        def one(carry: Any, xs: Any) -> Any:
+            outs = run(params["jaxpr"], [*values[:consts], *carry, *xs])
+            return outs[:carries], outs[carries:]
+
+        loop = {key: params[key] for key in ("reverse", "length", "unroll")}
+        carry, ys = jax.lax.scan(one, values[consts:first], values[first:], **loop)
+        return [*carry, *ys]
+    if kind == "while":
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        outs: list[Any] = jax.lax.while_loop(
+            lambda carry: run(params["cond_jaxpr"], [*values[:first], *carry])[0],
+            lambda carry: run(params["body_jaxpr"], [*values[first:second], *carry]),
+            values[second:],
+        )
+        return outs
+    if kind == "cond":
+        branches = [lambda *x, body=body: run(body, x) for body in params["branches"]]
+        return list(jax.lax.switch(values[0], branches, *values[1:]))
+    body = called_body(eqn) if kind in CALLS else None
+    return None if body is None else run(body, values)
 
 
 def is_jit(eqn: Any) -> bool:

@@ -33,10 +33,11 @@ from distribute_jax._mesh import (
 from distribute_jax.program._gather import Cut, Gathering, Share, without_forwarding
 from distribute_jax.program._jaxprs import (
     Values,
+    Way,
     collectives,
-    flat,
     has_effects,
     is_jit_of_collectives,
+    rewritten,
     run_piece,
     start,
     value_of,
@@ -139,8 +140,9 @@ def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> 
     In the place of ``jit``s around collectives, and of those that it ``opens``, is what they run.
     """
 
-    def is_opened(eqn: Any) -> bool:
-        return is_jit_of_collectives(eqn) or opens(eqn)
+    def way(eqn: Any) -> Way:
+        is_opened = is_jit_of_collectives(eqn) or opens(eqn)
+        return rewritten(eqn.params["jaxpr"], way) if is_opened else None
 
     replicas = num_replicas(step.mesh)
     shares = [
@@ -149,8 +151,8 @@ def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> 
     ]
     with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
-        if any(map(is_opened, body.jaxpr.eqns)):
-            body = jax.make_jaxpr(flat(body, is_opened), axis_env=[(DATA, replicas)])(*shares)
+        if any(map(way, body.jaxpr.eqns)):
+            body = jax.make_jaxpr(rewritten(body, way), axis_env=[(DATA, replicas)])(*shares)
     return without_forwarding(body)
 
 

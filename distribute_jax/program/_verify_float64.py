@@ -21,9 +21,8 @@ from distribute_jax.program._jaxprs import (
     CALLS,
     ClosedJaxpr,
     bodies,
-    called_body,
-    consts_and_carries,
     opened,
+    run_bodies,
 )
 from distribute_jax.program._lowerings import compile_shard_map, flat_step
 from distribute_jax.program._trace import Call
@@ -188,51 +187,16 @@ def _scatter(eqn: Any, values: list[Any]) -> Sequence[Any]:
     return [scatter(*values, **{name: eqn.params[name] for name in names})]
 
 
-def _inlined(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    body = called_body(eqn)
-    return _narrow(eqn, values) if body is None else evaluated(body, values)
-
-
-def _scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    p = eqn.params
-    fixed, size = consts_and_carries(eqn)
-    start = fixed + size
-
-    def body(carry: Any, x: Any) -> Any:
-        outs = evaluated(p["jaxpr"], [*values[:fixed], *carry, *x])
-        return outs[:size], outs[size:]
-
-    options = {name: p[name] for name in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(body, values[fixed:start], values[start:], **options)
-    return [*carry, *stacked]
-
-
-def _while(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    p = eqn.params
-    first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    outs: list[Any] = jax.lax.while_loop(
-        lambda carry: evaluated(p["cond_jaxpr"], [*values[:first], *carry])[0],
-        lambda carry: evaluated(p["body_jaxpr"], [*values[first:second], *carry]),
-        values[second:],
-    )
-    return outs
-
-
-def _cond(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    branches = [lambda *x, b=branch: evaluated(b, x) for branch in eqn.params["branches"]]
-    index, *operands = values
-    outs: list[Any] = jax.lax.switch(index, branches, *operands)
-    return outs
+def _with_bodies(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    outs = run_bodies(eqn, evaluated, values)
+    return _narrow(eqn, values) if outs is None else outs
 
 
 _SCATTERS = ("add", "sub", "mul", "min", "max")
 
 _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
-    **dict.fromkeys(CALLS, _inlined),
+    **dict.fromkeys((*CALLS, "scan", "while", "cond"), _with_bodies),
     **{f"scatter{sign}{name}": _scatter for name in _SCATTERS for sign in "-_"},
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
     # Operations on the bits of a number, and callbacks, get the original dtype.
     **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
     "cross_device_sum": _narrow,
