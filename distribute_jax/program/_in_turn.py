@@ -104,11 +104,7 @@ class InTurn(SplitStep):
         self.add_up(totals)
         values.update((out, totals[out]) for _, out in self.sums())
         gathering = self.gathering()
-        inner = [
-            value
-            for b in self._branches.values()
-            for value in b.first(gathering.whole([value_of(v, values) for v in b.reads]))
-        ]
+        inner = self.of_branches(values, gathering)
         passed = gathering.whole([values[v] for v in self.passed])
         return [*map(self._handed, self.passed, passed), *inner]
 

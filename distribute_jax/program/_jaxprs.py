@@ -161,9 +161,9 @@ def consts_and_carries(scan: Any) -> tuple[int, int]:
     return len(scan.invars) - scanned - carries, carries
 
 
-def has_effects(eqn: Any) -> bool:
-    """Returns whether an equation does more than compute its results."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+def has_effects(program: Any) -> bool:
+    """Returns whether a program, or an equation, does more than compute its results."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in program.effects)
 
 
 def is_ref(var: Any) -> bool:

@@ -35,7 +35,7 @@ from distribute_jax._mesh import (
 )
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
-from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, names_axis
+from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, has_effects, names_axis
 from distribute_jax.program._options import Lowering
 from distribute_jax.program._plan import Plan, model_shaped
 from distribute_jax.program._trace import Call, Traced, abstract, global_value, state_outputs
@@ -265,8 +265,8 @@ def in_one_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     these in the outermost program; so is one that gets inputs for its constants, and one that JAX has
     yet to lower to its basic operations.
     """
-    silent = all(type(effect).__name__ == "NamedAxisEffect" for effect in jaxpr.effects)
-    if not silent or is_high(jaxpr) or any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
+    traced_constants = any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts)
+    if has_effects(jaxpr) or is_high(jaxpr) or traced_constants:
         return by_equation(jaxpr)
     return lambda *inputs: step_p.bind(*inputs, call_jaxpr=jaxpr)
 

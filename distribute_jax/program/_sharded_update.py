@@ -310,14 +310,18 @@ class SplitStep:
         wanted = [*self.passed, *self._needed]
         gathering.run(self.jaxpr, self._first, values, wanted, self.scattered())
         self.add_up(values)
-        inner = [
+        inner = self.of_branches(values, gathering)
+        return [*gathering.whole([values[v] for v in self.passed]), *inner]
+
+    def of_branches(self, values: Values, gathering: Gathering) -> list[Any]:
+        """Returns what the first halves of all branches return."""
+        return [
             value
             for branches in self._branches.values()
             for value in branches.first(
                 gathering.whole([value_of(v, values) for v in branches.reads])
             )
         ]
-        return [*gathering.whole([values[v] for v in self.passed]), *inner]
 
     def started(self, inputs: Sequence[Any]) -> Values:
         """Returns the values that the first half starts from, of the inputs that it reads."""

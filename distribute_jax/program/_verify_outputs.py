@@ -23,7 +23,7 @@ from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
-from distribute_jax.program._jaxprs import equations, line
+from distribute_jax.program._jaxprs import equations, has_effects, line
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._undo import StepCounts
@@ -97,10 +97,8 @@ def _leaves_behind(rule: Combine, variable: nnx.Variable[Any]) -> bool:
 
 
 def _repeatable(entry: BoundProgram) -> bool:
-    jaxpr = entry.program.traced.jaxpr
-    if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
-        return False
-    return not draws_random_numbers(entry) and not _has_primitive(entry, _ACTS)
+    acts = has_effects(entry.program.traced.jaxpr) or _has_primitive(entry, _ACTS)
+    return not acts and not draws_random_numbers(entry)
 
 
 def draws_random_numbers(entry: BoundProgram) -> bool:

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_230,
+    lines: 52_209,
     lines_of_tests: 49_221,
     files: 229,
     pieces: 1,
