@@ -66,7 +66,7 @@ def judge(statements: list[Statement]) -> Judged | None:
             jaxpr = jax.make_jaxpr(program, axis_env=[("data", N)])(W, X[0])
         except NotImplementedError:  # JAX cannot differentiate pmax, and batch some refs
             return None
-    marks = prove(jaxpr, [frozenset(), frozenset({"x"})], axis_size=N)
+    marks = prove(jaxpr, [frozenset(), frozenset({"x"})], axis_size=N).marks
     return Judged(jaxpr, marks, _replicas_agree(program, mesh))
 
 

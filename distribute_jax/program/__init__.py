@@ -16,16 +16,11 @@ from distribute_jax.program._aggregation import (
     register_aggregation,
     register_merge,
 )
-from distribute_jax.program._ahead_of_time import (
-    Collective,
-    PlanTable,
-    StepPlan,
-    plan,
-    plan_table,
-)
+from distribute_jax.program._ahead_of_time import PlanTable, StepPlan, plan, plan_table
 from distribute_jax.program._binding import one_at_a_time
 from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._halves import Halves, ServerHalf, build_halves
+from distribute_jax.program._hlo import Collective
 from distribute_jax.program._options import RunOptions, library_options
 from distribute_jax.program._part import LoadedPart, Part, export_part, load_part
 from distribute_jax.program._placement import (

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments, check_function
 from distribute_jax.program._binding import Binding, check_leaked_tracers, contents_of, restore
+from distribute_jax.program._hlo import Collective, collectives_of
 from distribute_jax.program._lowerings import AheadOfTime
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import PlacedLeaf, Replicas, data_dim
@@ -42,19 +43,6 @@ from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import check_arrays
 from distribute_jax.program._trace import Call, StandIn, abstract, global_value, made_again
 from distribute_jax.program._trace_errors import compilable, step_name
-
-
-class Collective(NamedTuple):
-    """Collectives of one kind in a compiled step."""
-
-    kind: str
-    """As XLA calls it, such as ``"all-reduce"``."""
-    number: int
-    """How many there are in the program; one in a loop counts once."""
-    bytes: int
-    """What all of them leave on each device, once around a loop."""
-    in_loop: bool
-    """Whether they are in the body of a loop, as of ``nnx.scan``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +354,7 @@ def _planned(
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         flops=float((ahead.compiled.cost_analysis() or {}).get("flops", 0.0)),
-        collectives=tuple(_collectives(ahead.compiled.as_text())),
+        collectives=tuple(collectives_of(ahead.compiled.as_text())),
         placements=tuple(placements),
         seconds={stage: end - start for stage, (start, end) in times},
     )
@@ -380,39 +368,3 @@ def _kind(variable: nnx.Variable[Any]) -> str:
 
 _MOST_REPLICAS = 1 << 20
 """JAX takes 10 s to make a mesh of so many devices, and minutes for ten times as many."""
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(", re.MULTILINE)
-_COLLECTIVE = re.compile(
-    r" = (\(.*?\)|\S+) "
-    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-done)?\("
-)
-"""One that starts and is done later counts where it is done, where its type is that of the result alone."""
-_ARRAY = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
-
-
-def _collectives(text: str) -> Iterator[Collective]:
-    """Returns the collectives of a compiled program, those in loops apart."""
-    _, *pieces = _COMPUTATION.split(text)
-    bodies = dict(zip(pieces[::2], pieces[1::2], strict=True))
-    loops = [name for body in bodies.values() for name in re.findall(r" body=%([\w.\-]+)", body)]
-    in_loop: set[str] = set()
-    while loops:
-        name = loops.pop()
-        if name in bodies and name not in in_loop:
-            in_loop.add(name)
-            loops += re.findall(r"%([\w.\-]+)", bodies[name])
-    counts: Counter[tuple[str, bool]] = Counter()
-    sizes: Counter[tuple[str, bool]] = Counter()
-    for name, body in bodies.items():
-        for result, kind in _COLLECTIVE.findall(body):
-            counts[kind, name in in_loop] += 1
-            sizes[kind, name in in_loop] += sum(
-                map(_array_bytes, *zip(*_ARRAY.findall(result), strict=True))
-            )
-    for (kind, loop), count in sorted(counts.items()):
-        yield Collective(kind, count, sizes[kind, loop], loop)
-
-
-def _array_bytes(dtype: str, dims: str) -> int:
-    bits = int(re.sub(r"\D", "", dtype) or 8)  # pred has no number
-    return prod(map(int, filter(None, dims.split(",")))) * bits // 8

@@ -20,7 +20,7 @@ from jax import export
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distribute_jax._errors import LoweringError
+from distribute_jax._errors import DeadlockError, LoweringError
 from distribute_jax._jax_private import is_high, with_packed_numbers
 from distribute_jax._mesh import (
     DATA,
@@ -35,6 +35,7 @@ from distribute_jax._mesh import (
 )
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
+from distribute_jax.program._hlo import has_exchange_in_branch
 from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, has_effects, names_axis
 from distribute_jax.program._options import Lowering
 from distribute_jax.program._plan import Plan, model_shaped
@@ -168,6 +169,8 @@ class FlatStep:
     """Whether compiling takes longer than running."""
     ahead: AheadOfTime | None = None
     """What compiles it if the mesh is abstract."""
+    diverging: tuple[str, ...] = ()
+    """What may send replicas through different branches, or through a loop differently often."""
     gathers_once: bool = False
     """Whether an input that the replicas divide is gathered once, and not again for the backward pass."""
 
@@ -231,7 +234,10 @@ def flat_step(
         ]
 
     ordered = [avals[i] for i in order]
-    return FlatStep(step, call.mesh, shardings.in_order(order), ordered, runs_once=call.runs_once)
+    return FlatStep(
+        step, call.mesh, shardings.in_order(order), ordered,
+        runs_once=call.runs_once, diverging=plan.diverging,
+    )  # fmt: skip
 
 
 def _input_avals(call: Call, arrays: Sequence[Any]) -> list[Any]:
@@ -306,10 +312,33 @@ def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
         jitted_trace = jitted.trace(*step.avals)
         if step.ahead is not None:
             ahead: Compiled = step.ahead.compile(jitted_trace, step.mesh.size, options)
+            _check_exchanges(step, ahead)
             return ahead
         lowered = jitted_trace.lower()
-    compiled: Compiled = with_packed_numbers(lowered.compile(options), step.avals)
-    return compiled
+    compiled = lowered.compile(options)
+    _check_exchanges(step, compiled)
+    packed: Compiled = with_packed_numbers(compiled, step.avals)
+    return packed
+
+
+_EXCHANGE = """\
+The step may hang: not every replica is sure to reach a place where the devices of a replica exchange parts \
+of a value.
+  decided by: {what}
+  which may differ between replicas
+To roll, join, slice or pad a value along a dim that is divided over the devices of a replica, XLA lets all \
+devices of all replicas exchange parts; one that does not come keeps the others waiting for ever.
+Make the value whole before the branch or loop:
+    x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
+or reduce the predicate first, so that all replicas decide the same:
+    dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0"""
+
+
+def _check_exchanges(step: FlatStep, compiled: Any) -> None:
+    """Raises a DeadlockError where XLA exchanges parts of values while the replicas diverge."""
+    has_automatic_axes = manual_axes(step.mesh) != set(step.mesh.axis_names)
+    if step.diverging and has_automatic_axes and has_exchange_in_branch(compiled.as_text()):
+        raise DeadlockError(_EXCHANGE.format(what="\n    ".join(step.diverging)))
 
 
 def compile_shard_map(step: FlatStep) -> Compiled:

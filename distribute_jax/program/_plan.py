@@ -56,6 +56,8 @@ class Plan:
     """What is logged once about the step."""
     parts: tuple[bool, ...] = ()
     """For each array of the result: whether it is a part of a mean that is not summed yet."""
+    diverging: tuple[str, ...] = ()
+    """What may send replicas through different branches, or through a loop differently often."""
 
 
 def plan(
@@ -76,7 +78,7 @@ def plan(
         )
         return Plan(rules, (True,) * results, parts=(False,) * results)
     before = input_marks(call, traced) if before is None else before
-    marks = prove(traced.jaxpr, before, axis_size=replicas)
+    marks, diverging = prove(traced.jaxpr, before, axis_size=replicas)
     metrics = list(_written_metrics(call, traced))
     merges = tuple(m for rule, outs in metrics if (m := _as_merge(traced, rule, outs)) is not None)
     special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
@@ -89,7 +91,8 @@ def plan(
         _check_model_shaped(call, traced, marks[state:])
     if replicas == 1:
         return Plan(combine, mirrored, parts=(False,) * results)
-    return Plan(combine, mirrored, merges, *remarks(call, traced, before, combine, options))
+    notices = remarks(call, traced, before, combine, options)
+    return Plan(combine, mirrored, merges, *notices, diverging=diverging)
 
 
 def input_marks(call: Call, traced: Traced, differing: int = 0) -> list[Mark]:

@@ -11,7 +11,7 @@ each time. XLA on GPUs breaks that for scatter-add unless ``--xla_gpu_determinis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -60,7 +60,16 @@ _ZEROS = (
 )
 
 
-def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> list[Mark]:
+class Proof(NamedTuple):
+    """What is known of a per-replica program."""
+
+    marks: list[Mark]
+    """Of each output: empty if it is the same on every replica."""
+    diverging: tuple[str, ...]
+    """What may send replicas through different branches, or through a loop differently often."""
+
+
+def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
     """Finds which outputs of a per-replica program are the same on every replica.
 
     Args:
@@ -70,7 +79,8 @@ def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> list[Mark]
 
     Returns:
         The mark of each output: empty if it is proved mirrored, otherwise everything that may
-        make it differ, such as ``args[0]`` or ``axis_index at train.py:12``.
+        make it differ, such as ``args[0]`` or ``axis_index at train.py:12``. And what makes replicas
+        diverge, such as ``the trip count of while at train.py:15``.
 
     Raises:
         DeadlockError: A collective over that axis stands under a condition or in a loop that may
@@ -80,7 +90,7 @@ def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> list[Mark]
     walk = Walk(axis_size)
     outs, _ = walk.run(jaxpr, in_marks, Control())
     walk.check_unreduced(jaxpr)
-    return outs
+    return Proof(outs, tuple(walk.diverging))
 
 
 class Walk:
@@ -92,11 +102,14 @@ class Walk:
         self._done: dict[Any, tuple[Any, list[Mark], list[Mark]]] = {}
         # Marks grow while loops are walked again, so what was seen is judged at the end.
         self._unreduced: dict[int, tuple[Any, Mark]] = {}
+        self.diverging: dict[str, None] = {}
 
     def run(
         self, body: Any, marks: Sequence[Mark], control: Control
     ) -> tuple[list[Mark], list[Mark]]:
         """Returns the marks of the outputs of ``body``, and of its inputs after it ran."""
+        if control.mark:
+            self.diverging[control.what] = None
         key = id(body), tuple(marks), control
         if key not in self._done:
             self._done[key] = body, *self._run(body, marks, control)

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_209,
-    lines_of_tests: 49_221,
-    files: 229,
+    lines: 52_295,
+    lines_of_tests: 49_265,
+    files: 230,
     pieces: 1,
     private_words: 9,
     private_imports: 31,

@@ -66,7 +66,7 @@ def x_values() -> jax.Array:
 
 def marks_of(program: Program, mesh: Mesh | None = None) -> list[frozenset[str]]:
     jaxpr = trace(program, w_value(), x_values()[0], mesh=mesh)
-    return prove(jaxpr, [frozenset(), frozenset({"x"})], axis_size=N)
+    return prove(jaxpr, [frozenset(), frozenset({"x"})], axis_size=N).marks
 
 
 def run(program: Program) -> list[np.ndarray]:
@@ -669,7 +669,7 @@ def test_the_collectives_that_jax_writes_when_it_checks_varying_axes_clear_too()
     [eqn] = jax.make_jaxpr(mapped)(x_values()).eqns
     names = {inner.primitive.name for inner in eqn.params["jaxpr"].eqns}
     assert {"psum_invariant", "pvary"} <= names
-    marks = prove(eqn.params["jaxpr"], [frozenset({"x"})], axis_size=N)
+    marks = prove(eqn.params["jaxpr"], [frozenset({"x"})], axis_size=N).marks
     assert [bool(mark) for mark in marks] == [False, False, True]
 
 
@@ -678,7 +678,7 @@ def test_an_inner_map_that_binds_the_axis_anew_is_opaque() -> None:
     mesh = make_mesh((4, 2), ("data", "model"))
     jaxpr = trace(lambda x: over_model(psum, x), w_value(), mesh=mesh)
     alter(jaxpr, "shard_map", {"newly_manual_axes": frozenset({"data"})})
-    [mark] = prove(jaxpr, [frozenset()], axis_size=N)
+    [mark] = prove(jaxpr, [frozenset()], axis_size=N).marks
     assert any(source.startswith("shard_map (opaque) at test_sync.py:") for source in mark)
 
 
@@ -718,9 +718,9 @@ def test_an_equation_of_a_form_that_another_jax_would_write_is_never_proved(
         "mul": lambda w: w * 2,
     }
     jaxpr = trace(programs[name], w_value(), mesh=make_mesh((4, 2), ("data", "model")))
-    assert prove(jaxpr, [frozenset()], axis_size=N) == [frozenset()]
+    assert prove(jaxpr, [frozenset()], axis_size=N).marks == [frozenset()]
     alter(jaxpr, name, {k: trace(lambda: 1) if v is trace else v for k, v in change.items()})
-    [mark] = prove(jaxpr, [frozenset()], axis_size=N)
+    [mark] = prove(jaxpr, [frozenset()], axis_size=N).marks
     assert mark
 
 
@@ -728,7 +728,7 @@ def test_an_effect_that_no_rule_knows_is_never_proved() -> None:
     jaxpr = trace(lambda w: w * 2, w_value())
     [effect] = trace(lambda w: jax.debug.print("{}", w), w_value()).effects
     jaxpr.eqns[:] = [eqn.replace(effects=frozenset({effect})) for eqn in jaxpr.eqns]
-    [mark] = prove(jaxpr, [frozenset()], axis_size=N)
+    [mark] = prove(jaxpr, [frozenset()], axis_size=N).marks
     assert any("mul (opaque)" in source for source in mark)
 
 
@@ -740,14 +740,14 @@ def test_an_opaque_equation_may_write_to_the_refs_it_is_given() -> None:
 
     jaxpr = trace(program, w_value())
     alter(jaxpr, "jit", {"axis_name": "data"})
-    [mark] = prove(jaxpr, [frozenset()], axis_size=N)
+    [mark] = prove(jaxpr, [frozenset()], axis_size=N).marks
     assert any("jit (opaque)" in source for source in mark)
 
 
 def test_a_captured_ref_is_never_proved() -> None:
     """Two nested bodies may hold it as a constant each, so writes in one show in the other."""
     ref = jax.new_ref(w_value())
-    [mark] = prove(trace(lambda: ref[0] * 2), [], axis_size=N)
+    [mark] = prove(trace(lambda: ref[0] * 2), [], axis_size=N).marks
     assert mark == {"a captured ref"}
 
 
@@ -800,7 +800,7 @@ def train(reduce: Callable[[Any], Any]) -> dict[str, set[str]]:
     args = (params, adam.init(params), rest, (jnp.ones((2, 4)), jnp.ones(2)))
     marks = [frozenset({"batch"}) if i == 3 else frozenset() for i in range(4)]
     flat = [m for arg, m in zip(args, marks, strict=True) for _ in jax.tree.leaves(arg)]
-    outs = prove(trace(step, *args), flat, axis_size=N)
+    outs = prove(trace(step, *args), flat, axis_size=N).marks
     tree = jax.tree.unflatten(structures[0], outs)
     is_mark = lambda leaf: isinstance(leaf, frozenset)  # noqa: E731
     return {part: set().union(*jax.tree.leaves(sub, is_leaf=is_mark)) for part, sub in tree.items()}

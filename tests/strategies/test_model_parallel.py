@@ -344,6 +344,50 @@ def test_create_makes_arrays_that_are_no_variables() -> None:
     assert not module.layer.kernel.get_raw_value().is_fully_replicated
 
 
+def in_loop(x: Any) -> Any:
+    """Rolls along the divided dim as often as the examples of the replica say."""
+    return jax.lax.while_loop(
+        lambda h: jnp.abs(h).max() > 0.1, lambda h: jnp.roll(h, 1, axis=1) * 0.8, x
+    )
+
+
+def in_branch(x: Any) -> Any:
+    """Rolls along the divided dim on those replicas whose examples say so."""
+    return jax.lax.cond(x[0, 0] > 0, lambda h: jnp.roll(h, 1, axis=1), jnp.negative, x)
+
+
+@pytest.mark.parametrize(
+    ("moves", "decided"),
+    [(in_loop, "the trip count of while"), (in_branch, "the predicate of cond")],
+)
+def test_an_exchange_that_not_every_replica_reaches_is_refused_and_a_whole_value_needs_none(
+    moves: Any, decided: str
+) -> None:
+    """XLA lets all devices take part in it, so it waited for ever for those that do not come."""
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    x[:, 0] = -1, -1, 1, 1  # the replicas decide differently
+
+    def outputs(strategy: dj.Strategy, *, whole: bool) -> Any:
+        with strategy.scope():
+            layer = nnx.Linear(8, 8, kernel_init=lambda *_: jnp.eye(8), rngs=nnx.Rngs(0))
+
+            def step(x: Any) -> Any:
+                h = layer(x)
+                if whole:
+                    h = jax.lax.with_sharding_constraint(h, PartitionSpec())
+                return moves(h)
+
+            [batch] = strategy.distribute_dataset([x])
+            return np.asarray(strategy.gather(strategy.run(step, args=(batch,)), axis=0))
+
+    rules = {"kernel": PartitionSpec(None, "model")}
+    strategy = dj.ModelParallelStrategy([0, 1, 2, 3], model=2, rules=rules)
+    with pytest.raises(dj.DeadlockError, match=f"{decided} at test_model_parallel.py"):
+        outputs(strategy, whole=False)
+    expected = outputs(dj.MirroredStrategy([0, 1]), whole=False)
+    np.testing.assert_allclose(outputs(strategy, whole=True), expected, atol=1e-6)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "rule", "only"),

@@ -1,0 +1,94 @@
+"""The text of a compiled program: its collectives, and which of them are in loops and branches."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import NamedTuple
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind in a compiled step."""
+
+    kind: str
+    """As XLA calls it, such as ``"all-reduce"``."""
+    number: int
+    """How many there are in the program; one in a loop counts once."""
+    bytes: int
+    """What all of them leave on each device, once around a loop."""
+    in_loop: bool
+    """Whether they are in the body of a loop, as of ``nnx.scan``."""
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(", re.MULTILINE)
+_COLLECTIVE = re.compile(
+    r" = (\(.*?\)|\S+) "
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-done)?\("
+)
+"""One that starts and is done later counts where it is done, where its type is that of the result alone."""
+_ARRAY = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
+
+
+_BODY = re.compile(r" body=%([\w.\-]+)")
+_ENTERED = re.compile(r"%([\w.\-]+)")
+
+
+def collectives_of(text: str) -> Iterator[Collective]:
+    """Returns the collectives of a compiled program, those in loops apart."""
+    bodies = _computations(text)
+    in_loop = _reached(bodies, _BODY.findall(text))
+    counts: Counter[tuple[str, bool]] = Counter()
+    sizes: Counter[tuple[str, bool]] = Counter()
+    for name, body in bodies.items():
+        for result, kind in _COLLECTIVE.findall(body):
+            counts[kind, name in in_loop] += 1
+            sizes[kind, name in in_loop] += sum(
+                map(_array_bytes, *zip(*_ARRAY.findall(result), strict=True))
+            )
+    for (kind, loop), count in sorted(counts.items()):
+        yield Collective(kind, count, sizes[kind, loop], loop)
+
+
+def has_exchange_in_branch(text: str) -> bool:
+    """Returns whether devices exchange values in a branch, or in a loop whose length the program decides.
+
+    Other collectives have groups of devices; an exchange waits for all devices of the program.
+    """
+    bodies = _computations(text)
+    decided = [
+        name
+        for line in text.splitlines()
+        if " conditional(" in line or (" while(" in line and "known_trip_count" not in line)
+        for name in _ENTERED.findall(line)
+    ]
+    inside = _reached(bodies, decided)
+    return any(
+        kind == "collective-permute"
+        for name in inside
+        for _, kind in _COLLECTIVE.findall(bodies[name])
+    )
+
+
+def _computations(text: str) -> dict[str, str]:
+    """Returns the text of each computation of a program by its name."""
+    _, *pieces = _COMPUTATION.split(text)
+    return dict(zip(pieces[::2], pieces[1::2], strict=True))
+
+
+def _reached(bodies: Mapping[str, str], names: Iterable[str]) -> set[str]:
+    """Returns these computations, and all that they enter."""
+    reached: set[str] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        if name in bodies and name not in reached:
+            reached.add(name)
+            left += _ENTERED.findall(bodies[name])
+    return reached
+
+
+def _array_bytes(dtype: str, dims: str) -> int:
+    bits = int(re.sub(r"\D", "", dtype) or 8)  # pred has no number
+    return prod(map(int, filter(None, dims.split(",")))) * bits // 8
