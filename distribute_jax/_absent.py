@@ -1,13 +1,16 @@
-"""Names that TensorFlow, Keras, Flax or Lightning have and this library does not: what to type instead."""
+"""Names and objects of TensorFlow, Keras, PyTorch, Flax or Lightning: what to type instead."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 _FLAX = "layers and models are Flax's, flax.nnx or flax.linen"
 _OPTIMIZERS = "optimizers are optax's, as optax.adam(1e-3), or Keras's names in Model.compile"
+_SCHEDULES = "optax's schedules, as optax.adam(optax.cosine_decay_schedule(1e-3, 1000))"
 _GRADIENTS = "nnx.value_and_grad(loss_fn)(model) computes gradients"
 _SAVING = "dj.Model(module).load(folder) reads what Model.save wrote"
 _DDP = "build the model under dj.MirroredStrategy().scope()"
@@ -47,6 +50,7 @@ _EXTENDED = "strategy.extended has it"
 _WEIGHTS = "nnx.state(model.module, nnx.Param), or model.get_weights()"
 _STREAM = "fit reads ahead by itself, see dj.InputOptions"
 _SKLEARN = "pass a function of (y_true, y_pred), or compute it from model.predict(x)"
+_STATE = "self.total = nnx.metrics.MetricState(jnp.zeros(()))"
 _SESSIONS = "nothing: it belongs to the sessions of TensorFlow 1"
 
 ABSENT: dict[str, dict[str, str]] = {
@@ -162,11 +166,18 @@ ABSENT: dict[str, dict[str, str]] = {
         "rpc": "dj.coordinator",
     },
     "dj.losses": {
+        "BCELoss": "BinaryCrossentropy()",
+        "BCEWithLogitsLoss": "BinaryCrossentropy(from_logits=True)",
         "CTC": "a function that calls optax.ctc_loss",
         "Circle": _PAIRS,
+        "CrossEntropyLoss": "SparseCategoricalCrossentropy(from_logits=True)",
         "Dice": _PAIRS,
+        "HuberLoss": "Huber()",
+        "KLDivLoss": "KLDivergence()",
+        "L1Loss": "MeanAbsoluteError()",
         "MAE": "mean_absolute_error",
         "MSE": "mean_squared_error",
+        "MSELoss": "MeanSquaredError()",
         "Reduction": 'the names themselves: reduction="sum_over_batch_size", "sum" or None',
         "Tversky": _PAIRS,
         "bce": "binary_crossentropy",
@@ -198,7 +209,28 @@ ABSENT: dict[str, dict[str, str]] = {
     "dj.tpu.experimental": {
         "shutdown_tpu_system": "nothing: a TPU is free when its program ends",
     },
-    "dj.metrics.Metric": {"reset_states": "reset_state()"},
+    "dj.metrics.Metric": {
+        "add_variable": _STATE,
+        "add_weight": _STATE,
+        "reset_states": "reset_state()",
+    },
+    "jax.Array": {
+        "backward": _GRADIENTS,
+        "clone": "nothing: an array does not change",
+        "contiguous": "nothing: JAX lays arrays out",
+        "cpu": "nothing: JAX places the step",
+        "cuda": "nothing: JAX places the step",
+        "detach": "jax.lax.stop_gradient(x)",
+        "expand": "jnp.broadcast_to(x, shape)",
+        "float": "x.astype(jnp.float32)",
+        "get_shape": "x.shape",
+        "long": "x.astype(jnp.int32)",
+        "numpy": "np.asarray(x), outside of the step",
+        "permute": "x.transpose(0, 2, 1)",
+        "requires_grad": _VALUES,
+        "to": "x.astype(dtype); JAX places the step",
+        "unsqueeze": "jnp.expand_dims(x, axis)",
+    },
     "dj.Optimizer": {
         "apply": "update(model, grads)",
         "build": _BUILT,
@@ -376,3 +408,65 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
 def is_ours(member: Any) -> bool:
     """Returns whether a class or function is one of this library."""
     return str(getattr(member, "__module__", "")).partition(".")[0] == __package__
+
+
+_FRAMEWORKS = {
+    "keras": "Keras",
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "tensorflow": "TensorFlow",
+    "tf_keras": "Keras",
+    "torch": "PyTorch",
+    "torchmetrics": "TorchMetrics",
+}
+_KINDS = {
+    "Callback": "dj.callbacks",
+    "LRScheduler": _SCHEDULES,
+    "Layer": _FLAX,
+    "LearningRateSchedule": _SCHEDULES,
+    "Loss": "dj.losses",
+    "Metric": "dj.metrics",
+    "Module": _FLAX,
+    "Optimizer": _OPTIMIZERS,
+    "RaggedTensor": "value.to_tensor()",
+    "SparseTensor": "tf.sparse.to_dense(value)",
+    "Strategy": "dj",
+    "Tensor": "np.asarray(value)",
+    "Variable": "np.asarray(value)",
+    "_Loss": "dj.losses",
+}
+"""By the name of a base class: what to type, or where a class of the same name may be."""
+
+
+def framework_of(module: Any) -> str:
+    """Returns the framework of a module's name, if it cannot compute with JAX's arrays, or an empty str."""
+    framework = _FRAMEWORKS.get(str(module).partition(".")[0], "")
+    computes_with_jax = framework == "Keras" and "keras.src.backend.jax" in sys.modules
+    return "" if computes_with_jax else framework
+
+
+def is_foreign(value: Any) -> bool:
+    """Returns whether a value is of a framework that cannot compute with JAX's arrays."""
+    return any(framework_of(cls.__module__) for cls in type(value).__mro__)
+
+
+def foreign(value: Any) -> str:
+    """Describes an object or class of another framework, with what to type; empty for any other value."""
+    kind = value if isinstance(value, type) else type(value)
+    for cls in kind.__mro__:
+        framework = _FRAMEWORKS.get(str(cls.__module__).partition(".")[0])
+        if framework and cls.__name__ in _KINDS:
+            return f"{kind.__name__} of {framework} (instead: {_here(kind, _KINDS[cls.__name__])})"
+    return ""
+
+
+def _here(kind: type, place: str) -> str:
+    """Returns what has the name of a class, or of a base of it, at a place."""
+    is_module = place.partition(".")[0] == "dj"
+    module = import_module(place.replace("dj", str(__package__), 1)) if is_module else None
+    for cls in kind.__mro__ if is_module else ():
+        if cls.__name__ in ABSENT.get(place, {}):
+            return f"{place}.{ABSENT[place][cls.__name__]}"
+        if hasattr(module, cls.__name__):
+            return f"{place}.{cls.__name__}"
+    return place

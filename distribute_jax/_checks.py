@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FunctionType, NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
-from distribute_jax._absent import KEYWORDS, is_ours
+from distribute_jax._absent import KEYWORDS, foreign, is_ours
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._user_frames import hide_frames
 
@@ -61,6 +61,8 @@ def takes(function: Any, *arguments: Any, **keywords: Any) -> bool:
 
 def brief(value: Any) -> str:
     """Describes an argument: its repr where that is short, else its type, never a whole model."""
+    if described := foreign(value):
+        return described
     try:
         if isinstance(getattr(value, "ndim", None), int) and value.ndim:
             return f"{value.dtype}[{','.join(map(str, value.shape))}]"
@@ -94,7 +96,9 @@ def is_integer(value: Any) -> bool:
 
 def _is_scalar(value: Any, *dtypes: str) -> bool:
     """Returns whether a value is a NumPy scalar, or an array without dims, of one of these dtypes."""
-    return getattr(value, "ndim", 1) == 0 and str(getattr(value, "dtype", "")).startswith(dtypes)
+    dtype = getattr(value, "dtype", "")
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    return getattr(value, "ndim", 1) == 0 and name.startswith(dtypes)
 
 
 def is_real(value: Any) -> bool:
@@ -138,6 +142,8 @@ def check_number(
 
 def as_member(name: str, value: Any, kind: type[_E]) -> _E:
     """Returns the member that an argument is, or names in any letter case; else an ``ArgumentError``."""
+    if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__:
+        value = value.name  # TensorFlow's member of this name is meant too
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     if not isinstance(value, kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ def require_method(strategy: Any, method: str) -> None:
         require_cross_replica(method)
         require_unmixed(strategy)
     require_loop(method)
-    if not at_top_level():
+    if not at_top_level() or builds_graph():
         require_untraced(method)
 
 
@@ -152,8 +153,19 @@ def require_unmixed(strategy: Any) -> None:
         )
 
 
+def builds_graph() -> bool:
+    """Returns whether this is inside of a ``tf.function``."""
+    tf = sys.modules.get("tensorflow")
+    return tf is not None and not getattr(tf, "executing_eagerly", at_top_level)()
+
+
 def require_untraced(method: str) -> None:
     """Raises under the user's own jit, grad, vmap or scan, which our methods cannot be part of."""
+    if builds_graph():
+        raise ContextError(
+            f"{method} was called inside a tf.function. Leave @tf.function out: strategy.run compiles the "
+            "step, and a loop over batches is plain Python."
+        )
     if at_top_level() or merging():
         return
     raise ContextError(

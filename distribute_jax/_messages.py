@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distribute_jax._absent import foreign
 from distribute_jax._errors import ArgumentError
 
 
@@ -23,6 +24,8 @@ def leaf_text(leaf: Any) -> str:
     """Describes a leaf in a few words: ``float32[8,3]`` for an array, else its type."""
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    if described := foreign(leaf):
+        return described
     return f"{type(leaf).__name__} {leaf!r:.60}" if _is_short(leaf) else f"a {type(leaf).__name__}"
 
 

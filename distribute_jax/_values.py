@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from distribute_jax._absent import framework_of, missing
 from distribute_jax._errors import (
     DonatedError,
     PerReplicaAttributeError,
@@ -45,8 +47,10 @@ def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
 
 
 def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
+    caller = sys._getframe(1).f_globals.get("__name__")
+    graph = " Leave @tf.function out: strategy.run compiles the step." * bool(framework_of(caller))
     raise PerReplicaError(
-        f"{self._described()} holds one value for each replica and cannot be turned into one array.\n"
+        f"{self._described()} holds one value for each replica and cannot be turned into one array.{graph}\n"
         "Say how to combine them: strategy.reduce('mean', value, axis=None), "
         "strategy.gather(value, axis=0), or strategy.experimental_local_results(value)."
     )
@@ -99,7 +103,7 @@ class DistributedValues:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name not in _ARRAY_ATTRIBUTES:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise missing("jax.Array", f"{type(self).__name__!r} object", name, self)
         raise PerReplicaAttributeError(
             f"{self._described()} has no {name!r}: it holds one value for each replica.\n"
             "For one array: strategy.reduce('mean', value, axis=None) or strategy.gather(value, axis=0); "

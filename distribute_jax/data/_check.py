@@ -83,7 +83,8 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
     lengths = set() if faults else {int(leaf.shape[0]) for _, leaf in leaves}
     if len(lengths) == 1:
         return lengths.pop()
-    faults = faults or {RAGGED: [_line(path, leaf) for path, leaf in leaves]}
+    if not faults:
+        faults = {f"{RAGGED} Or: {remedy}": [_line(path, leaf) for path, leaf in leaves]}
     reasons = "\n".join(f"{listed(lines)}\n{rule}" for rule, lines in faults.items())
     raise ArgumentError(f"{where} cannot be divided among the replicas:\n{reasons}")
 

@@ -11,6 +11,7 @@ import jax
 import optax
 from flax import nnx
 
+from distribute_jax._absent import foreign, is_foreign
 from distribute_jax._checks import brief, is_function
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import error_text, leaf_text, not_a_name
@@ -67,7 +68,10 @@ def get(identifier: Any) -> Loss:
     for cls in CLASSES:
         if identifier is cls.formula:
             return cls()
-    if is_function(identifier) and not isinstance(identifier, (type, nnx.metrics.Metric)):
+    elsewhere = is_foreign(identifier) and foreign(identifier)
+    if is_function(identifier) and not (
+        elsewhere or isinstance(identifier, (type, nnx.metrics.Metric))
+    ):
         return FunctionLoss(identifier)
     raise ArgumentError(
         f"{brief(identifier)} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) "

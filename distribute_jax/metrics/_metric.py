@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._absent import answering
-from distribute_jax._checks import refusing
-from distribute_jax._errors import ArgumentError, PerReplicaError
+from distribute_jax._checks import refusing, takes
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, PerReplicaError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax._values import DistributedValues
@@ -73,11 +73,15 @@ class Metric(nnx.metrics.Metric):
         Args:
             kwargs: what the metric is made of; keywords that it does not know are left to others.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define update(self, **kwargs)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define update(self, **kwargs), which update_state calls"
+        )
 
     def compute(self) -> Any:
         """Returns the value of the metric; a subclass defines it."""
-        raise NotImplementedError(f"{type(self).__name__} has to define compute(self)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define compute(self), which result calls"
+        )
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Calls ``update`` with Keras's arguments: labels come first. ``Mean`` and others take values.
@@ -115,7 +119,13 @@ def update_with(metric: Any, words: dict[str, Any], **more: Any) -> None:
     """Updates a metric with those of some keywords that it takes, and with others."""
     known = inspect.signature(metric.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    metric.update(**{k: v for k, v in words.items() if takes_all or k in known}, **more)
+    chosen = {k: v for k, v in words.items() if takes_all or k in known} | more
+    if not takes(metric.update, **chosen):
+        raise ArgumentTypeError(
+            f"{_method(metric)}{inspect.signature(metric.update)} is called with the keywords "
+            f"{', '.join(words)}. Write def update(self, *, labels, logits, **_)."
+        )
+    metric.update(**chosen)
 
 
 @dataclass(frozen=True)

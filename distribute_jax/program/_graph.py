@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from distribute_jax._absent import foreign, is_foreign
 from distribute_jax._errors import StaleCaptureError
 from distribute_jax._jax_private import HIDDEN_ATTRIBUTES, read_metadata
 from distribute_jax._values import DistributedValues
@@ -48,9 +49,9 @@ _CONTAINERS = (dict, list, set, tuple, frozenset)
 
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
-_FOREIGN_ARRAY = (
-    "The step gets {name}, a {kind}. Its numbers would be read once, when the step is traced, and a later "
-    "change would not be noticed. Pass an array in args: args=(np.asarray(value),)."
+_FOREIGN = (
+    "The step gets {name}: {kind}. Its numbers would be read once, when the step is traced, and a later "
+    "change would not be noticed. Pass arrays in args: args=(np.asarray(value),)."
 )
 _NOT_FOLLOWED = """\
 The step captures {name}, a {kind} that holds a NumPy array. What a {kind} holds is not followed, so a \
@@ -123,6 +124,9 @@ class Walker:
             return Identity(value)
         if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
             return (type(value), self._items(vars(value), followed, name))
+        holds_numbers = hasattr(type(value), "__array__") or is_foreign(value)
+        if holds_numbers and (described := foreign(value)):
+            raise StaleCaptureError(_FOREIGN.format(name=name, kind=described))
         if callable(value) and not isinstance(value, type):
             return self._callable(value, name)
         return self._object(value, name)
@@ -251,9 +255,6 @@ class Walker:
         is_module = isinstance(value, types.ModuleType)
         module = value.__name__ if is_module else type(value).__module__
         if is_library(module) and not is_whole(value):
-            if hasattr(type(value), "__array__"):  # numbers that may change in place
-                kind = f"{module.partition('.')[0]}.{type(value).__name__}"
-                raise StaleCaptureError(_FOREIGN_ARRAY.format(name=name, kind=kind))
             return opaque_key(value)
         return (type(value), self._attributes(value, name))
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distribute_jax._absent import is_foreign
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import check_int_range
+from distribute_jax._messages import check_int_range, leaf_text
 from distribute_jax.program._binding import Binding
 
 
@@ -60,7 +61,12 @@ def sort_results(
 
 
 def _check_holds_no_arrays(value: Any, name: str) -> None:
-    """Refuses an object whose arrays JAX does not see: they would be dead once the trace ends."""
+    """Refuses an object whose arrays JAX does not see: they would be dead, or old, once the trace ends."""
+    if is_foreign(value) and hasattr(type(value), "__array__"):
+        raise ArgumentError(
+            f"The step returned {leaf_text(value)} as {name}, which is computed once, when the step is "
+            "traced. Compute with jax.numpy, and draw with jax.random."
+        )
     attributes = getattr(value, "__dict__", None) or {}
     arrays = [key for key, part in attributes.items() if isinstance(part, jax.core.Tracer)]
     if arrays:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import flax
 import jax
 import numpy as np
 from flax import linen, nnx
+from jax.tree_util import keystr
 
+from distribute_jax._absent import ABSENT, framework_of
 from distribute_jax._checks import takes
 from distribute_jax._errors import (
     ArgumentError,
@@ -21,6 +24,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import is_array, leaf_text
+from distribute_jax.program._capture import is_library
 
 _NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -92,6 +96,13 @@ let dj.Model(module, sample_input=x[:1]) hold them.
 Flax says: {reason}"""
 
 
+_FOREIGN = """\
+{fn} calls {framework}, which cannot compute with the arrays that JAX traces. In a step use jax.numpy, \
+jax.nn and jax.lax, layers of flax.nnx, losses of dj.losses or optax, dj.metrics, and nnx.value_and_grad \
+for gradients. What prepares data belongs before the step, into the dataset.
+{framework} says: {reason}"""
+
+
 _ORDERED = """\
 {fn} prints or calls back with ordered=True, but its replicas run at the same time, so there is no order \
 between them.
@@ -103,6 +114,19 @@ _ORDER_REFUSED = ("ordered effects are not supported", "GlobalToLocalShape")
 
 # Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
+
+
+# PyTorch's words, of functions in C, for what is not one of its tensors.
+_NO_TENSOR = re.compile(r"Tensor\b.*\w+Tracer\b|\w+Tracer\b.*Tensor\b|\(got \w+Tracer", re.DOTALL)
+
+
+# JAX's words for what tensors take and its arrays do not, and what to type.
+_OF_TENSORS = {
+    r"keyword argument '(dim|keepdim)'": "JAX's arrays take axis and keepdims.",
+    r"'int' object is not callable": "The size of an array is an int: x.shape[0] for x.size(0).",
+    r"Cannot interpret '(torch|tf)\.": "JAX's dtypes are jnp.float32 and the like.",
+    r"Cannot interpret '-?\d+' as a data": "The view of an array takes a dtype: x.reshape(shape).",
+}
 
 
 # JAX's words for an axis name that nothing binds.
@@ -123,25 +147,23 @@ def explained(call: Any) -> Iterator[None]:
     """Turns JAX's errors about missing values into ours; every other error passes untouched."""
     try:
         yield
-    except (
-        NameError,
-        TypeError,
-        ValueError,
-        flax.errors.FlaxError,
-        flax.errors.TraceContextError,
-        *_NEEDS_A_VALUE,
-    ) as error:
+    except Exception as error:
         explanation = _explanation(call, error)
         if explanation is None:
-            for note in filter(None, [module_hint(error), *_argument_hints(call, error)]):
+            hints = [module_hint(error), _array_hint(error), *_argument_hints(call, error)]
+            for note in filter(None, hints):
                 error.add_note(note)
             raise
+        for note in getattr(error, "__notes__", ()):
+            explanation.add_note(note)
         raise explanation.with_traceback(error.__traceback__) from None
 
 
 def _explanation(call: Any, error: Exception) -> Exception | None:
     name, text = step_name(call.fn), str(error)
     reason = text.partition("\n")[0]
+    if not isinstance(error, DistributeError) and (framework := _foreign_caller(error)):
+        return TracedValueError(_FOREIGN.format(fn=name, framework=framework, reason=reason))
     if isinstance(error, _NEEDS_A_VALUE) or (
         isinstance(error, TypeError) and "concrete values" in text
     ):
@@ -160,6 +182,34 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
         message = next((t for part, t in _BY_WORDS.items() if part in text), _UNSEEN)
         return StaleCaptureError(message.format(fn=name, reason=reason))
     return None
+
+
+def _array_hint(error: Exception) -> str:
+    """Returns what to type for an attribute or argument that tensors have and arrays do not."""
+    text = str(error)
+    absent = re.search(r"Tracer has no attribute '?(\w+)", text)
+    instead = ABSENT["jax.Array"].get(absent[1]) if absent else None
+    hints = (hint for pattern, hint in _OF_TENSORS.items() if re.search(pattern, text))
+    return (
+        f"An array has no {absent[1]}. Instead: {instead}"
+        if absent and instead
+        else next(hints, "")
+    )
+
+
+def _foreign_caller(error: Exception) -> str:
+    """Returns the framework that a traced array came to, in the calls below the user's last line."""
+    framework = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module, code = str(frame.f_globals.get("__name__")), frame.f_code
+        if name := framework_of(module):
+            with suppress(ValueError):  # of a dict whose keys cannot be sorted
+                leaves = jax.tree.leaves(list(frame.f_locals.values()))
+                is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+                framework = framework or name * is_traced
+        elif not is_library(module) and not code.co_filename.startswith("<"):
+            framework = framework if "site-packages" in code.co_filename else ""
+    return framework or "PyTorch" * bool(_NO_TENSOR.search(str(error)))
 
 
 def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
@@ -189,15 +239,14 @@ def module_hint(error: Exception) -> str:
     """Returns which Flax module could not take its inputs, with their shapes; empty if none is known."""
     modules: list[Any] = []
     inputs: list[Any] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame, traceback = traceback.tb_frame, traceback.tb_next
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if frame.f_code.co_name == "__call__" and isinstance(module, (nnx.Module, linen.Module)):
             modules.append(module)
             names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
             inputs = [frame.f_locals.get(name) for name in names]
-    shapes = [leaf_text(x) for x in jax.tree.leaves(inputs) if is_array(x)]
+    leaves = jax.tree_util.tree_leaves_with_path(inputs)
+    shapes = [f"{keystr(path[1:])} {leaf_text(x)}".strip() for path, x in leaves if is_array(x)]
     noted = any(note.startswith(_HAPPENED) for note in getattr(error, "__notes__", ()))
     if noted or not modules or not shapes or isinstance(error, DistributeError):
         return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distribute_jax._checks import brief, check_int
+from distribute_jax._checks import brief, check_int, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._user_frames import log_once
 from distribute_jax.data import DistributedDataset
@@ -32,7 +32,7 @@ class Fit:
     steps_per_epoch: int | None
     validation_steps: int | None
     validation_freq: int | Sequence[int]
-    class_weight: dict[int, float] | None
+    class_weight: Any
     keys: Keys
 
     def __post_init__(self) -> None:
@@ -198,15 +198,18 @@ def check_ends(called: str, dataset: DistributedDataset, steps: int | None) -> N
         )
 
 
-def class_weights(weights: dict[int, float] | None) -> tuple[tuple[int, float], ...]:
-    for label, weight in (weights or {}).items():
+def class_weights(weights: Any) -> tuple[tuple[int, float], ...]:
+    if weights is not None and not hasattr(weights, "items"):
+        refuse("class_weight", "a dict, as {0: 1.0, 1: 5.0} or dict(enumerate(weights))", weights)
+    pairs = [] if weights is None else list(weights.items())
+    for label, weight in pairs:
         is_class = isinstance(label, (int, np.integer)) and label >= 0
         if not is_class or not isinstance(weight, (int, float, np.number)):
             raise ArgumentError(
                 "class_weight must map class numbers to numbers, as {0: 1.0, 1: 5.0}; got "
                 f"{{{label!r}: {weight!r:.60}}}."
             )
-    return tuple((int(label), float(weight)) for label, weight in sorted((weights or {}).items()))
+    return tuple((int(label), float(weight)) for label, weight in sorted(pairs))
 
 
 def validation_dataset(

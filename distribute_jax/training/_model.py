@@ -224,7 +224,7 @@ class Model(Stored):
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
-        class_weight: dict[int, float] | None = None,
+        class_weight: Any = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
@@ -250,7 +250,7 @@ class Model(Stored):
             validation_split: the fraction of the arrays, at their end, to validate on.
             validation_data: ``(x, y)`` or ``(x, y, sample_weight)``, or a source of batches.
             shuffle: whether arrays are shuffled in each epoch.
-            class_weight: how much each class counts in the loss, by its number.
+            class_weight: a dict of how much each class counts in the loss, by its number.
             sample_weight: how much each example counts in the loss, for arrays.
             initial_epoch: the first epoch, to continue a training.
             steps_per_epoch: batches in an epoch; None for all that the data has.
@@ -366,7 +366,7 @@ class Model(Stored):
         x: Any,
         y: Any = None,
         sample_weight: Any = None,
-        class_weight: dict[int, float] | None = None,
+        class_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
         """Trains on one batch, and returns its loss and metrics, as ``evaluate`` does.
@@ -375,7 +375,7 @@ class Model(Stored):
             x: arrays of the examples of one global batch.
             y: targets.
             sample_weight: how much each example counts.
-            class_weight: how much each class counts, by its number.
+            class_weight: a dict of how much each class counts, by its number.
             return_dict: whether to return a dict by name.
         """
         with (

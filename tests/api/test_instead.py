@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,7 +22,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "absent_names.md"
 
 
 def thing(path: str) -> Any:
-    return functools.reduce(getattr, path.split(".")[1:], dj)
+    package, *names = path.split(".")
+    return functools.reduce(getattr, names, {"dj": dj, "jax": jax}[package])
 
 
 @pytest.mark.parametrize("owner", ABSENT)

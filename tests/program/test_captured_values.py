@@ -925,9 +925,9 @@ def test_a_tensor_of_another_library_is_refused(s2: dj.MirroredStrategy):
     tensor: Any = kind()
     plain = Plain(mask=tensor)
     steps: dict[str, Callable[..., Any]] = {
-        r"args\[0\], a torch.Tensor": lambda x: jnp.sum(np.asarray(x)),
-        r"tensor, a torch.Tensor": lambda: jnp.sum(np.asarray(tensor)),
-        r"plain.mask, a torch.Tensor": lambda: jnp.sum(np.asarray(plain.mask)),
+        r"args\[0\]: Tensor of PyTorch": lambda x: jnp.sum(np.asarray(x)),
+        r"tensor: Tensor of PyTorch": lambda: jnp.sum(np.asarray(tensor)),
+        r"plain.mask: Tensor of PyTorch": lambda: jnp.sum(np.asarray(plain.mask)),
     }
     for name, step in steps.items():
         with pytest.raises(dj.StaleCaptureError, match=f"The step gets {name}.*np.asarray"):

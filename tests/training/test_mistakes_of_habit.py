@@ -64,6 +64,12 @@ def as_weights(strategy: dj.Strategy, folder: Path) -> None:
     made.load_weights(folder)
 
 
+def file(folder: Path) -> Path:
+    path = folder / "weights.pt"
+    path.write_bytes(b"x")
+    return path
+
+
 def twice(folder: Path) -> None:
     with dj.CheckpointManager(folder) as manager:
         for _ in range(2):
@@ -94,6 +100,9 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "optimizer.step()": (lambda s, _: model(s).optimizer.step(), r"optimizer.update\(model, grads\)"),
     "assign of a rate": (lambda s, _: model(s).learning_rate.assign(1), "Instead: model.learning_rate = "),
     "an item of a dataset": (lambda s, _: dataset(s, X)[0], "write `for batch in dataset:`"),
+    "a dict for a layer": (
+        lambda s, _: model(s).fit({"a": X}, Y, 8, 1, 0), r"Linear, called with \['a'\] float32\[4,3\]"
+    ),
     "an item of the history": (lambda s, _: fit(s)["loss"], r"write history.history\['loss'\]"),
     "a metric as a number": (lambda s, _: float(dj.metrics.Mean()), r"float\(metric.compute\(\)\)"),
     "stop_training of a callback": (lambda s, _: fit(s, [Stops()]), "set self.model.stop_training"),
@@ -128,6 +137,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
         lambda s, _: setattr(model(s), "learning_rate", "0.1"), "learning_rate must be a number >= 0"
     ),
     "a folder to export into": (lambda s, p: model(s).export(p, X[:1]), "the path of a file"),
+    "a file of weights": (lambda s, p: model(s).load_weights(file(p)), r"model.set_weights\(\[np.asarray"),
     "one step twice": (lambda s, p: twice(p), "holds step 1 already"),
     "weights of a manager": (as_weights, "holds the steps of a CheckpointManager"),
 }  # fmt: skip
@@ -194,11 +204,14 @@ def test_a_linen_module_may_require_its_mode(s2: dj.MirroredStrategy):
     assert np.isfinite(made.fit(X, Y, 8, 1, 0).history["loss"][0])
 
 
-@pytest.mark.parametrize("kind", [dj.Model, dj.losses.Loss, dj.metrics.Mean])
+@pytest.mark.parametrize(
+    "kind", [dj.Model, dj.losses.Loss, dj.metrics.Mean, dj.callbacks.EarlyStopping]
+)
 def test_a_subclass_that_forgets_super_is_told_to_call_it(kind: type):
     """An attribute that the base's ``__init__`` would have set says so; any other absent one does not."""
     instance = type("Mine", (kind,), {"__init__": lambda self: None})()
-    attribute = {dj.Model: "module", dj.losses.Loss: "name"}.get(kind, "argname")
+    attributes = {dj.Model: "module", dj.losses.Loss: "name", dj.metrics.Mean: "argname"}
+    attribute = attributes.get(kind, "monitor")
     with pytest.raises(
         AttributeError, match=r"Call super\(\)\.__init__\(\) first in Mine\.__init__"
     ):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from distribute_jax._absent import answering
 from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import PyTree
-from distribute_jax.data.sources._base import Seekable, unbatched
+from distribute_jax._messages import PyTree, is_key
+from distribute_jax.data.sources._base import Seekable, on_host, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 
 
@@ -203,8 +203,9 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
     """Makes a dataset of the rows of arrays in memory.
 
     Args:
-        tree: a NumPy or JAX array, or a pytree of them (dicts, tuples, registered dataclasses; None stays
-            None); dim 0 of each counts the examples. JAX arrays are copied to the host once.
+        tree: a NumPy or JAX array, a tensor or table that NumPy can read, or a pytree of them (dicts, tuples,
+            registered dataclasses; None stays None); dim 0 of each counts the examples. JAX arrays are
+            copied to the host once.
         *more: refused; pass several arrays as one tuple.
 
     Returns:
@@ -231,11 +232,15 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
         raise ArgumentTypeError(
             "dj.data.from_arrays takes one pytree of arrays: dj.data.from_arrays((x, y))."
         )
+    tree = jax.tree.map(_array, on_host(tree, "arrays"))
     rows = check_rows(tree, "dj.data.from_arrays")
-    on_host = jax.tree.map(
-        lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, tree
-    )
-    return ArrayDataset(on_host, Order(rows))
+    return ArrayDataset(tree, Order(rows))
+
+
+def _array(leaf: Any) -> Any:
+    """Returns an array of JAX, or a table or series of pandas, as one of NumPy."""
+    is_known = isinstance(leaf, np.ndarray) or is_key(leaf) or not hasattr(leaf, "shape")
+    return leaf if is_known or not hasattr(leaf, "__array__") else np.asarray(leaf)
 
 
 _ENDLESS = 2**62

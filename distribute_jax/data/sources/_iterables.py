@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
+from distribute_jax._absent import foreign
 from distribute_jax._checks import converting, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text
@@ -17,7 +18,8 @@ _SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
 
 def from_iterable(source: Any, called: str) -> Source:
     """Returns a source of an iterator, another iterable, or a function that returns an iterable."""
-    if isinstance(source, Mapping) or not (_is_iterable(source) or callable(source)):
+    is_source = _is_iterable(source) or callable(source)
+    if isinstance(source, Mapping) or foreign(source) or not is_source:
         raise ArgumentError(
             f"{called} got {leaf_text(source)}, which is not an iterable of global batches or a function "
             "that returns one. Batch the data first, for example dj.data.from_arrays((x, y)).batch(256), "
@@ -126,7 +128,8 @@ class _Iterable(Source):
             raise _used_up(f"{self.text} returned the same iterator a second time", self._called)
         _register(self, iterator, self._called)
         self.iterator = _reference(iterator)
-        return map(on_host, iterator)
+        read, ended = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
+        return _then(read, ended) if callable(ended) else read  # of Keras's PyDataset
 
     def __len__(self) -> int:
         return _length(self._source)
@@ -161,6 +164,11 @@ def _items(source: Any) -> Iterator[Any]:
     if hasattr(type(source), "__len__"):
         return (source[i] for i in range(len(source)))
     return iter(source)
+
+
+def _then(batches: Iterator[PyTree], call: Callable[[], Any]) -> Iterator[PyTree]:
+    yield from batches
+    call()
 
 
 def _length(source: Any) -> int:

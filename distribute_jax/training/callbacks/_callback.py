@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from distribute_jax._absent import answering
 from distribute_jax._checks import brief, check_choice, refusing, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import not_a_name
@@ -46,6 +47,9 @@ class Callback:
 
     _read: Callable[[], dict[str, Any]]
     """Returns the logs of the batch that ended, for a callback that reads late and needs them now."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("dj.callbacks.Callback")
 
     def __init__(self) -> None:
         self.model: Any = None
