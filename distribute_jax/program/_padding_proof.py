@@ -25,7 +25,6 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carries, is_ref, opened
 from distribute_jax.program._padding_marks import (
-    ANY,
     CLEAN,
     GaveUpError as GaveUpError,
     Leak,
@@ -134,14 +133,9 @@ class PaddingWalk:
             a, b = np.asarray(one), np.asarray(other)
         except (TypeError, ValueError):
             return leaking("a constant")
-        if a.shape == b.shape:
-            return CLEAN if _equal(a, b) else Mark(amount="a constant")
-        dims = [d for d in range(a.ndim) if a.shape[d] != b.shape[d]] if a.ndim == b.ndim else []
-        if len(dims) != 1 or not np.array_equal(np.take(b, range(a.shape[dims[0]]), dims[0]), a):
+        if a.shape != b.shape:
             return leaking("a constant")
-        rows = Rows(dims[0], 1, a.shape[dims[0]] // self.shares[0], ANY, data=False)
-        fits = _fits(rows, a.shape, b.shape, self.shares)
-        return Mark((rows,)) if fits else leaking("a constant")
+        return CLEAN if _equal(a, b) else Mark(amount="a constant")
 
 
 def _computed(pair: Pair, marks: list[Mark]) -> list[Mark]:

@@ -107,19 +107,6 @@ def windows(pair: Pair, marks: list[Mark]) -> Mark:
     return Mark(shapes.in_place(pair, marks, pad))
 
 
-def batched(pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """Linear algebra: a matrix for each row."""
-    outs = range(len(pair.eqn.outvars))
-    matrix = len(pair.operand(0)[0]) - 2
-    if any(dim >= matrix for k in outs for dim in pair.varying(k)):
-        raise GaveUpError("rows in a matrix")
-
-    def pad(pads: list[Padded]) -> Any:
-        return PURE if all(padded.is_pure for padded in pads) else ANY
-
-    return [Mark(shapes.in_place(pair, marks, pad, output=k)) for k in outs]
-
-
 # Products
 
 
@@ -362,7 +349,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("reduce_window_sum", "reduce_window_max", "reduce_window_min", *_SUMS_OF_WINDOWS), windows
     ),
-    **dict.fromkeys(("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"), batched),
     "dot_general": dot_general,
     "conv_general_dilated": convolution,
     "gather": gather,

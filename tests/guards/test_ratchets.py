@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_524,
-    lines_of_tests: 49_646,
+    lines: 52_504,
+    lines_of_tests: 49_658,
     files: 230,
     pieces: 1,
     private_words: 9,

@@ -89,6 +89,9 @@ CLEAN_STEPS: dict[str, Step] = {
     "two batches in one": lambda w, x, y, m, c: jax.grad(
         lambda w: real_mean(jnp.split(jnp.concatenate([x, -x]) @ w, 2)[1].sum(1), m, c)
     )(w),
+    "halves of two batches in one": lambda w, x, y, m, c: jax.grad(
+        lambda w: real_mean(jnp.tanh((jnp.concatenate([x, -x]) @ w)[len(x) :]).sum(1), m, c)
+    )(w),
     "a convolution": lambda w, x, y, m, c: jax.grad(
         lambda k: real_mean(lax.conv_general_dilated(x[:, None], k, (1,), "SAME").max((1, 2)), m, c)
     )(w.T[:, None]),
@@ -111,6 +114,15 @@ CLEAN_STEPS: dict[str, Step] = {
     ),
     "a function for each row": lambda w, x, y, m, c: real_mean(
         jax.vmap(lambda r, t: jnp.where(t > 0, (r @ w).sum(), 1.0))(x, y), m, c
+    ),
+    "a column at a place": lambda w, x, y, m, c: real_mean(
+        lax.dynamic_slice_in_dim(x, c.sum() % 2, 1, axis=1).sum(1), m, c
+    ),
+    "a column in its place": lambda w, x, y, m, c: real_mean(
+        lax.dynamic_update_slice_in_dim(x, x[:, :1], c.sum() % 2, axis=1).sum(1), m, c
+    ),
+    "columns": lambda w, x, y, m, c: real_mean(
+        jnp.stack(jnp.unstack(x, axis=1)[1:], axis=1).sum(1), m, c
     ),
     "the best two": lambda w, x, y, m, c: real_mean(lax.top_k(x, 2)[0].sum(1), m, c),
 }
