@@ -26,6 +26,7 @@ from distribute_jax._errors import (
     DeadlineExceededError,
     StepFailedError,
 )
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._messages import error_text
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes
@@ -61,12 +62,14 @@ class Closure:
     losses: int = 0
     """How many workers were lost while they ran it."""
     _data: dict[int, list[Any]] = field(default_factory=dict)
+    _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def data_of(self, worker: int, share: int) -> list[Any]:
         """Returns the data of the worker that was the first to run it: no element is lost with a worker."""
-        if share not in self._data:
-            self._data[share] = self.data(worker, share)
-        return self._data[share]
+        with self._reading:  # that worker may still read when the servers have gone back
+            if share not in self._data:
+                self._data[share] = self.data(worker, share)
+            return self._data[share]
 
 
 class Work(NamedTuple):
@@ -166,7 +169,8 @@ class Coordinator:
     def load(self, bound: BoundHalves) -> Program:
         """Loads the halves of a step into the servers."""
         with self._lock:
-            return self._state.program(bound)
+            program: Program = self._with_servers(lambda: self._state.program(bound))
+            return program
 
     def schedule(
         self, bound: BoundHalves, data: Data, most: int = MOST_WAITING, shares: int = 1
@@ -178,20 +182,23 @@ class Coordinator:
         """
         with self._lock:
             self._raise_error()
-            program = self._state.program(bound)
+            program: Program = self._with_servers(lambda: self._state.program(bound))
             if written := self._state.written(program):
-                if self._state.knows(written):
-                    self._wait_until(lambda: self._log.is_idle)
-                    self._raise_error()
-                self._state.send(written, self._log.version)
-                self._forget()
+                knows = self._state.knows(written)
+                self._with_servers(lambda: self._send(written), at_rest=knows)
             self._wait_until(lambda: len(self._closures) < most or self._error is not None)
             self._raise_error()
-            closure = Closure(next(self._numbers), program, data)
-            self._closures[closure.number] = closure
-            self._log.add(closure.number, shares=shares, writes=program.writes)
-            self._changed.notify(shares)
+            with interrupts_held_back():  # one that nobody starts would be waited for
+                closure = Closure(next(self._numbers), program, data)
+                self._closures[closure.number] = closure
+                self._log.add(closure.number, shares=shares, writes=program.writes)
+                self._changed.notify(shares)
             return closure
+
+    def _send(self, written: dict[int, Any]) -> None:
+        self._raise_error()
+        self._state.send(written, self._log.version)
+        self._forget()
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all closures are over, and lets the variables hold what the servers have.
@@ -202,16 +209,7 @@ class Coordinator:
         """
         check_not_on_worker()
         with self._lock:
-            end = None if timeout is None else time.monotonic() + timeout
-            while True:
-                left = None if end is None else end - time.monotonic()
-                if not self._wait_until(self._is_settled, left):
-                    raise DeadlineExceededError(
-                        f"coordinator.join: {len(self._closures)} closures are not over after "
-                        f"{timeout:g} seconds."
-                    )
-                if self._has_written_back():
-                    break
+            self._with_servers(self._write_back, at_rest=True, timeout=timeout)
             self._raise_error()
 
     @contextmanager
@@ -243,29 +241,38 @@ class Coordinator:
         """
         with self._lock:
             self._check_servers()
-            # Not `while condition`, at whose jump back an interrupt keeps the lock on Python 3.13.
-            while True:
-                if self._has_written_back(variables):
-                    return
-                self._wait_until(lambda: not self._lost_servers)
+            self._with_servers(lambda: self._write_back(variables))
 
-    def _has_written_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> bool:
-        """Lets variables hold what the servers have; returns whether they could all be reached."""
-        if self._lost_servers and not self._stopped:
-            return False
-        try:
-            version, at_rest = self._log.version, self._log.is_idle
-            self._state.write_back(version, variables, at_rest=at_rest)
-            self._forget()
-            return True
-        except WireError:
-            if self._stopped:  # the strategy is gone, and its servers with it
-                return True
-            self._changed.wait(_MOMENT)  # a server is gone, which its engine will notice
-            return False
+    def _write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
+        version, at_rest = self._log.version, self._log.is_idle
+        self._state.write_back(version, variables, at_rest=at_rest)
+        self._forget()
+
+    def _with_servers(
+        self, do: Callable[[], Any], *, at_rest: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Does what needs the servers, maybe all closures over; again if one of them ends meanwhile."""
+        end = None if timeout is None else time.monotonic() + timeout
+        # Not `while condition`, at whose jump back an interrupt keeps the lock on Python 3.13.
+        while True:
+            left = None if end is None else end - time.monotonic()
+            if not self._wait_until(self._is_settled if at_rest else self._is_served, left):
+                raise DeadlineExceededError(
+                    f"coordinator.join: {len(self._closures)} closures are not over after "
+                    f"{timeout:g} seconds."
+                )
+            try:
+                return do()
+            except WireError:
+                if self._stopped:  # the strategy is gone, and its servers with it
+                    return None
+                self._changed.wait(_MOMENT)  # a server is gone, which its engine will notice
+
+    def _is_served(self) -> bool:
+        return not self._lost_servers or self._stopped
 
     def _is_settled(self) -> bool:
-        return self._log.is_idle and not self._lost_servers
+        return self._log.is_idle and self._is_served()
 
     def is_done(self) -> bool:
         """Returns whether all closures are over; raises as ``join``."""

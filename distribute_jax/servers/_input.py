@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -124,6 +124,7 @@ class PerWorkerIterator:
         self._iterators: dict[int, Any] = {}
         self._first: list[Any] = []
         self._peeked: deque[Any] = deque()
+        self._reading: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -137,18 +138,20 @@ class PerWorkerIterator:
 
     def first(self, count: int) -> tuple[Any, ...]:
         """Returns the first elements of worker 0, by which functions are traced; it will still take them."""
-        while len(self._first) < count:
-            self._first.append(self._next(0))
-            self._peeked.append(self._first[-1])
-        return tuple(self._first[:count])
+        with self._reading[0]:  # which worker 0 may do too
+            while len(self._first) < count:
+                self._first.append(self._next(0))
+                self._peeked.append(self._first[-1])
+            return tuple(self._first[:count])
 
     def take(self, worker: int, count: int) -> tuple[Any, ...]:
         """Takes elements on a worker."""
         taken: list[Any] = []
         # Not in a generator, which could not raise StopIteration.
-        while len(taken) < count:
-            peeked = worker == 0 and self._peeked
-            taken.append(self._peeked.popleft() if peeked else self._next(worker))
+        with self._reading[worker]:
+            while len(taken) < count:
+                peeked = worker == 0 and self._peeked
+                taken.append(self._peeked.popleft() if peeked else self._next(worker))
         return tuple(taken)
 
     def _next(self, worker: int) -> Any:

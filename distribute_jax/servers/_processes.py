@@ -173,7 +173,7 @@ class RemoteStore:
     def attach(self, child: Any) -> None:
         """Lets a process be this server."""
         self._child = child
-        for message in self._loads.values():
+        for message in list(self._loads.values()):  # more may be loaded meanwhile
             self._tell(message)
 
     def _tell(self, message: Message) -> None:
@@ -351,10 +351,9 @@ class Processes(Engine):
         child.control.close()
         try:
             self._serve(number)
+            self._coordinator.go_back()
         except BaseException as error:  # nobody replaces it, and all would wait for it
             self._coordinator.fail_for_good(error)
-            return
-        self._coordinator.go_back()
 
     def kill(self, kind: str, number: int) -> None:
         """Ends the process of a worker or a server; of a worker, once it has begun to work."""

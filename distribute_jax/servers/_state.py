@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from distribute_jax._errors import UnsupportedError
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._jax_private import read_raw, write_raw
 from distribute_jax._messages import listed
 from distribute_jax.program._binding import Binding
@@ -89,6 +90,7 @@ class State:
         keys = [self._keys.get((id(variable), leaf)) for variable, leaf in places(binding)]
         return {k: self._used[key] for k, key in enumerate(keys) if key in self._used}
 
+    @interrupts_held_back()
     def _load(self, bound: BoundHalves) -> Program:
         halves = bound.halves
         at = [(id(variable), leaf) for variable, leaf in places(bound.binding)]
@@ -172,18 +174,18 @@ class State:
         """Returns whether some of these arrays are on the servers already."""
         return not self._seen.keys().isdisjoint(values)
 
+    @interrupts_held_back()
     def send(self, values: dict[Key, Any], version: int) -> None:
         """Sets arrays on the servers, while no update is under way if these have them already."""
-        knew = self.knows(values)
+        if self.knows(values):  # runs before must not be repeated with what comes after them
+            self.save(version)
         if self.saved is not None:
             self.saved = Snapshot(self.saved.version, {**self.saved.state, **values})
         if self.written_to is not None:
             self.written_to(version, values)
         for key, value in values.items():
-            self._seen[key] = value
             self._assign(key, jax.device_put(value, self._device), self._homes[key])
-        if knew:  # runs before must not be repeated with what comes after them
-            self.save(version)
+            self._seen[key] = value
 
     def _assign(self, key: Key, value: Any, homes: Mapping[int, Rows | None]) -> None:
         for home, rows in homes.items():
@@ -229,6 +231,7 @@ class State:
         for store, values in zip(self._stores, theirs, strict=True):
             store.restore(epoch, Snapshot(version, values))
 
+    @interrupts_held_back()
     def write_back(
         self,
         version: int,

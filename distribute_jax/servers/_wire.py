@@ -13,7 +13,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -104,13 +105,10 @@ class Connection:
         first, *parts = message.packed()
         if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
             first, parts = b"".join([first, *parts]), []
-        try:
-            with self._sends:
-                sent = socket.send_fds(self._socket, [first], list(message.ends))
-                for part in (memoryview(first)[sent:], *parts):
-                    self._socket.sendall(part)
-        except OSError as error:
-            raise WireError(f"the other process cannot be reached: {error}") from error
+        with self._sends, self._completing():
+            sent = socket.send_fds(self._socket, [first], list(message.ends))
+            for part in (memoryview(first)[sent:], *parts):
+                self._socket.sendall(part)
 
     def receive(self) -> Message:
         """Waits for a message.
@@ -120,10 +118,21 @@ class Connection:
         """
         ends: list[int] = []
         try:
-            return _read(functools.partial(self._fill, ends), ends)
-        except BaseException as error:
+            with self._completing():
+                return _read(functools.partial(self._fill, ends), ends)
+        except BaseException:
             for end in ends:
                 os.close(end)
+            raise
+
+    @contextmanager
+    def _completing(self) -> Iterator[None]:
+        """Ends the connection where a message is not complete: the next would be taken for its rest."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
             if isinstance(error, OSError):
                 raise WireError(f"the other process cannot be reached: {error}") from error
             raise
@@ -145,7 +154,8 @@ class Connection:
 
     def ask(self, message: Message) -> Message:
         """Sends a message and waits for the answer."""
-        return self.request(message)()
+        with self._completing():
+            return self.request(message)()
 
     def limit(self, seconds: float | None) -> None:
         """Sets how long to wait for the other end at most."""

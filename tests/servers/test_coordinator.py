@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import gc
 import math
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -25,6 +30,7 @@ from distribute_jax.coordinator import (
     experimental_get_current_worker_index,
 )
 from distribute_jax.servers import _coordinator as queue, _engine, _runner
+from distribute_jax.servers._wire import WireError
 from distribute_jax.strategies import _parameter_server
 
 SECONDS = 60
@@ -322,6 +328,163 @@ def test_a_closure_that_fails_when_it_runs_again_ends_join(monkeypatch: pytest.M
     strategy._coordinator.go_back()
     with pytest.raises(FloatingPointError, match="the second time"):
         coordinator.join(SECONDS)
+
+
+def written_to(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any, Callable[[Any], None]]:
+    """A strategy whose servers can go back, two variables, and a step that adds the first to the second."""
+    going_back = functools.partial(queue.Coordinator, snapshot_every=60.0)
+    monkeypatch.setattr(_parameter_server, "Coordinator", going_back)
+    strategy, coordinator = of_servers()
+    with strategy.scope():
+        total = dj.Variable(1.0, aggregation=dj.VariableAggregation.SUM)
+        summed = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+
+    def step(x: Any) -> None:
+        summed.assign_add(x * total[...])
+        total.assign_add(0.0 * x)
+
+    for _ in range(3):
+        coordinator.schedule(step, args=(1.0,))
+    return strategy, coordinator, total, summed, step
+
+
+def test_a_closure_is_scheduled_while_a_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user writes waits for the server, which cannot be reached, and is not an error."""
+    strategy, coordinator, total, summed, step = written_to(monkeypatch)
+    (store,) = strategy._coordinator._stores
+    pull, errors = store.pull, [WireError("it is gone")]
+
+    def pull_once_more(keys: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return pull(keys)
+
+    monkeypatch.setattr(store, "pull", pull_once_more)
+    total.assign(10.0)
+    coordinator.schedule(step, args=(1.0,))
+    coordinator.join(SECONDS)
+    assert (float(summed[...]), errors) == (13.0, [])
+
+
+def test_closures_run_again_with_what_was_written_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the write after them was interrupted; it comes with the next closure all the same."""
+    strategy, coordinator, total, summed, step = written_to(monkeypatch)
+    (store,) = strategy._coordinator._stores
+    total.assign(10.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "assign", raises(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.schedule(step, args=(1.0,))
+    strategy._coordinator.lose_server(0, str)
+    strategy._coordinator.go_back()
+    coordinator.schedule(step, args=(1.0,))
+    coordinator.join(SECONDS)
+    assert (float(summed[...]), float(total[...])) == (13.0, 10.0)
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    """A function that raises an error."""
+
+    def function(*_: Any) -> Any:
+        raise error
+
+    return function
+
+
+class Signaller:
+    """Sends an interrupt at the n-th place where Python may handle one, in what schedules and joins."""
+
+    NAMES = ("schedule", "_send", "send", "add", "_load", "join", "write_back", "_write_back")
+    BEFORE = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")
+
+    def __init__(self, at: int) -> None:
+        self.left, self.last = at, dict[FrameType, str]()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Is what ``sys.settrace`` takes."""
+        code = frame.f_code
+        if code.co_name not in self.NAMES or "servers" not in code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= self.last.get(frame) in self.BEFORE
+            self.last[frame] = dis.opname[code.co_code[frame.f_lasti]]
+            if self.left == 0:
+                self.left = -1
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def test_an_interrupt_anywhere_leaves_no_closure_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes, what was written is there, and a join returns, with the closure or not."""
+    _, coordinator, total, summed, step = written_to(monkeypatch)
+    coordinator.join(SECONDS)
+    is_over, at = False, 0
+
+    def call() -> None:
+        coordinator.schedule(step, args=(1.0,))
+        coordinator.join(SECONDS)
+
+    while not is_over:
+        at += 1
+        for variable, value in ((total, float(at)), (summed, 0.0)):
+            variable.assign(value)
+        trace = Signaller(at)
+        sys.settrace(trace)
+        with contextlib.suppress(KeyboardInterrupt):
+            call()
+        sys.settrace(None)
+        is_over = trace.left > 0
+        coordinator.join(SECONDS)
+        before = float(summed[...])
+        assert before in (0.0, at), f"place {at}"
+        call()
+        assert (float(summed[...]), float(total[...])) == (before + at, at), f"place {at}"
+    assert at > 30
+
+
+def test_an_element_is_read_once_although_servers_go_back_meanwhile() -> None:
+    """The first worker still reads it when another one has the closure too."""
+    reads, release = threading.Event(), threading.Event()
+
+    def data(worker: int, share: int) -> list[Any]:
+        reads.set()
+        release.wait(SECONDS)
+        return [worker]
+
+    closure = queue.Closure(0, None, data)  # type: ignore[arg-type]
+    read: list[Any] = []
+    first = threading.Thread(target=lambda: read.append(closure.data_of(0, 0)))
+    second = threading.Thread(target=lambda: read.append(closure.data_of(1, 0)))
+    first.start()
+    reads.wait(SECONDS)
+    second.start()
+    second.join(0.05)
+    release.set()
+    first.join(SECONDS)
+    second.join(SECONDS)
+    assert read == [[0], [0]]
+
+
+def test_a_dataset_is_read_by_one_thread_at_a_time() -> None:
+    """A function that takes more elements is traced while worker 0 reads them for another one."""
+    _, coordinator = of_servers()
+    reads, release = threading.Event(), threading.Event()
+
+    def data() -> Iterator[float]:
+        yield 0.0
+        reads.set()
+        release.wait(SECONDS)
+        yield from (1.0, 2.0, 3.0)
+
+    elements = iter(coordinator.create_per_worker_dataset(data))
+    ones = [coordinator.schedule(lambda i: next(i), args=(elements,)) for _ in range(2)]
+    reads.wait(SECONDS)
+    threading.Timer(0.1, release.set).start()
+    two = coordinator.schedule(lambda i: next(i) + next(i), args=(elements,))
+    assert coordinator.fetch([*ones, two]) == [0, 1, 5]
 
 
 def test_the_end_of_a_workers_data_is_a_stop_iteration() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
 from distribute_jax.servers import _processes
 from distribute_jax.servers._coordinator import Coordinator
-from distribute_jax.servers._wire import Connection, WireError, pair
+from distribute_jax.servers._wire import Connection, Message, WireError, pair
 
 SECONDS = 120
 
@@ -377,6 +378,37 @@ def test_what_is_late_for_the_end_of_a_strategy_starts_nothing(
     coordinator.stop()
     coordinator.fail_for_good(WireError())  # of the thread that wanted a process
     assert coordinator.is_done()
+
+
+def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
+    """The new process gets those of before and that one."""
+    store, sent = _processes.RemoteStore(jax.devices()[0]), list[str]()
+
+    def send(message: Message) -> None:
+        sent.append(message.name)
+        store._loads.setdefault("new", Message("new"))
+
+    store._loads["old"] = Message("old")
+    store.attach(SimpleNamespace(control=SimpleNamespace(send=send)))
+    assert sent == ["old"]
+
+
+def test_servers_that_cannot_go_back_end_the_wait_with_an_error() -> None:
+    """The thread that replaces a server fails, as where memory is short, and nobody waits for it."""
+    coordinator = Coordinator(1, [], 0.0, jax.devices()[0])
+
+    def fail() -> None:
+        raise MemoryError("no room for what was kept")
+
+    coordinator.go_back = fail  # type: ignore[method-assign]
+    processes = SimpleNamespace(
+        _coordinator=coordinator, _serve=lambda _: None, _ended=threading.Event()
+    )
+    nothing = SimpleNamespace(close=lambda: None)
+    child = SimpleNamespace(wait=lambda: None, error=str, control=nothing)
+    _processes.Processes._watch(processes, 0, child)  # type: ignore[arg-type]
+    with pytest.raises(dj.StepFailedError, match="no room for what was kept"):
+        coordinator.join(SECONDS)
 
 
 @pytest.mark.exhaustive

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import struct
 import threading
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -98,3 +100,33 @@ def test_objects_of_python_do_not_travel() -> None:
         Connection(end).receive()
     end.close()
     other.close()
+
+
+class Interrupted:
+    """A socket of which one call is interrupted before it does anything."""
+
+    def __init__(self, end: socket.socket, call: str) -> None:
+        self.end, self.call = end, call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.call:
+            raise KeyboardInterrupt
+        return getattr(self.end, name)
+
+
+@pytest.mark.parametrize("call", ["sendall", "recvmsg_into"])
+def test_an_interrupt_within_a_message_ends_the_connection(call: str) -> None:
+    """The other end would wait for the rest; the next question would get the answer to this one."""
+    end, other = pair()
+    here, there = Connection(Interrupted(end, call)), Connection(other)  # type: ignore[arg-type]
+    there.limit(SECONDS)
+    there.send(Message("the answer"))
+    with pytest.raises(KeyboardInterrupt):
+        here.ask(Message("question", arrays=[np.zeros(1 << 13)]))
+    with pytest.raises(WireError, match="closed the connection"):
+        _ = [there.receive() for _ in range(2)]
+    end.settimeout(SECONDS)
+    with pytest.raises(WireError):
+        Connection(end).ask(Message("the next question"))
+    there.close()
+    here.close()
