@@ -176,12 +176,28 @@ def outside_mesh() -> Any:
     return jax.set_mesh(cast("Any", None))
 
 
+def in_device_memory(sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding in the memory that computations use."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def computable(array: jax.Array) -> jax.Array:
+    """Returns an array in the memory that computations use."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or sharding == in_device_memory(sharding):
+        return array
+    moved: jax.Array = jax.device_put(array, in_device_memory(sharding))
+    return moved
+
+
 def put(value: Any, to: Sharding) -> Any:
     """Puts an array, or each of a pytree of them, where a sharding says.
 
     ``jax.device_put`` would first gather the value from all processes to compare it. Here each process
     puts its own parts: it is for the caller to know that the processes hold the same.
     """
+    if isinstance(value, jax.Array) and value.sharding.device_set != to.device_set:
+        value = computable(value)  # JAX moves nothing from other memory to other devices
     if to.is_fully_addressable:
         # What several processes hold goes to one of them only from that one's own memory.
         elsewhere = isinstance(value, jax.Array) and not value.is_fully_addressable

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from distribute_jax._jax_private import is_high, with_packed_numbers
 from distribute_jax._mesh import (
     DATA,
     cores_per_replica,
+    in_device_memory,
     inside_replica,
     manual_axes,
     mirrored_sharding,
@@ -302,10 +304,12 @@ def maps_shards(mesh: Mesh) -> bool:
 def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
     """Compiles a function of global arrays; XLA partitions what is not mapped over the mesh."""
     options = _compiler_options(step)
+    taken = step.shardings.in_shardings(step.mesh)
+    left = step.shardings.out_shardings(step.mesh)
     jitted = jax.jit(
-        all_replicas,
-        in_shardings=step.shardings.in_shardings(step.mesh),
-        out_shardings=step.shardings.out_shardings(step.mesh),
+        _with_moves(all_replicas, taken, left),
+        in_shardings=taken,
+        out_shardings=left,
         donate_argnums=tuple(step.donated),
     )
     with outside_mesh():  # that of an open scope need not be the one that divides state
@@ -319,6 +323,24 @@ def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
     _check_exchanges(step, compiled)
     packed: Compiled = with_packed_numbers(compiled, step.avals)
     return packed
+
+
+def _with_moves(
+    function: Compiled, taken: Sequence[NamedSharding], left: Sequence[NamedSharding]
+) -> Compiled:
+    """Returns a function that takes and leaves some values in another memory than computations use."""
+    here, there = map(in_device_memory, taken), list(map(in_device_memory, left))
+    if all(map(operator.eq, taken, here)) and there == list(left):
+        return function
+
+    def moved(value: Any, at: NamedSharding, to: NamedSharding) -> Any:
+        return value if at == to else jax.device_put(value, to)
+
+    def step(*flat: Any) -> list[Any]:
+        outs = function(*map(moved, flat, taken, map(in_device_memory, taken)))
+        return list(map(moved, outs, there, left))
+
+    return step
 
 
 _EXCHANGE = """\

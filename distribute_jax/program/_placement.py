@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, SHARD, mirrored_sharding, share_axis, state_mesh
@@ -44,6 +51,8 @@ class PlacedLeaf(NamedTuple):
     """How the devices of the mesh divide it; ``PartitionSpec()`` where each has the whole."""
     why: str
     """What decided that."""
+    memory_kind: str | None = None
+    """The memory of the devices that it is in, such as ``"pinned_host"``; None for their default memory."""
 
 
 Path = tuple[Any, ...]
@@ -86,6 +95,8 @@ class Replicas:
     """How many devices that follow each other share the state; None for all."""
     gathers_once: bool = False
     """Whether what a step has gathered is kept for its backward pass."""
+    optimizer_memory_kind: str | None = None
+    """The memory that the state of optimizers is in between steps; None for the devices' default memory."""
 
     @functools.cached_property
     def state_mesh(self) -> Mesh:
@@ -108,12 +119,15 @@ class Replicas:
         self, variables: Sequence[nnx.Variable[Any]], paths: Callable[[], Sequence[Path]]
     ) -> tuple[NamedSharding | None, ...]:
         """Returns how each leaf is divided over the mesh; None where each device has the whole."""
-        if not self.shared and self.rules is None:
+        if not self.shared and self.rules is None and self.optimizer_memory_kind is None:
             return (None,) * sum(len(jax.tree.leaves(v.get_raw_value())) for v in variables)
         keys = paths()
         rows = self.rows(variables, keys)
         wanted = tuple(
-            NamedSharding(self.state_mesh, row.spec) if row.spec else None for row in rows
+            NamedSharding(self.state_mesh, row.spec, memory_kind=row.memory_kind)
+            if row.spec or row.memory_kind
+            else None
+            for row in rows
         )
         if any(isinstance(v, nnx.Param) for v in variables):
             leaves = [(v, leaf) for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
@@ -155,6 +169,8 @@ class Replicas:
     ) -> PlacedLeaf:
         shape = tuple(jnp.shape(leaf))
         axes, why = self._model_axes(path, variable, shape, of_model)
+        is_moved = isinstance(variable, nnx.OptState) and prod(shape) >= LEAST_ELEMENTS
+        memory_kind = self.optimizer_memory_kind if is_moved else None
 
         def row(reason: str, dim: int | None = None) -> PlacedLeaf:
             spec = [
@@ -162,7 +178,7 @@ class Replicas:
             ]
             while spec and spec[-1] is None:
                 spec.pop()
-            return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason)
+            return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason, memory_kind)
 
         if reason := self._kept_whole(variable, leaf):
             return row(why or reason)
@@ -309,7 +325,8 @@ def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
 
 def _is_placed(leaf: Any, wanted: NamedSharding) -> bool:
     """Returns whether an array is divided already as it should be."""
-    there = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    is_plan = isinstance(wanted.mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer)
+    there = None if is_plan else getattr(leaf, "sharding", None)
     return there is not None and there.is_equivalent_to(wanted, len(leaf.shape))
 
 

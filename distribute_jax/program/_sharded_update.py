@@ -24,6 +24,7 @@ from distribute_jax._mesh import (
     DATA,
     GROUP,
     SHARD,
+    in_device_memory,
     inside_replica,
     manual_axes,
     mirrored_sharding,
@@ -88,7 +89,9 @@ def on_shares(step: FlatStep, split: type[SplitStep]) -> FlatStep:
         check_vma=False,
     )
     settle = {
-        i: functools.partial(_settled, to=to, mesh=mesh, kept=i in shardings.sharded_out)
+        i: functools.partial(
+            _settled, to=in_device_memory(to), mesh=mesh, kept=i in shardings.sharded_out
+        )
         for i, to in wanted.items()
         if to is not None
     }

@@ -34,7 +34,11 @@ from distribute_jax.strategies._cross_replica import (
     local_values,
     reduce_values,
 )
-from distribute_jax.strategies._devices import checked_axis_name, note_flags_too_late
+from distribute_jax.strategies._devices import (
+    check_memory_kind,
+    checked_axis_name,
+    note_flags_too_late,
+)
 from distribute_jax.strategies._extended import StrategyExtended
 from distribute_jax.strategies._input import InputMethods, values_of_replicas
 from distribute_jax.strategies._model_methods import ModelMethods
@@ -81,6 +85,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         rules: Rules | None = None,
         shard_over: int | None = None,
         gathers_once: bool = False,
+        optimizer_memory_kind: str | None = None,
         axis_name: str = DATA,
     ) -> None:
         """Takes the devices along the mesh's ``"data"`` axis as replicas.
@@ -93,13 +98,24 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             rules: what divides the model over the devices of each replica.
             shard_over: how many devices that follow each other share the state; None for all.
             gathers_once: whether what a step has gathered is kept for its backward pass.
+            optimizer_memory_kind: the memory that the state of optimizers is in between steps; None for
+                the devices' default memory.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
         note_flags_too_late()
         name = type(self).__name__
+        memory = f"{name}: optimizer_memory_kind"
+        check_memory_kind(memory, optimizer_memory_kind, mesh.local_devices[0])
         self._mesh = mesh
         self._replicas = Replicas(
-            mesh, parameter_device, shared, rules, name, shard_over, gathers_once
+            mesh,
+            parameter_device,
+            shared,
+            rules,
+            name,
+            shard_over,
+            gathers_once,
+            optimizer_memory_kind,
         )
         self._axis_name = checked_axis_name(axis_name, mesh, name)
         self._runner = Runner(self, self._replicas, steps_in_flight)

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from distribute_jax._checks import check_choice
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.program import ParameterDevice
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import (
+    check_memory_kind,
     check_replicas_per_device,
     devices_of,
     find_device,
@@ -71,9 +71,7 @@ class CentralStorageStrategy(Strategy):
             device = find_device(parameter_device)
         else:
             device = devices[0] if len(devices) == 1 else (devices_of("cpu") or devices)[0]
-        if memory_kind is not None:
-            kinds = [memory.kind for memory in device.addressable_memories()]
-            check_choice(f"CentralStorageStrategy: memory_kind on {device}", memory_kind, kinds)
+        check_memory_kind("CentralStorageStrategy: memory_kind", memory_kind, device)
         super().__init__(
             replica_mesh(devices, each),
             steps_in_flight=steps_in_flight,

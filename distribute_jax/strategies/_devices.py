@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax import processes
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax._mesh import DATA
 from distribute_jax._supervision import DEVICE_COUNT
@@ -239,3 +239,10 @@ def devices_of_job(
             f"devices={devices!r:.80}."
         )
     return connect(cluster_resolver, cluster_options, name)[1]
+
+
+def check_memory_kind(name: str, value: str | None, device: jax.Device) -> None:
+    """Raises unless a device has such a memory; None is its default one."""
+    if value is not None:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        check_choice(f"{name} on {device}", value, kinds)

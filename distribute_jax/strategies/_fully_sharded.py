@@ -41,6 +41,7 @@ class FullyShardedStrategy(Strategy):
             ``dj.cluster_resolver.detect()``; they are connected as by ``MultiWorkerMirroredStrategy``.
             None means the devices of this process.
         cluster_options: how long the processes wait for each other.
+        optimizer_memory_kind: as in ``MirroredStrategy``.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
         axis_name: how code in ``run`` names the axis of the replicas; ``"data"`` always works.
@@ -73,6 +74,7 @@ class FullyShardedStrategy(Strategy):
         replicas_per_device: int = 1,
         cluster_resolver: ClusterResolver | None = None,
         cluster_options: ClusterOptions | None = None,
+        optimizer_memory_kind: str | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
@@ -90,5 +92,6 @@ class FullyShardedStrategy(Strategy):
             shared=(nnx.Variable,),
             shard_over=shard_over,
             gathers_once=not reshard_after_forward,
+            optimizer_memory_kind=optimizer_memory_kind,
             axis_name=axis_name,
         )

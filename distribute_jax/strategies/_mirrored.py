@@ -40,6 +40,9 @@ class MirroredStrategy(Strategy):
             the batch, its random numbers and its batch norm. ``k`` on each of ``n`` devices are the replicas
             of ``k * n`` devices, with the activations of one at a time in memory; their gradients are added
             up on the device first, so that sums equal those of ``k * n`` devices to rounding.
+        optimizer_memory_kind: the memory that holds the state of optimizers between steps, such as
+            ``"pinned_host"`` for that of the host; each step moves it to the device and back. None means the
+            devices' default memory, where arrays of fewer than 1024 elements stay in any case.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
             CPU, where it is 2.
         axis_name: how code in ``run`` names the axis of the replicas, as in
@@ -66,6 +69,7 @@ class MirroredStrategy(Strategy):
         *,
         shard_optimizer_state: bool = False,
         replicas_per_device: int = 1,
+        optimizer_memory_kind: str | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
@@ -77,6 +81,7 @@ class MirroredStrategy(Strategy):
             replica_mesh(replicas, check_replicas_per_device(name, replicas_per_device)),
             steps_in_flight=steps_in_flight,
             shared=(nnx.OptState,) if shard_optimizer_state else (),
+            optimizer_memory_kind=optimizer_memory_kind,
             axis_name=axis_name,
         )
 

@@ -41,6 +41,7 @@ class ModelParallelStrategy(Strategy):
         replicas_per_device: how many replicas each row of devices runs, one after the other.
         cluster_resolver: as in ``FullyShardedStrategy``; the devices of a replica are of one process.
         cluster_options: how long the processes wait for each other.
+        optimizer_memory_kind: as in ``MirroredStrategy``.
         steps_in_flight: as in ``MirroredStrategy``.
         axis_name: as in ``MirroredStrategy``.
 
@@ -72,6 +73,7 @@ class ModelParallelStrategy(Strategy):
         replicas_per_device: int = 1,
         cluster_resolver: ClusterResolver | None = None,
         cluster_options: ClusterOptions | None = None,
+        optimizer_memory_kind: str | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
@@ -89,5 +91,6 @@ class ModelParallelStrategy(Strategy):
             steps_in_flight=steps_in_flight,
             shared=(nnx.Variable,) if fully_sharded else (),
             rules=Rules(rules, mesh, name),
+            optimizer_memory_kind=optimizer_memory_kind,
             axis_name=axis_name,
         )

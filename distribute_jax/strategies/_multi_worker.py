@@ -35,6 +35,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             its share of the optimizer's state.
         replicas_per_device: how many replicas each device has, one after the other, as in
             ``MirroredStrategy``.
+        optimizer_memory_kind: as in ``MirroredStrategy``.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
             where it is 2.
         axis_name: how code in ``run`` names the axis of the replicas, as in
@@ -65,6 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_options: ClusterOptions | None = None,
         shard_optimizer_state: bool = False,
         replicas_per_device: int = 1,
+        optimizer_memory_kind: str | None = None,
         steps_in_flight: int | None = None,
         axis_name: str = DATA,
     ) -> None:
@@ -84,5 +86,6 @@ class MultiWorkerMirroredStrategy(Strategy):
             replica_mesh(devices, each),
             steps_in_flight=steps_in_flight,
             shared=(nnx.OptState,) if shard_optimizer_state else (),
+            optimizer_memory_kind=optimizer_memory_kind,
             axis_name=axis_name,
         )

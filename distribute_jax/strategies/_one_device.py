@@ -21,6 +21,7 @@ class OneDeviceStrategy(Strategy):
     Args:
         device: a ``jax.Device``, an index into the local devices, or a string such as ``"gpu:0"``.
         replicas_per_device: how many replicas it has, one after the other, as in ``MirroredStrategy``.
+        optimizer_memory_kind: as in ``MirroredStrategy``.
         axis_name: how code in ``run`` names the axis of the replicas, as in
             ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 
@@ -37,8 +38,20 @@ class OneDeviceStrategy(Strategy):
 
     _offers_per_replica_input = False
 
-    def __init__(self, device: Any, *, replicas_per_device: int = 1, axis_name: str = DATA) -> None:
+    def __init__(
+        self,
+        device: Any,
+        *,
+        replicas_per_device: int = 1,
+        optimizer_memory_kind: str | None = None,
+        axis_name: str = DATA,
+    ) -> None:
         each = check_replicas_per_device("OneDeviceStrategy", replicas_per_device)
         mesh = replica_mesh([find_device(device)], each)
         note_cluster_ignored(type(self).__name__)
-        super().__init__(mesh, steps_in_flight=None, axis_name=axis_name)
+        super().__init__(
+            mesh,
+            steps_in_flight=None,
+            optimizer_memory_kind=optimizer_memory_kind,
+            axis_name=axis_name,
+        )
