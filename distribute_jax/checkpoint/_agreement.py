@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import secrets
 import threading
 import time
@@ -37,6 +38,11 @@ PATIENCE = 10
 
 SEEN_SECONDS = 5.0
 """For how long a file may be new before a network file system shows it to other hosts."""
+
+_PATIENCE = 60.0
+"""Seconds to wait for a save without a word."""
+_SLOW = "Waiting for a checkpoint that is still being written. Does the file system still answer?"
+_LOG = logging.getLogger("distribute_jax")
 
 _POLLS = 4
 """How often in ``step_seconds`` the processes exchange who still writes, so that none looks stuck."""
@@ -321,7 +327,10 @@ class Background:
     def join(self, seconds: float | None = None) -> bool:
         """Waits, for so long at most, and returns whether no call runs."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join(_PATIENCE if seconds is None else seconds)
+        if seconds is None and self._thread is not None and self.is_running:
+            _LOG.warning(_SLOW)
+            self._thread.join()
         return not self.is_running
 
     @property

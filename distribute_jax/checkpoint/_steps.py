@@ -124,6 +124,7 @@ class Preemptible:
         self._exits.enter_context(self._preemption)
         watch(self._iterator, self)
         self._exits.callback(watch, self._iterator, None)
+        self._exits.push(self._save_at_end)
         return self
 
     def __exit__(
@@ -133,9 +134,11 @@ class Preemptible:
         traceback: TracebackType | None,
     ) -> None:
         """Saves the state at the end of the loop."""
+        self._exits.__exit__(kind, error, traceback)
+
+    def _save_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._save_last()
-        self._exits.__exit__(kind, error, traceback)
 
     def _save_last(self) -> None:
         if self.step > self._saved:

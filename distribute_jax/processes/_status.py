@@ -84,7 +84,9 @@ class StatusWriter:
 
 def _map(path: str | os.PathLike[str]) -> mmap.mmap:
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-        file.truncate(SIZE)
+        # Not `truncate`: where the disk is full, the kernel ends who then writes to the memory.
+        file.write(bytes(SIZE - file.seek(0, os.SEEK_END)))
+        file.flush()
         return mmap.mmap(file.fileno(), SIZE)
 
 
@@ -168,10 +170,10 @@ def doing(phase: str) -> AbstractContextManager[None]:
 @contextmanager
 def _reported(phase: str) -> Iterator[None]:
     before = _activity.phase, _activity.since
-    _activity.since = time.monotonic()
-    _activity.phase = phase
-    status_writer().phase(phase)
     try:
+        _activity.since = time.monotonic()
+        _activity.phase = phase
+        status_writer().phase(phase)
         yield
     finally:
         _activity.phase, _activity.since = before

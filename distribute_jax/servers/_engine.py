@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -73,9 +74,10 @@ class Engine:
     def stop(self) -> None:
         """Waits until the workers have ended what they were doing: none computes while Python ends."""
         self._coordinator.stop()
+        end = time.monotonic() + _SECONDS_TO_END
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_SECONDS_TO_END)
+                thread.join(max(end - time.monotonic(), 0.0))
 
     def _drive(self, index: int) -> None:
         worker = None

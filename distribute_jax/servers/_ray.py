@@ -44,7 +44,7 @@ _MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 _PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 """Of tasks, when the chief does not answer."""
-_SECONDS_TO_JOIN, _MOMENT = 10.0, 0.2
+_SECONDS_TO_JOIN, _SECONDS_TO_START, _MOMENT = 10.0, 60.0, 0.2
 _JOBS = {"worker": "worker", "server": "ps"}
 _JOIN = """
 import ctypes, socket, sys, time
@@ -176,8 +176,13 @@ class _Child:
 
     def has_started(self) -> bool:
         """Waits until it has started, and returns False if it has ended instead."""
+        ready = self._actor.ready.remote()
         with suppress(self._ray.exceptions.RayError):
-            self._ray.get(self._actor.ready.remote())
+            if not self._ray.wait([ready], timeout=_SECONDS_TO_START)[0]:
+                _LOG.warning(
+                    "Waiting for a worker that Ray does not start: is there a GPU for each?"
+                )
+            self._ray.get(ready)
             return True
         return False
 
@@ -393,7 +398,14 @@ class Server:
         for _ in range(_TRIES):
             self.start()
             if self._process is not None:
-                self._process.wait()
+                try:
+                    self._process.wait(_SECONDS_TO_JOIN)
+                except subprocess.TimeoutExpired:
+                    if not self._chief_listens():
+                        _LOG.warning(
+                            "Waiting for the chief, which does not answer at %s.", self._chief
+                        )
+                    self._process.wait()
             text = self._output.read_text(errors="replace")
             if "Ray runtime started" in text or not self._chief_listens():
                 return

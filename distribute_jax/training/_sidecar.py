@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -22,6 +23,9 @@ from distribute_jax.training.callbacks._callback import Callback
 
 _SECONDS = 1.0
 """Between two looks for a new checkpoint."""
+_PATIENCE = 60
+"""How many of them without a word."""
+_LOG = logging.getLogger("distribute_jax")
 
 
 class SidecarEvaluator:
@@ -87,11 +91,17 @@ class SidecarEvaluator:
 
     def start(self) -> None:
         """Evaluates until ``max_evaluations``, each time on the newest checkpoint that is whole."""
-        evaluations = 0
+        evaluations = looks = 0
         while True:
             if (name := self._load_newest()) is None:
                 time.sleep(_SECONDS)
+                looks += 1
+                if looks == _PATIENCE:
+                    _LOG.warning(
+                        "SidecarEvaluator waits for a new checkpoint in %s.", self._directory
+                    )
                 continue
+            looks = 0
             self.model.evaluate(self._data, steps=self.steps, callbacks=self.callbacks, verbose=2)
             evaluations += 1
             if self.max_evaluations is not None and (

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk, _steps, _write, load, save
+from distribute_jax.checkpoint import _agreement, _disk, _steps, _write, load, save
 
 
 def saved(manager: dj.CheckpointManager, steps: Any, **kinds: Any) -> list[int]:
@@ -110,9 +110,10 @@ def test_a_step_is_a_number_from_0(step: Any, tmp_path: Path) -> None:
 
 
 def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first is let go only after save returned; the second waits for it."""
+    """The first is let go only after save returned; the second waits for it, and says so after a while."""
+    monkeypatch.setattr(_agreement, "_PATIENCE", 0.05)
     go, running, most = threading.Event(), [], []
     write = _write.write_arrays
 
@@ -133,6 +134,7 @@ def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
         threading.Timer(0.2, lambda: (released.append(1), go.set())).start()
         manager.save(2, tree)
         assert released, "the second save waited for the first"
+        assert "Waiting for a checkpoint that is still being written" in caplog.text
     assert most == [1, 1]
     manager.restore(1, tree)
     assert tree["x"].tolist() == [0, 0, 0], "the copy was taken before save returned"

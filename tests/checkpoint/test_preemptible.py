@@ -123,6 +123,21 @@ def test_the_platform_may_tell_too(tmp_path: Path):
     assert 0 < len(loop.seen) < 12
 
 
+def test_an_interrupt_of_the_last_save_leaves_sigterm_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program would be deaf to it from then on."""
+    loop, before = Loop(dj.OneDeviceStrategy("cpu:0")), signal.getsignal(signal.SIGTERM)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dj.CheckpointManager, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize("late", ["the request", "its message"])
 def test_a_notice_as_the_loop_ends_leaves_no_timer(
     late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

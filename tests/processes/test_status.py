@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
+
+import pytest
 
 import distribute_jax as dj
 from distribute_jax._supervision import STATUS, read_status
+from distribute_jax.processes import _status
 from distribute_jax.processes._status import StatusWriter, status_writer
 
 
@@ -53,3 +57,34 @@ def test_the_process_finds_its_file_in_the_environment(tmp_path, monkeypatch):
     assert status_writer() is status_writer()
     assert read_status(tmp_path / "status").step == 4
     assert os.stat(tmp_path / "status").st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_an_error_where_the_file_is_made(tmp_path, monkeypatch):
+    """Without room for it on the disk, the kernel would end the process at its first step."""
+    (tmp_path / "other").write_bytes(bytes(4096))
+    if not (tmp_path / "other").stat().st_blocks:
+        pytest.skip("this file system does not say what has room")
+    blocks, mapped = [], _status.mmap.mmap
+
+    def mmap(number: int, size: int) -> Any:
+        blocks.append(os.fstat(number).st_blocks)
+        return mapped(number, size)
+
+    monkeypatch.setattr(_status.mmap, "mmap", mmap)
+    StatusWriter(tmp_path / "status").step(3)
+    assert blocks > [0]
+    StatusWriter(tmp_path / "status")
+    assert (tmp_path / "status").stat().st_size == 4096, "that of a process before"
+
+
+def test_an_interrupt_leaves_no_phase_behind(monkeypatch):
+    """The watchdog would take what comes after it for a phase that does not end."""
+
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StatusWriter, "phase", interrupt)
+    with pytest.raises(KeyboardInterrupt), _status._reported("compiling"):
+        pass
+    assert _status.activity().phase == _status.YOUR_CODE

@@ -881,6 +881,23 @@ def test_random_keys_are_fetched_as_they_are() -> None:
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
 
 
+def test_workers_that_do_not_end_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends after so many seconds, not after as many for each of them."""
+    monkeypatch.setattr(_engine, "_SECONDS_TO_END", 0.3)
+    coordinator, release = queue.Coordinator(8, [], 0.0, jax.devices()[0]), threading.Event()
+
+    def slow(_: int) -> Any:
+        release.wait(SECONDS)
+        return _engine._Thread([], ())  # type: ignore[arg-type]
+
+    engine = _engine.Engine(coordinator, slow)
+    begin = time.monotonic()
+    engine.stop()
+    assert 0.3 <= time.monotonic() - begin < 1.2
+    release.set()
+    engine.stop()
+
+
 def test_workers_end_with_their_strategy() -> None:
     """No thread is left when the strategy is gone."""
     before = set(threading.enumerate())

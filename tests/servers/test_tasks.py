@@ -23,7 +23,7 @@ from test_processes import LOOPBACK, sockets_that_listen, state_and_parent
 
 import distribute_jax as dj
 from distribute_jax.cluster_resolver import ClusterSpec, SimpleClusterResolver
-from distribute_jax.servers import Cluster
+from distribute_jax.servers import Cluster, _ray
 
 CLUSTER: dict[str, Any] = {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"], "ps": ["d:2222"]}
 SECONDS = 300
@@ -93,6 +93,30 @@ def test_a_task_with_another_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     words = rf"worker-1:JAX-0\.0\.1, and the chief has JAX {re.escape(jax.__version__)}"
     with pytest.raises(dj.ClusterError, match=words):
         Cluster("127.0.0.1:2222").child("worker", 1)
+
+
+def test_who_waits_for_another_machine_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A task for a chief that does not listen, and a worker that Ray has no place for."""
+    server, waits = dj.Server(CLUSTER, "worker", 0, start=False), []
+
+    def wait(seconds: float | None = None) -> None:
+        waits.append(seconds)
+        if seconds is not None:
+            raise subprocess.TimeoutExpired("ray start", seconds)
+
+    server._process, server._output = SimpleNamespace(wait=wait), tmp_path / "output"  # type: ignore[assignment]
+    server._output.touch()
+    monkeypatch.setattr(server, "_chief_listens", lambda: False)
+    server.join()
+    assert waits[1:] == [None]
+    assert "Waiting for the chief, which does not answer at a:2222" in caplog.text
+    ready = SimpleNamespace(remote=lambda: "ready")
+    errors = SimpleNamespace(RayError=OSError)
+    ray = SimpleNamespace(wait=lambda x, timeout: ([], x), get=lambda _: None, exceptions=errors)
+    assert _ray._Child(ray, SimpleNamespace(ready=ready)).has_started()
+    assert "Waiting for a worker that Ray does not start" in caplog.text
 
 
 PROGRAM = """

@@ -35,9 +35,9 @@ def model_of() -> dj.Model:
 
 
 def test_the_newest_checkpoint_that_is_whole_is_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of steps 9, 10 and a damaged 11 the second, then one that comes later; it ends after two."""
+    """Of steps 9, 10 and a damaged 11 the second, then one that is waited for; it ends after two."""
     trained, manager = Scale(), dj.CheckpointManager(tmp_path)
 
     def save(step: int) -> None:
@@ -53,13 +53,16 @@ def test_the_newest_checkpoint_that_is_whole_is_evaluated(
     (tmp_path / ".12.ab.saving").mkdir()
     losses: list[float] = []
     notes = dj.callbacks.LambdaCallback(on_test_end=lambda logs: losses.append(logs["loss"]))
-    monkeypatch.setattr(_sidecar.time, "sleep", lambda _: save(13))
+    monkeypatch.setattr(_sidecar, "_PATIENCE", 1)
+    waits = iter([lambda: None, lambda: save(13)])
+    monkeypatch.setattr(_sidecar.time, "sleep", lambda _: next(waits)())
     evaluator = dj.SidecarEvaluator(
         model_of(), (X, 0 * X), tmp_path, max_evaluations=2, callbacks=[notes]
     )
     with pytest.warns(UserWarning, match="passes over 11"):
         evaluator.start()
     assert losses == [100, 169]
+    assert caplog.text.count(f"waits for a new checkpoint in {tmp_path}") == 1
 
 
 def test_fit_takes_a_function_that_makes_the_dataset() -> None:
