@@ -465,8 +465,7 @@ def _here(kind: type, place: str) -> str:
     is_module = place.partition(".")[0] == "dj"
     module = import_module(place.replace("dj", str(__package__), 1)) if is_module else None
     for cls in kind.__mro__ if is_module else ():
-        if cls.__name__ in ABSENT.get(place, {}):
-            return f"{place}.{ABSENT[place][cls.__name__]}"
-        if hasattr(module, cls.__name__):
-            return f"{place}.{cls.__name__}"
+        instead = ABSENT[place].get(cls.__name__, cls.__name__)
+        if hasattr(module, instead.partition("(")[0]):
+            return f"{place}.{instead}"
     return place

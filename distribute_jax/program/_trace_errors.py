@@ -120,8 +120,9 @@ _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
 _NO_TENSOR = re.compile(r"Tensor\b.*\w+Tracer\b|\w+Tracer\b.*Tensor\b|\(got \w+Tracer", re.DOTALL)
 
 
-# JAX's words for what tensors take and its arrays do not, and what to type.
+# JAX's and Python's words for what others take, and arrays and modules do not, and what to type.
 _OF_TENSORS = {
+    r"keyword argument 'training'": "A module of Flax has modes: model.train() and model.eval().",
     r"keyword argument '(dim|keepdim)'": "JAX's arrays take axis and keepdims.",
     r"'int' object is not callable": "The size of an array is an int: x.shape[0] for x.size(0).",
     r"Cannot interpret '(torch|tf)\.": "JAX's dtypes are jnp.float32 and the like.",
@@ -185,16 +186,14 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
 
 
 def _array_hint(error: Exception) -> str:
-    """Returns what to type for an attribute or argument that tensors have and arrays do not."""
+    """Returns what to type for an attribute or argument that arrays and modules do not have."""
     text = str(error)
-    absent = re.search(r"Tracer has no attribute '?(\w+)", text)
-    instead = ABSENT["jax.Array"].get(absent[1]) if absent else None
-    hints = (hint for pattern, hint in _OF_TENSORS.items() if re.search(pattern, text))
-    return (
-        f"An array has no {absent[1]}. Instead: {instead}"
-        if absent and instead
-        else next(hints, "")
-    )
+    absent = re.search(r"(Tracer)?(?: object)? has no attribute '?(\w+)", text)
+    is_module = isinstance(getattr(error, "obj", None), nnx.Module)
+    if absent and (absent[1] or is_module):
+        instead = ABSENT["dj.Model" if is_module else "jax.Array"].get(absent[2])
+        return f"Instead of {absent[2]}: {instead}" if instead else ""
+    return next((hint for words, hint in _OF_TENSORS.items() if re.search(words, text)), "")
 
 
 def _foreign_caller(error: Exception) -> str:

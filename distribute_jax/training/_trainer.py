@@ -231,6 +231,8 @@ class Trainer:
                 if kind == "train" and callbacks.model.stop_training:
                     break
                 size.note(number)
+        if not batches.count and limit != 0:
+            warn_user(f"The data to {kind} on holds no batch.")
         return done
 
     def _run(self, kind: str, step: Step, batches: Batches, most: int) -> Any:

@@ -125,3 +125,11 @@ def test_a_module_that_fails_on_several_inputs_says_what_they_were_taken_for(
         ValueError, match=r"too many values(.|\n)*3 inputs of each .*\(batch,\) for"
     ):
         model.predict([X, X, X], verbose=0)
+
+
+def test_data_without_a_batch_is_told(s4: dj.MirroredStrategy):
+    """A filter that leaves nothing: there are no numbers to report, and a warning says why."""
+    model = made(s4)
+    for run in (model.fit, model.evaluate, model.predict):
+        with pytest.warns(UserWarning, match=r"on holds no batch\."):
+            run([], verbose=0)

@@ -56,6 +56,20 @@ class Net(nnx.Module):
     def __init__(self, part: Any) -> None:
         self.part = part
 
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+class Outer(nnx.Module):
+    """Calls a layer of Flax as those of other frameworks are called."""
+
+    def __init__(self, method: str, *keywords: str) -> None:
+        self.inner = Net(0)
+        self.method, self.keywords = method, keywords
+
+    def __call__(self, x: Any) -> Any:
+        return getattr(self.inner, self.method)(x, **dict.fromkeys(self.keywords, True))
+
 
 KERAS, TORCH = "keras.src.any", "torch.any"
 RELU = instance(TORCH, "ReLU", "Module")
@@ -96,9 +110,18 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"relu calls TensorFlow, .*use jax.numpy(.|\n)*TensorFlow says: The numpy.ndarray conv",
     ),
     "function in C": (lambda s: run(s, function("mine", IN_C)), r"calls PyTorch, (.|\n)*must be Tensor"),
-    "method": (lambda s: run(s, lambda x: x.unsqueeze(0)), r"no unsqueeze. Instead: jnp.expand_dims"),
+    "method": (lambda s: run(s, lambda x: x.unsqueeze(0)), r"Instead of unsqueeze: jnp.expand_dims"),
     "method of a batch": (lambda s: run(s, lambda x: x).cuda(), "Instead: nothing: JAX places the step"),
     "dim for axis": (lambda s: run(s, lambda x: x.sum(dim=1)), "arrays take axis and keepdims"),
+    "list of callbacks": (
+        lambda s: fit(s, instance(KERAS, "CallbackList", "Callback")), r"instead: dj.callbacks.Callback\)"
+    ),
+    "attribute of a model": (
+        lambda s: fit(s, module=Outer("parameters")), r"Instead of parameters: nnx.state\(model"
+    ),
+    "mode": (
+        lambda s: fit(s, module=Outer("__call__", "training")), r"model.train\(\) and model.eval\(\)"
+    ),
     "size": (lambda s: run(s, lambda x: x.size(0)), r"x.shape\[0\] for x.size\(0\)"),
     "name of a loss": (lambda s: dj.losses.MSELoss(), r"Instead: MeanSquaredError\(\)"),  # type: ignore[attr-defined]
 }  # fmt: skip
@@ -147,7 +170,7 @@ def test_a_step_in_a_graph_of_tensorflow_is_refused(s2: dj.MirroredStrategy, mon
 def test_a_reduction_of_tensorflow_is_taken(s2: dj.MirroredStrategy):
     """``tf.distribute.ReduceOp.SUM``, an enum of the same name; another enum is refused."""
     values = run(s2, lambda x: x.sum())
-    total: Any = enum.Enum("ReduceOp", ["SUM"])["SUM"]
+    total: Any = enum.Enum("ReduceOpV2", ["SUM"])["SUM"]
     assert float(s2.reduce(total, values, axis=None)) == pytest.approx(X.sum(), rel=1e-5)
     with pytest.raises(ValueError, match="one of 'sum'"):
         s2.reduce(enum.Enum("Other", ["SUM"])["SUM"], values, axis=None)  # type: ignore[arg-type]

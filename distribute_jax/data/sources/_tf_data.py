@@ -41,12 +41,13 @@ class TfData(Stream):
         sparse = [
             f"{path_text(path, 'batch')}: {spec}"
             for path, spec in specs
-            if isinstance(spec, (tf.RaggedTensorSpec, tf.SparseTensorSpec))
+            if isinstance(spec, (tf.RaggedTensorSpec, tf.SparseTensorSpec, tf.data.DatasetSpec))
         ]
         if sparse:
             raise ArgumentError(
                 f"{called} cannot take this tf.data.Dataset:\n{listed(sparse)}\nDevices hold dense arrays: "
-                "call .map with to_tensor() or tf.sparse.to_dense first."
+                "call .map with to_tensor() or tf.sparse.to_dense first, or of windows .flat_map(lambda "
+                "window: window.batch(size))."
             )
 
     def start(self) -> Iterator[PyTree]:

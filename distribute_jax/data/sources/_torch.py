@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import jax
+
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree
 from distribute_jax.data.sources._base import Seekable, Source, Stream, on_host
@@ -18,6 +20,12 @@ class TorchLoader(Stream):
 
     def __init__(self, loader: Any, called: str) -> None:
         self._loader = loader
+        shares = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
+        if shares > jax.process_count():
+            raise ArgumentError(
+                f"{called} got a DataLoader whose sampler yields 1 of {shares} shares of the examples, and "
+                "nothing reads the others. Leave the DistributedSampler out: the strategy divides each batch."
+            )
 
     def start(self) -> Iterator[PyTree]:
         return map(on_host, iter(self._loader))

@@ -64,6 +64,9 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "TensorFlow's function": (lambda s: run(s, lambda x: tf.reduce_mean(x)), "calls TensorFlow, which"),
     "tf.function of a step": (lambda s: run(s, tf.function(lambda x: x)), "calls TensorFlow, which"),
     "tape": (lambda s: run(s, taped), "calls TensorFlow, which"),
+    "windows": (
+        lambda s: s.distribute_dataset(tf.data.Dataset.range(9).window(3)), r"\.flat_map\(lambda window"
+    ),
     "ragged": (lambda s: s.distribute_dataset(tf.ragged.constant([[1], []])), r"value.to_tensor\(\)"),
     "tf.function of a batch": (
         lambda s: tf.function(lambda x: 0)(run(s, lambda x: x)), r"Leave @tf.function out"
@@ -118,6 +121,9 @@ def test_tensors_and_reductions_are_taken(s2: dj.MirroredStrategy):
         dj.data.from_arrays((torch.tensor(X), tf.constant(X))).batch(16)
     )
     sums = s2.run(lambda x, y: (x + y).sum(), args=batch)
+    with s2.scope():
+        counter = dj.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+    assert counter.aggregation is dj.VariableAggregation.SUM
     total = s2.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
     assert float(total) == pytest.approx(2 * X.sum(), rel=1e-5)
 

@@ -70,6 +70,17 @@ def test_workers_start_anew_for_each_epoch(s2, persistent):
         assert_same(epoch_of(dataset), cut(np.arange(11), 4))
 
 
+def test_a_sampler_of_shares_that_nobody_reads_is_refused(s2):
+    """As one process of DistributedDataParallel has it; the whole in one share is taken."""
+    for shares in (1, 2):
+        sampler = torch.utils.data.DistributedSampler(Examples(), shares, 0, shuffle=False)
+        if shares == 1:
+            assert_two_epochs(s2, loader(Examples(), sampler=sampler), cut(TABLE, 4))
+        else:
+            with pytest.raises(dj.ArgumentError, match="1 of 2 shares"):
+                s2.distribute_dataset(loader(Examples(), sampler=sampler))
+
+
 def test_an_iterable_dataset_has_no_length(s2):
     """Its batches come in order, and again in the next epoch."""
     assert_two_epochs(s2, loader(Stream()), cut(np.arange(11), 4))
