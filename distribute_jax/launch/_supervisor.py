@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from distribute_jax import _supervision
 from distribute_jax._errors import ClusterError
@@ -155,7 +156,9 @@ def signals_into(inbox: Inbox) -> Iterator[None]:
     def put(number: int, frame: FrameType | None) -> None:
         inbox.put(signal.Signals(number))
 
-    before = {number: signal.signal(number, put) for number in _STOP_SIGNALS}
+    before: dict[signal.Signals, Any] = {n: signal.signal(n, put) for n in _STOP_SIGNALS}
+    # Where it is ignored, as a parent may have set it, nobody hears how a process ended.
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:

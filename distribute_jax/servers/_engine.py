@@ -50,9 +50,10 @@ class Engine:
 
     def resize(self, workers: int) -> None:
         """Starts workers up to so many; those beyond end by themselves, when their closure is over."""
-        for thread in self._threads[workers:]:
+        leaving = self._threads[workers:]
+        del self._threads[workers:]  # also if the wait for them is interrupted
+        for thread in leaving:
             thread.join()
-        del self._threads[workers:]
         while len(self._threads) < workers:
             self._threads.append(self._started(len(self._threads)))
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from distribute_jax.launch._supervisor import Inbox, signals_into
+
 
 def test_every_process_learns_who_it_is_and_prints_with_its_number(launch, tmp_path, monkeypatch):
     """The environment of the job is there, that of others is not, and all ends with 0."""
@@ -120,6 +122,18 @@ def test_what_fails_in_every_process_before_a_step_is_not_started_again(launch, 
         r"\(.+\) failed with bad option 0 \(exit code 1\) before it reported a step$",
         line,
     )
+
+
+def test_how_a_process_ended_is_known_although_a_parent_ignores_it():
+    """A supervisor waited for ever where the kernel keeps no exit code for it."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with signals_into(Inbox()):
+            ended = subprocess.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], check=False)
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert ended.returncode == 3
 
 
 def test_while_there_is_progress_the_job_is_started_again(launch):

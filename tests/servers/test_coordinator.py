@@ -881,6 +881,25 @@ def test_random_keys_are_fetched_as_they_are() -> None:
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
 
 
+def test_workers_that_join_after_a_removal_that_was_interrupted_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that have left do not count as there."""
+    coordinator = queue.Coordinator(2, [], 0.0, jax.devices()[0])
+    engine = _engine.Engine(coordinator, lambda _: _engine._Thread([], ()))  # type: ignore[arg-type]
+    _, leaving = engine._threads
+    coordinator.resize(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(leaving, "join", raises(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.resize(1)
+    leaving.join(SECONDS)
+    coordinator.resize(2)
+    engine.resize(2)
+    assert all(thread.is_alive() for thread in engine._threads)
+    engine.stop()
+
+
 def test_workers_that_do_not_end_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ends after so many seconds, not after as many for each of them."""
     monkeypatch.setattr(_engine, "_SECONDS_TO_END", 0.3)

@@ -84,7 +84,9 @@ class CSVLogger(_Logger):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._headed = self.append and path.exists() and path.stat().st_size > 0
         self._keys = None
+        is_cut = self._headed and not path.read_bytes().endswith(b"\n")  # by a disk that was full
         self._file = path.open("a" if self.append else "w", newline="", encoding="utf-8")
+        self._file.write("\r\n" * is_cut)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._file is not None and not self._is_full:

@@ -25,11 +25,15 @@ def test_a_csv_file_has_a_line_for_every_epoch(example: Any, tmp_path: Path):
 
 
 def test_a_csv_file_is_continued_or_overwritten(example: Any, tmp_path: Path):
-    """Continuing writes no second header; otherwise the old lines are gone."""
+    """Continuing writes no second header, nor into a line that was cut; otherwise the old lines are gone."""
     file = tmp_path / "log.csv"
     example.fit(dj.callbacks.CSVLogger(str(file), separator=";"))
     example.fit(dj.callbacks.CSVLogger(file, ";", append=True), initial_epoch=1, epochs=2)
     assert [line.split(";")[0] for line in file.read_text().splitlines()] == ["epoch", "0", "1"]
+    file.write_text("epoch;loss\n0;25.5\n1;6.1")
+    example.fit(dj.callbacks.CSVLogger(file, ";", append=True), initial_epoch=2, epochs=3)
+    *before, after = file.read_text().splitlines()
+    assert (before[-1], after[:2]) == ("1;6.1", "2;")
     example.fit(dj.callbacks.CSVLogger(file))
     assert [line.split(",")[0] for line in file.read_text().splitlines()] == ["epoch", "0"]
 
