@@ -152,6 +152,8 @@ def explained(call: Any) -> Iterator[None]:
         explanation = _explanation(call, error)
         if explanation is None:
             hints = [module_hint(error), _array_hint(error), *_argument_hints(call, error)]
+            if hasattr(call.fn, "_torchdynamo_orig_callable"):
+                hints.append("Leave torch.compile out: strategy.run compiles the step.")
             for note in filter(None, hints):
                 error.add_note(note)
             raise

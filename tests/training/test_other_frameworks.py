@@ -50,6 +50,13 @@ def run(strategy: dj.Strategy, step: Callable[..., Any]) -> Any:
     return strategy.run(step, args=(batch,))
 
 
+def compiled(x: Any) -> Any:
+    raise TypeError(type(x))
+
+
+compiled._torchdynamo_orig_callable = compiled  # type: ignore[attr-defined]
+
+
 class Net(nnx.Module):
     """Has a part of another framework."""
 
@@ -110,6 +117,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"relu calls TensorFlow, .*use jax.numpy(.|\n)*TensorFlow says: The numpy.ndarray conv",
     ),
     "function in C": (lambda s: run(s, function("mine", IN_C)), r"calls PyTorch, (.|\n)*must be Tensor"),
+    "compiled step": (lambda s: run(s, compiled), "Leave torch.compile out: strategy.run compiles"),
     "method": (lambda s: run(s, lambda x: x.unsqueeze(0)), r"Instead of unsqueeze: jnp.expand_dims"),
     "method of a batch": (lambda s: run(s, lambda x: x).cuda(), "Instead: nothing: JAX places the step"),
     "dim for axis": (lambda s: run(s, lambda x: x.sum(dim=1)), "arrays take axis and keepdims"),

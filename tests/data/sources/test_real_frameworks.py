@@ -84,6 +84,9 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "PyTorch's model": (lambda s: fit(s, module=NET), r"got Net of PyTorch \(instead: layers"),
     "PyTorch's model in a step": (lambda s: run(s, lambda x: NET(x)), "The step gets NET: Net of PyTorch"),
     "PyTorch's function in C": (lambda s: run(s, lambda x: torch.relu(x)), "calls PyTorch, which"),
+    "torch.compile": (
+        lambda s: run(s, torch.compile(lambda x: x * 2, backend="eager")), "Leave torch.compile out"
+    ),
     "concatenated": (lambda s: run(s, lambda x: torch.cat([x, x])), "calls PyTorch, which"),
     "from NumPy": (lambda s: run(s, lambda x: torch.from_numpy(x)), "calls PyTorch, which"),
     "mean with invalid arguments": (lambda s: run(s, lambda x: torch.mean(x, -1)), "calls PyTorch, which"),

@@ -71,14 +71,13 @@ def test_workers_start_anew_for_each_epoch(s2, persistent):
 
 
 def test_a_sampler_of_shares_that_nobody_reads_is_refused(s2):
-    """As one process of DistributedDataParallel has it; the whole in one share is taken."""
-    for shares in (1, 2):
-        sampler = torch.utils.data.DistributedSampler(Examples(), shares, 0, shuffle=False)
-        if shares == 1:
-            assert_two_epochs(s2, loader(Examples(), sampler=sampler), cut(TABLE, 4))
-        else:
-            with pytest.raises(dj.ArgumentError, match="1 of 2 shares"):
-                s2.distribute_dataset(loader(Examples(), sampler=sampler))
+    """As one process of DistributedDataParallel has it; the only share is taken, and that of a worker."""
+    whole, part = (torch.utils.data.DistributedSampler(Examples(), n, 0, False) for n in (1, 2))
+    assert_two_epochs(s2, loader(Examples(), sampler=whole), cut(TABLE, 4))
+    with pytest.raises(dj.ArgumentError, match="1 of 2 shares"):
+        s2.distribute_dataset(loader(Examples(), sampler=part))
+    made = s2.distribute_datasets_from_function(lambda _: loader(Examples(), sampler=part))
+    assert len(list(made)) == 1
 
 
 def test_an_iterable_dataset_has_no_length(s2):
