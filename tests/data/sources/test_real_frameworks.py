@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "Keras's layer": (lambda s: fit(s, module=nnx.Sequential(keras.layers.ReLU())), "ReLU of Keras"),
     "Keras's model in a step": (lambda s: run(s, lambda x: DENSE(x)), "gets DENSE: Sequential of Keras"),
     "TensorFlow's strategy": (
-        lambda s: dj.experimental_set_strategy(tf.distribute.get_strategy()), "TensorFlow .instead: dj.Strat"
+        lambda s: dj.experimental_set_strategy(tf.distribute.get_strategy()), "TensorFlow .instead: dj"
     ),
     "TensorFlow's function": (lambda s: run(s, lambda x: tf.reduce_mean(x)), "calls TensorFlow, which"),
     "tf.function of a step": (lambda s: run(s, tf.function(lambda x: x)), "calls TensorFlow, which"),
