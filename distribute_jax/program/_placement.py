@@ -51,8 +51,6 @@ class PlacedLeaf(NamedTuple):
     """How the devices of the mesh divide it; ``PartitionSpec()`` where each has the whole."""
     why: str
     """What decided that."""
-    memory_kind: str | None = None
-    """The memory of the devices that it is in, such as ``"pinned_host"``; None for their default memory."""
 
 
 Path = tuple[Any, ...]
@@ -123,14 +121,13 @@ class Replicas:
             return (None,) * sum(len(jax.tree.leaves(v.get_raw_value())) for v in variables)
         keys = paths()
         rows = self.rows(variables, keys)
+        leaves = [(v, leaf) for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
+        kinds = [self._memory_kind(v, jnp.shape(leaf)) for v, leaf in leaves]
         wanted = tuple(
-            NamedSharding(self.state_mesh, row.spec, memory_kind=row.memory_kind)
-            if row.spec or row.memory_kind
-            else None
-            for row in rows
+            NamedSharding(self.state_mesh, row.spec, memory_kind=kind) if row.spec or kind else None
+            for row, kind in zip(rows, kinds, strict=True)
         )
         if any(isinstance(v, nnx.Param) for v in variables):
-            leaves = [(v, leaf) for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
             self._check_divides(
                 [row for row, of in zip(rows, leaves, strict=True) if not self._kept_whole(*of)]
             )
@@ -169,8 +166,7 @@ class Replicas:
     ) -> PlacedLeaf:
         shape = tuple(jnp.shape(leaf))
         axes, why = self._model_axes(path, variable, shape, of_model)
-        is_moved = isinstance(variable, nnx.OptState) and prod(shape) >= LEAST_ELEMENTS
-        memory_kind = self.optimizer_memory_kind if is_moved else None
+        kind = self._memory_kind(variable, shape)
 
         def row(reason: str, dim: int | None = None) -> PlacedLeaf:
             spec = [
@@ -178,7 +174,8 @@ class Replicas:
             ]
             while spec and spec[-1] is None:
                 spec.pop()
-            return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason, memory_kind)
+            reason += f", in {kind}" if kind else ""
+            return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason)
 
         if reason := self._kept_whole(variable, leaf):
             return row(why or reason)
@@ -188,6 +185,11 @@ class Replicas:
         groups = f" of {self.mesh.size}" if SHARD in self.state_mesh.axis_names else ""
         of_data = f"dim {dim} is divided among {self._shares}{groups} replicas"
         return row(f"{why}, {of_data}" if why else of_data, dim)
+
+    def _memory_kind(self, variable: nnx.Variable[Any], shape: Sequence[int]) -> str | None:
+        """Returns the memory that an array is in between steps; None for the devices' default memory."""
+        is_moved = isinstance(variable, nnx.OptState) and prod(shape) >= LEAST_ELEMENTS
+        return self.optimizer_memory_kind if is_moved else None
 
     @property
     def _shares(self) -> int:

@@ -97,12 +97,12 @@ def test_a_step_takes_it_from_there_and_leaves_it_there_with_the_same_bits(
 
 def test_the_memory_is_in_the_placement_and_small_arrays_stay_on_the_device() -> None:
     strategy = dj.FullyShardedStrategy([0, 1], optimizer_memory_kind=KIND)
-    rows = strategy.placement(Trained.made())
-    kinds = {row.path: row.memory_kind for row in rows if row.memory_kind is not None}
-    assert kinds == {"opt_state[0].mu.kernel": KIND, "opt_state[0].nu.kernel": KIND}
-    assert all(
-        row.memory_kind is None for row in dj.MirroredStrategy([0]).placement(Trained.made())
-    )
+    why = {row.path: row.why for row in strategy.placement(Trained.made())}
+    moved = {path: text for path, text in why.items() if KIND in text}
+    assert list(moved) == ["opt_state[0].mu.kernel", "opt_state[0].nu.kernel"]
+    assert set(moved.values()) == {"dim 1 is divided among 2 replicas, in pinned_host"}
+    others = dj.MirroredStrategy([0]).placement(Trained.made())
+    assert not any(KIND in row.why for row in others)
 
 
 def test_a_flipped_bit_is_found_there() -> None:
