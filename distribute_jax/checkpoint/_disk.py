@@ -210,7 +210,7 @@ def _make_locked(path: Path) -> int:
             if not path.parent.is_dir():
                 raise
         else:
-            if _lock(lock):
+            if _lock(lock) and path.is_dir():  # which another program may have removed before
                 return lock
             os.close(lock)
         time.sleep(0.005)

@@ -196,9 +196,9 @@ class PreemptionCheckpointHandler:
 
     def _watch(self, watcher: Callable[[], bool] | None) -> None:
         preemption = Preemption(max(self._grace, GRACE_SECONDS), watcher)
-        self._preemption = preemption.__enter__()
         # Called where the handler is dropped too: then SIGTERM has its usual effect again.
         self._leave = weakref.finalize(self, _leave, preemption)
+        self._preemption = preemption.__enter__()
 
 
 def _leave(preemption: Preemption) -> None:

@@ -127,19 +127,22 @@ def test_a_folder_that_others_lock_again_and_again_is_an_error(
         save(tmp_path / "c", {"x": 1})
 
 
+@pytest.mark.parametrize("before", ["open", "_lock"])
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program took it for one that was left over."""
-    opened, times = _disk.os.open, []
+    module: Any = _disk.os if before == "open" else _disk
+    function, times = getattr(module, before), []
 
-    def slow(path: Any, *args: Any, **kinds: Any) -> int:
-        if str(path).endswith("lock") and not times:
-            times.append(path)
-            shutil.rmtree(Path(path).parent)
-        return opened(path, *args, **kinds)
+    def slow(*args: Any, **kinds: Any) -> Any:
+        lock = list(tmp_path.glob(".c.*/lock")) if before == "_lock" else [Path(str(args[0]))]
+        if not times and lock and lock[0].name == "lock":
+            times.append(lock)
+            shutil.rmtree(lock[0].parent)
+        return function(*args, **kinds)
 
-    monkeypatch.setattr(_disk.os, "open", slow)
+    monkeypatch.setattr(module, before, slow)
     save(tmp_path / "c", {"x": 1})
     assert len(times) == 1
     assert load(tmp_path / "c", {"x": 0}) == {"x": 1}

@@ -174,7 +174,8 @@ class BackupAndRestore(Callback):
             self._steps, self._last = tree["steps"], tree["batch"] - 1
         report_step(self._steps)
         if self.save_before_preemption:
-            self._preemption = Preemption(_GRACE_SECONDS).__enter__()
+            self._preemption = Preemption(_GRACE_SECONDS)
+            self._preemption.__enter__()  # an interrupt of which leaves it to be ended
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
