@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections import Counter
@@ -135,6 +136,48 @@ def names_axis(eqn: Any, axis: str) -> bool:
     """Returns whether an equation itself speaks of an axis."""
     named = [eqn.params.get(key) for key in _AXES]
     return any(axis == n or (isinstance(n, tuple | frozenset) and axis in n) for n in named)
+
+
+def without_axis(body: Any) -> Any:
+    """Returns the program of the only replica as one that does not name the axis of the replicas."""
+    return _WithoutAxis().closed(body)
+
+
+class _WithoutAxis(RenamedAxis):
+    """Removes an axis of size 1. Only the collectives go through ``vmap``, not what it cannot batch."""
+
+    def __init__(self) -> None:
+        super().__init__(DATA, "")
+        self._calls: dict[str, Any] = {}
+
+    def equation(self, eqn: Any) -> Any:
+        """Returns what a collective over the axis computes as one equation that does not name it."""
+        if not names_axis(eqn, DATA):
+            return super().equation(eqn)
+        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        key = f"{eqn.primitive} {eqn.params} {inputs}"
+        if key not in self._calls:
+            traced = jax.make_jaxpr(jax.jit(functools.partial(_over_one, eqn)))(*inputs)
+            (self._calls[key],) = traced.eqns
+        where = eqn.source_info
+        return self._calls[key].replace(invars=eqn.invars, outvars=eqn.outvars, source_info=where)
+
+    def effects(self, of: Any) -> Any:
+        """Leaves out the effect of naming it."""
+        return {e for e in of.effects if getattr(e, "name", None) != DATA}
+
+
+def _over_one(eqn: Any, *values: jax.Array) -> Any:
+    if eqn.params.get("perm") == ():  # a shift to the next replica, of which vmap wants one
+        return list(map(jnp.zeros_like, values))
+    groups = {"axis_index_groups": None} if "axis_index_groups" in eqn.params else {}
+
+    def bound(_: Any, *values: jax.Array) -> Any:
+        return eqn.primitive.bind(*values, **{**eqn.params, **groups})
+
+    # All is batched: JAX's all_to_all of what is not has another shape (JAX 0.10.2).
+    outs = jax.vmap(bound, axis_name=DATA)(jnp.zeros(1), *(x[None] for x in values))
+    return jax.tree.map(lambda x: x[0], outs)
 
 
 def called_body(eqn: Any) -> Any:

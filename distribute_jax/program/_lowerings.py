@@ -5,7 +5,6 @@ It is lowered through ``shard_map`` or ``pmap``.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import time
@@ -38,7 +37,7 @@ from distribute_jax._mesh import (
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import FROM_OLD, Combine, combined, keeps_own_values
 from distribute_jax.program._hlo import has_exchange_in_branch
-from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, has_effects, names_axis
+from distribute_jax.program._jaxprs import ClosedJaxpr, has_effects, without_axis
 from distribute_jax.program._options import Lowering
 from distribute_jax.program._plan import Plan, model_shaped
 from distribute_jax.program._trace import Call, Traced, abstract, global_value, state_outputs
@@ -293,14 +292,6 @@ Compiled = Callable[..., list[Any]]
 Compile = Callable[[FlatStep], Compiled]
 
 
-def maps_shards(mesh: Mesh) -> bool:
-    """Returns whether a step is compiled through ``shard_map`` here.
-
-    XLA's partitioner fails on a sum over a manual axis of size 1 beside automatic ones (JAX 0.10.2).
-    """
-    return mesh.shape[DATA] > 1 or mesh.size == 1
-
-
 def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
     """Compiles a function of global arrays; XLA partitions what is not mapped over the mesh."""
     options = _compiler_options(step)
@@ -365,7 +356,7 @@ def _check_exchanges(step: FlatStep, compiled: Any) -> None:
 
 def compile_shard_map(step: FlatStep) -> Compiled:
     """Compiles a step of one replica for the mesh; the result takes and gives flat global arrays."""
-    if not maps_shards(step.mesh):
+    if step.mesh.shape[DATA] == 1:
         return compile_for_mesh(step, _one_replica(step))
     mapped = jax.shard_map(
         step.function,
@@ -393,46 +384,21 @@ def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
     return options or None
 
 
-def _one_replica(step: FlatStep) -> Compiled:
-    """Returns the step of the only replica over the global arrays, which are its parts."""
-    with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
-        body = jax.make_jaxpr(step.function, axis_env=[(DATA, 1)])(*step.avals)
-    function: Compiled = jex_core.jaxpr_as_fun(without_axis(body))
-    return function
+def _one_replica(replica: FlatStep) -> Compiled:
+    """Returns the step of the only replica over the global arrays, which are its parts.
 
+    Its collectives would cost a copy of what they reduce (CPU), and XLA's partitioner fails on a sum over a
+    manual axis of size 1 beside automatic ones (JAX 0.10.2).
+    """
+    with jax.sharding.use_abstract_mesh(inside_replica(replica.mesh)):
+        body = jax.make_jaxpr(replica.function, axis_env=[(DATA, 1)])(*replica.avals)
+    function = jex_core.jaxpr_as_fun(without_axis(body))
 
-def without_axis(body: Any) -> Any:
-    """Returns the program of the only replica as one that does not name the axis of the replicas."""
-    return _WithoutAxis(DATA, "").closed(body)
+    def step(*flat: Any) -> list[Any]:
+        outs: list[Any] = function(*flat)
+        return outs
 
-
-class _WithoutAxis(RenamedAxis):
-    """Removes an axis of size 1. Only the collectives go through ``vmap``, not what it cannot batch."""
-
-    def equation(self, eqn: Any) -> Any:
-        """Returns what a collective over the axis computes as one equation that does not name it."""
-        if not names_axis(eqn, DATA):
-            return super().equation(eqn)
-        inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        (call,) = jax.make_jaxpr(jax.jit(functools.partial(_over_one, eqn)))(*inputs).eqns
-        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
-
-    def effects(self, of: Any) -> Any:
-        """Leaves out the effect of naming it."""
-        return {e for e in of.effects if getattr(e, "name", None) != DATA}
-
-
-def _over_one(eqn: Any, *values: jax.Array) -> Any:
-    if eqn.params.get("perm") == ():  # a shift to the next replica, of which vmap wants one
-        return list(map(jnp.zeros_like, values))
-    groups = {"axis_index_groups": None} if "axis_index_groups" in eqn.params else {}
-
-    def bound(_: Any, *values: jax.Array) -> Any:
-        return eqn.primitive.bind(*values, **{**eqn.params, **groups})
-
-    # All is batched: JAX's all_to_all of what is not has another shape (JAX 0.10.2).
-    outs = jax.vmap(bound, axis_name=DATA)(jnp.zeros(1), *(x[None] for x in values))
-    return jax.tree.map(lambda x: x[0], outs)
+    return step
 
 
 def _apart(array: Any, replicas: int) -> jax.Array:

@@ -22,8 +22,16 @@ from jax import export
 
 from distribute_jax._errors import ArgumentError, LoweringError, ProcessesDifferError
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
-from distribute_jax.program._jaxprs import Values, equations, line, name, opened, start, value_of
-from distribute_jax.program._lowerings import without_axis
+from distribute_jax.program._jaxprs import (
+    Values,
+    equations,
+    line,
+    name,
+    opened,
+    start,
+    value_of,
+    without_axis,
+)
 from distribute_jax.program._rows import Ids, Needs, Rows, filled
 from distribute_jax.program._trace import Call
 

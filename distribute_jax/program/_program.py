@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distribute_jax._errors import LoweringError, StepFailedError
-from distribute_jax._mesh import cores_per_replica, replicas_per_device
+from distribute_jax._mesh import DATA, cores_per_replica, replicas_per_device
 from distribute_jax._messages import error_text, listed
 from distribute_jax._user_frames import log_once
 from distribute_jax.program._in_turn import InTurn, in_turn
@@ -26,7 +26,6 @@ from distribute_jax.program._lowerings import (
     by_equation,
     flat_step,
     in_one_equation,
-    maps_shards,
     returned_arguments,
     with_token,
 )
@@ -133,9 +132,8 @@ def build(
     sharded = (*sharded, *(None,) * traced.sizes[1], *call.arguments.shardings)
     shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
     several = replicas_per_device(call.mesh) > 1
-    in_shards = is_jit and maps_shards(call.mesh) and not shares
     order, kept, read = input_order(traced)
-    evaluate = in_one_equation if in_shards and not several else by_equation
+    evaluate = in_one_equation if is_jit and not shares and not several else by_equation
     step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
     donated_state = 0
     if options.donate_state and is_jit and _can_donate(traced):
@@ -167,7 +165,7 @@ def build(
 
 def _check_callbacks(traced: Traced, mesh: Mesh, of_state: Mesh) -> None:
     """Refuses callbacks that return arrays beside automatic axes or two meshes, where JAX has none."""
-    if of_state == mesh and (cores_per_replica(mesh) == 1 or not maps_shards(mesh)):
+    if of_state == mesh and (cores_per_replica(mesh) == 1 or mesh.shape[DATA] == 1):
         return
     for eqn in equations(traced.jaxpr.jaxpr):
         if name(eqn) in ("pure_callback", "io_callback"):

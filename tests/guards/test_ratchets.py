@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_694,
-    lines_of_tests: 50_207,
+    lines: 52_709,
+    lines_of_tests: 50_209,
     files: 230,
     pieces: 1,
     private_words: 9,
