@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from distribute_jax._absent import missing
@@ -15,7 +15,6 @@ from distribute_jax._checks import check_methods, checked
 def lazy_exports(
     namespace: dict[str, Any],
     parts: Mapping[str, Sequence[str]],
-    public: str | None = None,
     core: Sequence[str] = (),
 ) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a module that loads others of its package when they are first read.
@@ -24,7 +23,6 @@ def lazy_exports(
         namespace: the globals of the module; a name that was read is kept there.
         parts: the modules directly below the package, with the names that it takes from each. The
             modules themselves can be read too.
-        public: where users import the names from, if not from the package.
         core: modules below the package that hold all other names of its ``__all__``, and load together.
     """
     package, module = namespace["__package__"], namespace["__name__"]
@@ -39,7 +37,7 @@ def lazy_exports(
                 for each in namespace["__all__"]:
                     if each in found and each not in {*home, *parts}:
                         namespace.setdefault(each, found[each])
-            publish(namespace, namespace["__all__"], public or package)
+            publish(namespace, namespace["__all__"], package)
             return namespace[name]
         if name not in home:
             raise missing(
@@ -53,10 +51,21 @@ def lazy_exports(
         # An object may come from a class that no one has read yet, as the optimizer of a model.
         loaded = {each: vars(part)[each] for each in parts[home[name]] if each in vars(part)}
         namespace.update(loaded)
-        publish(namespace, [name, *loaded], public or module)
+        publish(namespace, [name, *loaded], module)
         return namespace[name]
 
     return load
+
+
+def public_names(namespace: Mapping[str, Any]) -> list[str]:
+    """Returns the sorted names that a public package has imported for its users."""
+    return sorted(
+        name
+        for name, value in namespace.items()
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType)
+        and getattr(value, "__module__", "") != __name__
+    )
 
 
 def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> None:

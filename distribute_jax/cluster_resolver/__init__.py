@@ -5,43 +5,36 @@ that JAX users have. ``_base`` holds the base class, ``_spec`` the jobs and addr
 ``_detect`` the order in which ``detect()`` tries the resolvers, ``_http`` the requests to Google's services.
 """
 
-from distribute_jax._lazy import publish
-from distribute_jax.cluster_resolver._base import ClusterResolver
-from distribute_jax.cluster_resolver._detect import detect
-from distribute_jax.cluster_resolver._gce import GCEClusterResolver
+from distribute_jax._lazy import public_names, publish
+from distribute_jax.cluster_resolver._base import ClusterResolver as ClusterResolver
+from distribute_jax.cluster_resolver._detect import detect as detect
+from distribute_jax.cluster_resolver._gce import GCEClusterResolver as GCEClusterResolver
 from distribute_jax.cluster_resolver._kubernetes import (
-    KubernetesClusterResolver,
-    KubernetesExecutableLocation,
+    KubernetesClusterResolver as KubernetesClusterResolver,
+    KubernetesExecutableLocation as KubernetesExecutableLocation,
 )
 from distribute_jax.cluster_resolver._launchers import (
-    LaunchedClusterResolver,
-    OpenMPIClusterResolver,
-    TorchrunClusterResolver,
+    LaunchedClusterResolver as LaunchedClusterResolver,
+    OpenMPIClusterResolver as OpenMPIClusterResolver,
+    TorchrunClusterResolver as TorchrunClusterResolver,
 )
-from distribute_jax.cluster_resolver._sage_maker import SageMakerClusterResolver
-from distribute_jax.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
-from distribute_jax.cluster_resolver._slurm import SlurmClusterResolver
-from distribute_jax.cluster_resolver._spec import ClusterSpec
-from distribute_jax.cluster_resolver._tf_config import TFConfigClusterResolver
-from distribute_jax.cluster_resolver._tpu import TPUClusterResolver, TPUSystemMetadata
+from distribute_jax.cluster_resolver._sage_maker import (
+    SageMakerClusterResolver as SageMakerClusterResolver,
+)
+from distribute_jax.cluster_resolver._simple import (
+    SimpleClusterResolver as SimpleClusterResolver,
+    UnionResolver as UnionResolver,
+)
+from distribute_jax.cluster_resolver._slurm import SlurmClusterResolver as SlurmClusterResolver
+from distribute_jax.cluster_resolver._spec import ClusterSpec as ClusterSpec
+from distribute_jax.cluster_resolver._tf_config import (
+    TFConfigClusterResolver as TFConfigClusterResolver,
+)
+from distribute_jax.cluster_resolver._tpu import (
+    TPUClusterResolver as TPUClusterResolver,
+    TPUSystemMetadata as TPUSystemMetadata,
+)
 
-__all__ = [
-    "ClusterResolver",
-    "ClusterSpec",
-    "GCEClusterResolver",
-    "KubernetesClusterResolver",
-    "KubernetesExecutableLocation",
-    "LaunchedClusterResolver",
-    "OpenMPIClusterResolver",
-    "SageMakerClusterResolver",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "TPUClusterResolver",
-    "TPUSystemMetadata",
-    "TorchrunClusterResolver",
-    "UnionResolver",
-    "detect",
-]
+__all__ = public_names(globals())
 
 publish(globals(), __all__, "distribute_jax.cluster_resolver")

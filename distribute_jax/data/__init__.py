@@ -8,33 +8,28 @@ the user iterates. ``_split`` also decides which part of a source a process read
 several processes end an epoch together.
 """
 
-from distribute_jax._lazy import publish
-from distribute_jax.data._dataset import DistributedDataset, DistributedIterator, OptionalElement
-from distribute_jax.data._options import (
-    AutoShardPolicy,
-    DatasetCreator,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    PartialPolicy,
+from distribute_jax._lazy import public_names, publish
+from distribute_jax.data._dataset import (
+    DistributedDataset as DistributedDataset,
+    DistributedIterator as DistributedIterator,
+    OptionalElement as OptionalElement,
 )
-from distribute_jax.data.sources import ArrayDataset, FileDataset, from_arrays, from_files
+from distribute_jax.data._options import (
+    AutoShardPolicy as AutoShardPolicy,
+    DatasetCreator as DatasetCreator,
+    InputContext as InputContext,
+    InputOptions as InputOptions,
+    InputReplicationMode as InputReplicationMode,
+    PartialPolicy as PartialPolicy,
+)
+from distribute_jax.data.sources import (
+    ArrayDataset as ArrayDataset,
+    FileDataset as FileDataset,
+    from_arrays as from_arrays,
+    from_files as from_files,
+)
 
-__all__ = [
-    "ArrayDataset",
-    "AutoShardPolicy",
-    "DatasetCreator",
-    "DistributedDataset",
-    "DistributedIterator",
-    "FileDataset",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "OptionalElement",
-    "PartialPolicy",
-    "from_arrays",
-    "from_files",
-]
+__all__ = public_names(globals())
 
 publish(
     globals(),

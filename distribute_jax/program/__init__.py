@@ -10,69 +10,51 @@ and ``_verify`` check results, ``_across_processes`` the other processes.
 """
 
 from distribute_jax.program._aggregation import (
-    Combine,
-    MergeRule,
-    moments_combined,
-    register_aggregation,
-    register_merge,
+    Combine as Combine,
+    MergeRule as MergeRule,
+    moments_combined as moments_combined,
+    register_aggregation as register_aggregation,
+    register_merge as register_merge,
 )
-from distribute_jax.program._ahead_of_time import PlanTable, StepPlan, plan, plan_table
-from distribute_jax.program._binding import one_at_a_time
-from distribute_jax.program._failures import is_runtime_failure
-from distribute_jax.program._halves import Halves, ServerHalf, build_halves
-from distribute_jax.program._hlo import Collective
-from distribute_jax.program._options import RunOptions, library_options
-from distribute_jax.program._part import LoadedPart, Part, export_part, load_part
+from distribute_jax.program._ahead_of_time import (
+    PlanTable as PlanTable,
+    StepPlan as StepPlan,
+    plan as plan,
+    plan_table as plan_table,
+)
+from distribute_jax.program._binding import one_at_a_time as one_at_a_time
+from distribute_jax.program._failures import is_runtime_failure as is_runtime_failure
+from distribute_jax.program._halves import (
+    Halves as Halves,
+    ServerHalf as ServerHalf,
+    build_halves as build_halves,
+)
+from distribute_jax.program._hlo import Collective as Collective
+from distribute_jax.program._options import (
+    RunOptions as RunOptions,
+    library_options as library_options,
+)
+from distribute_jax.program._part import (
+    LoadedPart as LoadedPart,
+    Part as Part,
+    export_part as export_part,
+    load_part as load_part,
+)
 from distribute_jax.program._placement import (
-    ParameterDevice,
-    Path,
-    PlacedLeaf,
-    Replicas,
-    modules_of,
+    ParameterDevice as ParameterDevice,
+    Path as Path,
+    PlacedLeaf as PlacedLeaf,
+    Replicas as Replicas,
+    modules_of as modules_of,
 )
-from distribute_jax.program._placement_rules import Rules
-from distribute_jax.program._preparation import PreparationClock
-from distribute_jax.program._random import same_on_all_replicas
-from distribute_jax.program._replica_context import MergedValues, ReplicaContext
-from distribute_jax.program._results import per_example
-from distribute_jax.program._run import Runner
-from distribute_jax.program._state_placement import snapshot
-from distribute_jax.program._verify import results_are_parts
-
-__all__ = [
-    "Collective",
-    "Combine",
-    "Halves",
-    "LoadedPart",
-    "MergeRule",
-    "MergedValues",
-    "ParameterDevice",
-    "Part",
-    "Path",
-    "PlacedLeaf",
-    "PlanTable",
-    "PreparationClock",
-    "ReplicaContext",
-    "Replicas",
-    "Rules",
-    "RunOptions",
-    "Runner",
-    "ServerHalf",
-    "StepPlan",
-    "build_halves",
-    "export_part",
-    "is_runtime_failure",
-    "library_options",
-    "load_part",
-    "modules_of",
-    "moments_combined",
-    "one_at_a_time",
-    "per_example",
-    "plan",
-    "plan_table",
-    "register_aggregation",
-    "register_merge",
-    "results_are_parts",
-    "same_on_all_replicas",
-    "snapshot",
-]
+from distribute_jax.program._placement_rules import Rules as Rules
+from distribute_jax.program._preparation import PreparationClock as PreparationClock
+from distribute_jax.program._random import same_on_all_replicas as same_on_all_replicas
+from distribute_jax.program._replica_context import (
+    MergedValues as MergedValues,
+    ReplicaContext as ReplicaContext,
+)
+from distribute_jax.program._results import per_example as per_example
+from distribute_jax.program._run import Runner as Runner
+from distribute_jax.program._state_placement import snapshot as snapshot
+from distribute_jax.program._verify import results_are_parts as results_are_parts
