@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import signal
@@ -39,8 +38,8 @@ class Preemption:
 
     The request is SIGTERM to any process, or comes from a function that asks the platform. At each
     boundary between two steps the loop asks :meth:`reached`. Whichever process got it, all stop at the
-    same step: process 0 proposes one, each process agrees if it has not come to it yet, and until that is
-    decided none goes beyond it. A process that got a request ends in any case after the grace period.
+    same step: each tells how far it is and waits at its next boundary until all have told; they stop at the
+    first boundary that none has passed. A process that got a request ends in any case after the grace period.
 
     Args:
         grace_seconds: how long a process that got a request may take.
@@ -55,13 +54,13 @@ class Preemption:
         self._job = current_job()
         self._folder = f"preempt/{next(_blocks)}/"
         self._changed = threading.Condition()
-        self._is_signalled = self._is_over = False
+        self._is_signalled = False
         self.requested_at: float | None = None
         """When this process got a request, on the clock of ``time.monotonic()``."""
         self._deadline: threading.Timer | None = None
         self._step = 0
-        self._round = -1
-        self._tentative: int | None = None
+        self._is_waiting = False
+        """Whether the loop waits at its next boundary for the step to be known."""
         self._stop_at: int | None = None
         self._ended = threading.Event()
         self._exits = contextlib.ExitStack()
@@ -102,12 +101,9 @@ class Preemption:
         self._step = step
         if self._job.is_alone:
             return self.requested_at is not None
-        if self._tentative is None and self._stop_at is None:
-            return False
-        with self._changed, doing("agreeing on a step to stop at"):
-            self._changed.wait_for(
-                lambda: self._tentative is None or step < self._tentative or self._ended.is_set()
-            )
+        if self._is_waiting:
+            with self._changed, doing("agreeing on a step to stop at"):
+                self._changed.wait_for(lambda: not self._is_waiting or self._ended.is_set())
         return self._stop_at is not None and step >= self._stop_at
 
     def _on_sigterm(self) -> None:
@@ -138,67 +134,28 @@ class Preemption:
                 self._request("termination_watcher_fn")
                 return
 
-    # The agreement; everything below runs in the thread.
-
     def _agree(self) -> None:
+        """Agrees with the other processes on a step, in a thread, once one of them got a request."""
         with contextlib.suppress(
             jax.errors.JaxRuntimeError
         ):  # process 0 is gone, and the job with it
-            while not self._ended.wait(_POLL_SECONDS) and not self._is_over:
-                self._poll()
+            while not self._ended.wait(_POLL_SECONDS) and not self._is_decided():
+                pass
         with self._changed:
-            self._tentative = None if self._stop_at is None else self._tentative
+            self._is_waiting = False
             self._changed.notify_all()
 
-    def _poll(self) -> None:
+    def _is_decided(self) -> bool:
+        """Tells how far this process is, and returns whether it is known where all stop, if they do."""
         entries = self._job.store.under(self._folder)
-        if not any(key.startswith("requested/") for key in entries):
-            return
-        if any(key.startswith("done/") for key in entries):
-            self._decide(None, is_over=True)
-            return
-        if f"at/{self._job.index}" not in entries:
+        if any(key.startswith("requested/") for key in entries) and not self._is_waiting:
+            self._is_waiting = True  # first, so that the loop does not pass another boundary unseen
             self._put(f"at/{self._job.index}", str(self._step))
-        if self._job.index == 0:
-            self._propose(entries)
-        if "proposal" in entries:
-            self._answer(*json.loads(entries["proposal"]))
-        if f"decision/{self._round}" in entries:
-            is_stop = entries[f"decision/{self._round}"] == "stop"
-            self._decide(self._tentative if is_stop else None, is_over=is_stop)
-
-    def _propose(self, entries: dict[str, str]) -> None:
-        """Proposes a step as process 0, and decides once all have answered."""
-        processes = range(self._job.count)
-        steps = [int(entries[f"at/{i}"]) for i in processes if f"at/{i}" in entries]
-        if len(steps) < self._job.count:
-            return
-        number, _ = json.loads(entries.get("proposal", "[-1, 0]"))
-        if number >= 0:
-            answers = [entries.get(f"answer/{number}/{i}") for i in processes]
-            if None in answers:
-                return
-            is_stop = all(answer == "yes" for answer in answers)
-            self._put(f"decision/{number}", "stop" if is_stop else "again")
-            if is_stop:
-                return
-        # Far enough ahead that all hear of it before they come there; twice as far each time.
-        ahead = max(self._step, *steps) + 2 ** (number + 2)
-        self._put("proposal", json.dumps([number + 1, ahead]))
-
-    def _answer(self, number: int, step: int) -> None:
-        if number == self._round:
-            return
-        with self._changed:
-            self._round = number
-            is_ahead = self._step < step
-            self._tentative = step if is_ahead else None
-        self._put(f"answer/{number}/{self._job.index}", "yes" if is_ahead else "no")
-
-    def _decide(self, stop_at: int | None, *, is_over: bool) -> None:
-        with self._changed:
-            self._stop_at, self._tentative, self._is_over = stop_at, None, is_over
-            self._changed.notify_all()
+        steps = [int(step) for key, step in entries.items() if key.startswith("at/")]
+        if len(steps) == self._job.count:
+            self._stop_at = max(steps) + 1
+            return True
+        return any(key.startswith("done/") for key in entries)  # its loop has ended
 
     def _put(self, key: str, text: str) -> None:
         self._job.store.put(f"{self._folder}{key}", text)
