@@ -19,11 +19,8 @@ def lazy_exports(
 ) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a module that loads others of its package when they are first read.
 
-    Args:
-        namespace: the globals of the module; a name that was read is kept there.
-        parts: the modules directly below the package, with the names that it takes from each. The
-            modules themselves can be read too.
-        core: modules below the package that hold all other names of its ``__all__``, and load together.
+    ``parts`` are those with the names that the module takes from each; ``core`` are those that hold all other
+    names of its ``__all__``, and load together. A name that was read is kept in the namespace.
     """
     package, module = namespace["__package__"], namespace["__name__"]
     home = {name: part for part, names in parts.items() for name in names}

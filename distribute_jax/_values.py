@@ -94,11 +94,7 @@ class DistributedValues:
         return f"PerReplica:{{{parts}}}"
 
     def __format__(self, spec: str) -> str:
-        """Formats as ``str`` does.
-
-        Raises:
-            TypeError: a format of numbers, such as ``.3f``.
-        """
+        """Formats as ``str`` does; a TypeError for a format of numbers, such as ``.3f``."""
         return format(str(self), spec) if not spec or spec[-1] == "s" else _no_arithmetic(self)
 
     def __getattr__(self, name: str) -> NoReturn:

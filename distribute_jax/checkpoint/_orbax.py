@@ -185,11 +185,7 @@ The names and shapes of the module and of the one that was saved must be the sam
 
 
 def flax_folder(path: str | os.PathLike[str]) -> Path | None:
-    """Returns the folder in which Orbax wrote a tree for plain Flax; None where none is at a path.
-
-    Raises:
-        CheckpointError: there are several, as the steps and items of Orbax's ``CheckpointManager``.
-    """
+    """Returns the folder in which Orbax wrote one tree for plain Flax; None where none is at a path."""
     place = Path(path)
     if (place / _TREE).exists():
         return place.absolute()
@@ -231,11 +227,7 @@ def assign(variable: nnx.Variable[Any], new: Any) -> None:
 
 
 def load_flax(folder: Path, module: nnx.Module) -> None:
-    """Sets the weights of a module to those of a folder, or on an error none.
-
-    Raises:
-        CheckpointError: their names or shapes differ.
-    """
+    """Sets the weights of a module to those of a folder; none where names or shapes differ."""
     graph = [(tuple(map(str, path)), node) for path, node in nnx.iter_graph(module)]
     variables = {path: node for path, node in graph if isinstance(node, nnx.Variable)}
     wanted = {path: v for path, v in variables.items() if not isinstance(v, _NOT_WEIGHTS)}

@@ -52,16 +52,6 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
 
     At every moment the folder holds the old checkpoint or the new one, whole, also if the program is
     killed. The format is that of :class:`CheckpointManager`, and so is what a tree may hold.
-
-    Args:
-        path: the folder, or the URL of one in an object store; it is created, with the folders above it.
-        tree: an NNX object, or a pytree of objects, arrays and Python values.
-        overwrite: whether an older checkpoint at this place is replaced.
-
-    Raises:
-        CheckpointError: the tree holds what cannot be saved, or there is one and ``overwrite=False``.
-        CheckpointFileError: the folder cannot be written, or holds something else; or the processes of a
-            job do not all see it.
     """
     directory, name = _directory_and_name("save", path)
     check_place("save")
@@ -79,20 +69,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     """Puts what ``save`` saved into a tree of the same leaves, under any strategy.
 
     All processes of a job call it; each reads and compares what it puts on its devices, and all load or none.
-
-    Args:
-        path: the folder.
-        tree: as it was saved. NNX objects, variables and iterators are changed in place; other
-            entries of a dict are replaced in that dict. On an error nothing is changed.
-        partial: whether the checkpoint may have leaves that are not in the tree.
-
-    Returns:
-        The tree with the saved values: the same object for an NNX object or a dict.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or leaves are missing, extra, or of another shape or
-            dtype.
-        CheckpointDamagedError: what is there is not what was saved.
+    The tree is changed in place and returned; with ``partial`` the checkpoint may have more leaves.
     """
     check_place("load")
     # Below the folder no link is followed; the user's path may be one.

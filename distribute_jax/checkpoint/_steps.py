@@ -67,12 +67,7 @@ def prune(directory: Directory, keep: int | None, newest: int) -> None:
 
 
 class Schedule:
-    """Whether a step should be saved; without intervals every step should.
-
-    Args:
-        every_steps: when a multiple of this was reached or passed since the last save.
-        every_minutes: when this much time has passed since the last save, or since this was made.
-    """
+    """Whether a step should be saved: at its intervals since the last save, or without any at each step."""
 
     def __init__(self, every_steps: int | None, every_minutes: float | None) -> None:
         for name, every in {"every_steps": every_steps, "every_minutes": every_minutes}.items():

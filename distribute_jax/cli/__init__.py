@@ -15,11 +15,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code.
-
-    Args:
-        arguments: what follows the name of the command; that of this process if None.
-    """
+    """Runs a command, by default that of this process, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
     parser.add_argument(

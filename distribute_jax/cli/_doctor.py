@@ -72,11 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def findings(address: str | None) -> Iterator[Finding]:
-    """Checks everything, the cheap and likely first.
-
-    Args:
-        address: where process 0 listens; that of the detected cluster if None.
-    """
+    """Checks everything, the cheap and likely first; by default the cluster that is detected."""
     yield from versions()
     yield from devices()
     process = None
@@ -191,13 +187,7 @@ def is_loopback(host: str) -> bool:
 
 
 def coordinator(host: str, port: int, process: int | None) -> Iterator[Finding]:
-    """Checks that process 0 can listen there, or that the others can reach it.
-
-    Args:
-        host: its name or address.
-        port: its port.
-        process: which process this is; None to listen if the address is this machine's.
-    """
+    """Checks that process 0, or this machine if it has the address, can listen there, or be reached."""
     where = f"{host}:{port}"
     try:
         family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -195,11 +195,7 @@ def _differing(
 
 
 def heal(tree: PyTree) -> None:
-    """Replaces copies that differ by that of the majority, in the variables of NNX objects.
-
-    Raises:
-        OutOfSyncError: of some array no value is on more than half of the devices that should hold it.
-    """
+    """Replaces copies that differ by that of the majority, in NNX objects; raises where there is none."""
     nodes = jax.tree.leaves(tree, is_leaf=_is_branch)
     for node in nodes:
         for path, variable in nnx.iter_graph(node):

@@ -123,11 +123,7 @@ class DistributedDataset:
         return self._feed.cardinality
 
     def __len__(self) -> int:
-        """Returns ``cardinality``.
-
-        Raises:
-            TypeError: it is not known, or there is no end.
-        """
+        """Returns ``cardinality``; a TypeError if it is not known, or there is no end."""
         if self.cardinality is None:
             raise TypeError(
                 "The length of this dataset is not known before its end: its source has none. Count in the "

@@ -122,13 +122,7 @@ class ProcessSpec:
 
 
 class ProcessGroup:
-    """Starts processes together; on leaving the ``with`` block none of them is left.
-
-    Args:
-        specs: what to start.
-        sinks: returns what takes the standard output and the standard error of a process.
-        on_exit: called with each process when it has ended, in a separate thread.
-    """
+    """Starts processes together; on leaving the ``with`` block none of them is left."""
 
     def __init__(
         self,
@@ -179,13 +173,8 @@ class ProcessGroup:
 class ChildProcess:
     """A running process that ends with its supervisor.
 
-    Start it in a thread that outlives it: the kernel takes the end of that thread for the supervisor's.
-
-    Args:
-        spec: what to start.
-        sinks: what takes its standard output and its standard error.
-        on_exit: called in a separate thread as soon as it has ended, its output is read, and nothing of
-            its process group is left.
+    Start it in a thread that outlives it: the kernel takes the end of that thread for the supervisor's. It
+    has ended once its output is read and nothing of its process group is left.
     """
 
     def __init__(
@@ -266,13 +255,7 @@ def _read(stream: IO[bytes], sink: Sink) -> None:
 
 
 class Printer:
-    """A sink that prints the lines of one stream of one process, and keeps the last ones.
-
-    Args:
-        process: its number, printed in front of each line.
-        stream: where to; where its reader has closed it, lines are only kept.
-        lock: held while a line is written, so that lines of several processes do not mix.
-    """
+    """Prints the lines of one stream of one process, one at a time by the lock, and keeps the last ones."""
 
     def __init__(self, process: int, stream: BinaryIO, lock: threading.Lock) -> None:
         self._prefix = f"[{process}] ".encode()

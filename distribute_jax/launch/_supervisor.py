@@ -68,23 +68,7 @@ def supervise(
     longest_pause: float,
     grace: float,
 ) -> int:
-    """Runs a job to its end.
-
-    Args:
-        command: the path of an executable and its arguments.
-        environment: that of every process, before the job adds its variables.
-        processes: how many.
-        least: with how few of them the job goes on when some fail.
-        rejoin: after how many seconds with fewer it saves, and all are started again.
-        devices: how many simulated CPU devices each process has; None for those that JAX finds.
-        max_restarts: how many restarts in a row may bring no progress.
-        longest_pause: the longest pause before a restart, in seconds.
-        grace: how many seconds the processes have to save after a signal.
-
-    Returns:
-        The exit code: 0, that of the process that failed, 42 where all have saved and a signal stopped
-        this supervisor, or 128 plus the number of that signal.
-    """
+    """Runs a job to its end and returns its exit code, 42 where all saved; the options are launch's."""
     progress, inbox = Progress(), Inbox()
     name = secrets.token_hex(8)
     with (
@@ -326,12 +310,7 @@ def _simulated(devices: int, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def cache_folder(environment: Mapping[str, str]) -> str:
-    """Returns the folder for compiled programs that the environment names, or makes this user's.
-
-    Raises:
-        ClusterError: others can write to the folder, who could have JAX run what is in it, or it cannot be
-            made.
-    """
+    """Returns the folder for compiled programs that the environment names, or makes this user's, safely."""
     if CACHE in environment:
         set_folder = environment[CACHE]
         with suppress(OSError):  # not made yet, or the URL of a bucket

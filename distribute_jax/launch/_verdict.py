@@ -118,14 +118,7 @@ class AttemptOutcome:
 def decide(
     outcome: AttemptOutcome, progress: Progress, max_restarts: int, longest_pause: float = 0.0
 ) -> Verdict:
-    """Returns whether a job is restarted, with the progress of the next attempt.
-
-    Args:
-        outcome: how the attempt ended.
-        progress: how far the job had come before it.
-        max_restarts: how many restarts in a row may bring no progress; 0 for no restart at all.
-        longest_pause: the longest pause before a restart, in seconds.
-    """
+    """Returns whether a job is restarted, with the progress of the next attempt."""
     now = progress.after(outcome)
     if outcome.stop_signal is not None:
         return _stopped(outcome, now, outcome.stop_signal)

@@ -52,19 +52,7 @@ def connect(
     caller: str,
     collective_seconds: float | None = None,
 ) -> ClusterResolver:
-    """Connects this process with the others of its job, once; returns the resolver that describes them.
-
-    Args:
-        resolver: which processes there are; if None, those that are detected, or this one alone.
-        options: how long they wait for each other; the defaults if None.
-        caller: what the user called.
-        collective_seconds: after how long a collective between processes fails; ``step_seconds`` if None.
-
-    Raises:
-        BackendStartedError: JAX has begun to use this process's devices alone.
-        ClusterError: the processes cannot meet, or differ.
-        DeadlineExceededError: a process has not come in time.
-    """
+    """Connects this process with the others of its job, once; returns the resolver that describes them."""
     resolver = _detected(caller) if resolver is None else resolver
     options = options or ClusterOptions()
     count, index = resolver.num_processes, resolver.process_id

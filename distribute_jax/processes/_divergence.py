@@ -48,13 +48,7 @@ a PerReplica: strategy.experimental_distribute_values_from_function."""
 
 
 class KeyValueStore:
-    """The key-value store that ``jax.distributed`` keeps on process 0.
-
-    It uses no device, so it works while a step hangs, and before the first one.
-
-    Args:
-        client: of the coordination service.
-    """
+    """The key-value store of ``jax.distributed`` on process 0; it works while a step hangs, or before one."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -110,11 +104,6 @@ class ActionLog:
 
     Process 0 publishes its latest action. Each of the others compares the chain of the action with
     the same number; if that differs, it publishes its log, and process 0 names the first difference.
-
-    Args:
-        index: which process this is.
-        count: how many there are.
-        store: where logs are published.
     """
 
     def __init__(self, index: int, count: int, store: KeyValueStore) -> None:
@@ -130,15 +119,7 @@ class ActionLog:
         self._pending: deque[tuple[int, str]] = deque(maxlen=_PENDING)
 
     def record(self, text: str, value: bytes = b"") -> None:
-        """Adds what this process does now.
-
-        Args:
-            text: the action, as an error shows it.
-            value: what else must be the same.
-
-        Raises:
-            ProcessesDifferError: the processes diverged before.
-        """
+        """Adds what this process does now, as an error shows it, and a value that must be the same."""
         if self._message is not None:
             raise ProcessesDifferError(self._message)
         content = text.encode() + b"\0" + value
@@ -148,14 +129,7 @@ class ActionLog:
             self._actions.append(Action(self._number, self._chain.hex(), text))
 
     def compare(self, entries: dict[str, str]) -> str | None:
-        """Compares with the others; the watchdog calls it now and then.
-
-        Args:
-            entries: what is stored about the actions.
-
-        Returns:
-            The difference, once the main thread has had the time to raise it itself.
-        """
+        """Compares with the others; returns the difference if the main thread has not raised it in time."""
         if self._index == 0:
             self.publish()
             self._judge(entries)

@@ -93,18 +93,9 @@ class Job:
     def exchange(
         self, topic: str, text: str, seconds: float | None = None, place: str = ""
     ) -> list[str]:
-        """Sends a text to every process and returns that of each, in the order of the processes.
+        """Sends a text to every process and returns that of each, in their order; or raises on all that came.
 
-        All processes call it equally often for each topic.
-
-        Args:
-            topic: what it is about; each topic counts its rounds.
-            text: the text of this process.
-            seconds: how long to wait for the others; ``step_seconds`` if None.
-            place: where that is in the user's program, for messages; the topic if empty.
-
-        Raises:
-            DeadlineExceededError: a process has not come in time; on all that have.
+        All processes call it equally often for each topic. ``place`` is where that is in the user's program.
         """
         if self.is_alone:
             return [text]
@@ -132,15 +123,7 @@ class Job:
         return texts
 
     def barrier(self, name: str, seconds: float | None = None) -> None:
-        """Waits until every process has come here.
-
-        Args:
-            name: what the processes wait for.
-            seconds: how long; ``step_seconds`` if None.
-
-        Raises:
-            DeadlineExceededError: a process has not come in time.
-        """
+        """Waits until every process has come here."""
         self.exchange(f"barrier {name}", "", seconds)
 
     def _collect(self, folder: str, local: str, seconds: float) -> str:

@@ -38,12 +38,8 @@ class Preemption:
 
     The request is SIGTERM to any process, or comes from a function that asks the platform. At each
     boundary between two steps the loop asks :meth:`reached`. Whichever process got it, all stop at the
-    same step: each tells how far it is and waits at its next boundary until all have told; they stop at the
+    same step: each says how far it is and waits at its next boundary until all have; they stop at the
     first boundary that none has passed. A process that got a request ends in any case after the grace period.
-
-    Args:
-        grace_seconds: how long a process that got a request may take.
-        termination_watcher_fn: called each second in a separate thread; True means that the end is near.
     """
 
     def __init__(
@@ -90,14 +86,7 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def reached(self, step: int) -> bool:
-        """Returns whether to save now and exit.
-
-        Args:
-            step: how many steps are done; the same on all processes at the same boundary.
-
-        Returns:
-            True on all processes at the same boundary, at most once.
-        """
+        """Returns whether to save now and exit: on all processes after the same step, at most once."""
         self._step = step
         if self._job.is_alone:
             return self.requested_at is not None
@@ -146,7 +135,7 @@ class Preemption:
             self._changed.notify_all()
 
     def _is_decided(self) -> bool:
-        """Tells how far this process is, and returns whether it is known where all stop, if they do."""
+        """Publishes how far this process is; returns whether it is known where all stop, if they do."""
         entries = self._job.store.under(self._folder)
         if any(key.startswith("requested/") for key in entries) and not self._is_waiting:
             self._is_waiting = True  # first, so that the loop does not pass another boundary unseen

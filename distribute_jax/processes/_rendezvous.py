@@ -77,17 +77,7 @@ class Handshake:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Listens at an address of this machine, which no other program may listen at.
-
-    Args:
-        address: ``host:port``.
-
-    Returns:
-        The socket, and the ``host:port`` it is bound to: that interface and no other.
-
-    Raises:
-        ClusterError: another program listens there, or the host is not this machine.
-    """
+    """Listens at an address of this machine where no other program does; returns what it is bound to."""
     host, port = _split(address)
     try:
         family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -113,15 +103,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 def serve_rendezvous(
     listener: socket.socket, local: Handshake, count: int, seconds: float
 ) -> list[ProcessInfo]:
-    """Waits, as process 0, until all others have come, and lets them go on together.
-
-    Returns:
-        Where they run, in the order of the processes.
-
-    Raises:
-        DeadlineExceededError: a process has not come; all that have are told.
-        ProcessesDifferError: they disagree about what must be the same.
-    """
+    """Waits, as process 0, until all have come, or tells all why not; returns where they run, in order."""
     with listener, selectors.DefaultSelector() as selector:
         return _Server(listener, selector, local, count).run(seconds)
 
@@ -288,16 +270,7 @@ def _twice(first: Handshake, second: Handshake) -> str:
 def join_rendezvous(
     address: str, local: Handshake, count: int, seconds: float
 ) -> list[ProcessInfo]:
-    """Connects, as another process, to process 0 and waits until all may go on.
-
-    Returns:
-        Where the processes run, in their order.
-
-    Raises:
-        DeadlineExceededError: process 0, or another process, has not come.
-        ProcessesDifferError: the processes disagree about what must be the same.
-        ClusterError: another program listens at the address.
-    """
+    """Connects to process 0 and waits until all may go on; returns where they run, in order."""
     deadline = time.monotonic() + seconds
     connection = _connect(address, local, count, deadline, seconds)
     with connection, connection.makefile("rb") as lines:

@@ -25,11 +25,7 @@ Listener = Callable[[int | None, str], None]
 
 
 class StatusWriter:
-    """Writes this process's status; one thread at a time may write texts.
-
-    Args:
-        path: the file, made if missing; None for a status that nobody reads.
-    """
+    """Writes this process's status to a file, or nowhere; one thread at a time may write texts."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._memory = mmap.mmap(-1, SIZE) if path is None else _map(path)

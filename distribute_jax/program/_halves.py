@@ -188,20 +188,9 @@ def build_halves(
 ) -> Halves:
     """Traces and proves a step, and divides it among servers and the worker of a replica.
 
-    Args:
-        call: the step.
-        options: for the proof.
-        servers: how many there are.
-        known: the servers that store leaves of state which the updates of other steps use.
-        partitioner: decides which variables are stored in parts on several of them.
-        of_workers: how many of the last arguments are others on each worker; all, of a step of one replica.
-        sparse: reads and updates tables by rows, in a step of one replica: ``"exact"``, or ``"lazy"`` to
-            leave rows as they are that nobody looked up.
-
-    Raises:
-        OutOfSyncError: the step would leave other weights for each worker, as without a reduction.
-        LoweringError: it uses new weights again, or cannot be divided among servers.
-        ArgumentError: it reads state that has no meaning for workers, or makes variables.
+    ``known`` are the servers that store leaves of state which the updates of other steps use. The last
+    ``of_workers`` arguments differ on each worker; all do if None, in a step of one replica. Such a step
+    reads and updates ``sparse`` tables by rows: ``"lazy"`` leaves rows as they are that nobody looked up.
     """
     _check_state(call.binding)
     traced = trace(call)

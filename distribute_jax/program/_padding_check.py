@@ -312,11 +312,7 @@ has none, so the statistics would not be those of one device. The state is as be
 
 
 def check_batch_norms(entry: BoundProgram, counts: Sequence[int]) -> None:
-    """Refuses to update statistics from shares of different length.
-
-    Raises:
-        PaddingLeakError: names each ``nnx.BatchNorm`` whose statistics the step writes.
-    """
+    """Refuses to update the statistics of batch norms from shares of different length."""
     if len(set(counts)) == 1:
         return
     lines = written_batch_norms(entry)

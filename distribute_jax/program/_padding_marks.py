@@ -162,14 +162,8 @@ def lined_up(
 ) -> Rows:
     """Returns the rows along a dim whose entries are computed from those in the same place of operands.
 
-    Args:
-        dim: the dim of the result.
-        operands: what is known of them, and of the dim of each that becomes this one.
-        pad: computes what stands in the padding from what stands in that of the operands.
-        everywhere: whether each operand must have the dim.
-
-    Raises:
-        GaveUpError: rows come together with other rows.
+    ``operands`` come with the dim of each that becomes this one, and ``pad`` computes what stands in the
+    padding; each operand must have the dim if it is needed ``everywhere``.
     """
     known = [rows for _, rows in operands if rows is not None]
     layouts = {(r.outer, r.inner) for r in known if not r.is_uniform}

@@ -47,19 +47,9 @@ class RefsError(GaveUpError):
 def prove_padding(
     jaxpr: Any, other: Any, shares: tuple[int, int], in_marks: Sequence[Mark]
 ) -> list[Mark]:
-    """Finds what can be seen of the padding in each output of a padded step.
+    """Returns the mark of each output of a padded step, which is clean if nothing of the padding is in it.
 
-    Args:
-        jaxpr: The program of one replica, traced with counts of real examples.
-        other: The same step traced with shares of another length.
-        shares: The rows of a share in the first and in the second.
-        in_marks: For each input, which of its dims hold rows.
-
-    Returns:
-        The mark of each output. It is clean if neither rows nor a leak nor an amount are in it.
-
-    Raises:
-        GaveUpError: The program writes to refs, or is another one at the other length.
+    The step was traced with shares of two lengths; ``in_marks`` says which dims of an input hold rows.
     """
     return PaddingWalk(shares).run(jaxpr, other, in_marks)
 
@@ -317,12 +307,7 @@ Seen = tuple[str, Leak]
 
 
 def seen_padding(call: Call, entry: BoundProgram, larger: Traced | str) -> list[Seen]:
-    """Finds the outputs in which padding may be seen.
-
-    Returns:
-        The name of each, and where the padding comes in; an empty name where it is the whole step. None
-        at all if it is proved that no padding is seen.
-    """
+    """Returns the outputs in which padding may be seen, with where it comes in; an empty name is the step."""
     if isinstance(larger, str):
         return [("", Leak(f"it could not be traced with more rows ({larger})", False))]
     traced = entry.program.traced

@@ -133,12 +133,8 @@ def products(
 ) -> Mark:
     """Returns the mark of sums of products of two arrays.
 
-    Args:
-        pair: The equation.
-        marks: Those of both factors.
-        contracted: A dim of each factor, which are summed over together.
-        batch: A dim of each factor and the dim of the result that they become.
-        free: A factor (0 or 1), its dim, and the dim of the result that it becomes.
+    Over the ``contracted`` dims of both is summed; ``batch`` ones come with that of the result, and so does a
+    ``free`` one, after the number of its factor.
     """
     one, two = marks
     rows: list[Rows] = []

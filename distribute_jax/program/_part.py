@@ -229,11 +229,7 @@ class LoadedPart:
 
 
 def export_part(part: Part, platforms: Sequence[str]) -> bytes:
-    """Returns a program as bytes that ``load_part`` takes, for kinds of devices such as ``"cpu"``.
-
-    Raises:
-        LoweringError: it calls back into Python, or uses what JAX cannot export.
-    """
+    """Returns a program as bytes that ``load_part`` takes, for kinds of devices such as ``"cpu"``."""
     for eqn in equations(part.jaxpr.jaxpr):
         if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
             raise LoweringError(_CALLBACK.format(what=name(eqn), where=line(eqn)))
@@ -266,12 +262,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
 
 
 def load_part(data: bytes) -> LoadedPart:
-    """Returns the program that ``export_part`` made bytes of.
-
-    Raises:
-        ArgumentError: the bytes are not a program.
-        ProcessesDifferError: it is for another version of JAX, or for other devices.
-    """
+    """Returns the program that ``export_part`` made bytes of, with this version of JAX for such devices."""
     head, _, body = bytes(data).partition(b"\n")
     try:
         facts = json.loads(head)

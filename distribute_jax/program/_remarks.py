@@ -109,11 +109,7 @@ def remarks(
 ) -> tuple[tuple[Notice, ...], tuple[bool, ...]]:
     """Looks for numbers that are N times too small, drawn or computed equally on every replica.
 
-    Returns:
-        What is logged once, and for each array of the result whether it is a part of a mean.
-
-    Raises:
-        ArgumentError: a metric would average parts of a mean.
+    Returns what is logged once, and for each array of the result whether it is a part of a mean.
     """
     parts = parts_of_means(traced.jaxpr, num_replicas(call.mesh))
     notices = list(_equal_notices(call, traced, in_marks, combine))

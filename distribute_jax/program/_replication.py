@@ -72,20 +72,9 @@ class Proof(NamedTuple):
 def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
     """Finds which outputs of a per-replica program are the same on every replica.
 
-    Args:
-        jaxpr: The program of one replica, as ``jax.make_jaxpr`` returns it with their axis bound.
-        in_marks: For each input, why it may differ between replicas; empty if it does not.
-        axis_size: The number of replicas.
-
-    Returns:
-        The mark of each output: empty if it is proved mirrored, otherwise everything that may
-        make it differ, such as ``args[0]`` or ``axis_index at train.py:12``. And what makes replicas
-        diverge, such as ``the trip count of while at train.py:15``.
-
-    Raises:
-        DeadlockError: A collective over that axis stands under a condition or in a loop that may
-            go differently on different replicas.
-        OutOfSyncError: ``dj.Optimizer`` would sum gradients that are equal on all replicas already.
+    ``in_marks`` says for each input why it may differ. Returns the mark of each output: empty if it is proved
+    mirrored, otherwise all that may make it differ, as ``axis_index at train.py:12``; and what makes replicas
+    diverge, as ``the trip count of while at train.py:15``.
     """
     walk = Walk(axis_size)
     outs, _ = walk.run(jaxpr, in_marks, Control())

@@ -28,11 +28,7 @@ class Unknown:
 def per_example_results(
     call: Call, entry: BoundProgram, larger: Traced | str | None = None
 ) -> tuple[Any, ...]:
-    """Finds out which results have one row for each example, by tracing at another batch size.
-
-    Returns:
-        For each array of the result: True, False, or an ``Unknown`` that says why it is not known.
-    """
+    """Finds out which results have one row for each example, by tracing at another batch size."""
     results = entry.program.results
     shapes = _result_shapes(entry.program.traced, entry.state_size)
     larger = traced_larger(call) if larger is None else larger

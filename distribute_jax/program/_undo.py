@@ -49,12 +49,7 @@ class StepCounts(Unconditional):
 
 
 class Guard(nnx.Module):
-    """Decides on each step whether it changes state; after too many in a row that do not, none does.
-
-    Args:
-        what: what is wrong with a step that is skipped; ``{of}`` names the replica.
-        most: how many steps in a row may be skipped; None to skip none, and only count.
-    """
+    """Decides on each step whether it changes state; after ``most`` in a row that do not, none does."""
 
     def __init__(self, what: str, most: int | None) -> None:
         first = jnp.array([0, 0, 0, -1, -1, 1], jnp.int32)

@@ -108,10 +108,8 @@ _log = logging.getLogger("distribute_jax")
 def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunOptions) -> bool:
     """Runs the step both ways from copies of the state, and raises where they differ.
 
-    With ``verify="auto"`` only a step for which that is sure to tell something is compared.
-
-    Returns:
-        Whether it is enough to have compared this call, for steps that are compared once.
+    With ``verify="auto"`` only a step for which that is sure to tell something is compared. Returns whether
+    it is enough to have compared this call.
     """
     if num_replicas(call.mesh) == 1:
         return True

@@ -342,11 +342,7 @@ _MAIN = "__main__"
 
 
 def _name_of(function: Any) -> tuple[str, str, str]:
-    """Returns the module of a function, its file, and the function's name in it.
-
-    Raises:
-        ArgumentError: the name does not lead to the function.
-    """
+    """Returns the module of a function, its file, and the function's name in it, which must lead to it."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", None) or ""
     file = getattr(sys.modules.get(module), "__file__", None)

@@ -69,12 +69,7 @@ def check_factory(factory: Any) -> None:
 
 
 def named_factories(strategies: Any) -> dict[str, Any]:
-    """Returns factories by name; a list gets the names of its classes and functions.
-
-    Raises:
-        ValueError: it is neither list nor dict, holds what is not a factory, or a name is missing or used
-            twice.
-    """
+    """Returns factories by name; a list gets the names of its classes and functions, which must differ."""
     pairs: list[tuple[Any, Any]] = []
     if isinstance(strategies, Mapping):
         pairs = list(strategies.items())

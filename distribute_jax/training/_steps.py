@@ -154,14 +154,10 @@ STEPS = {"train": train, "test": test, "predict": predict, "replay": replay}
 def bind_step(
     kind: str, module: nnx.Module, setup: Setup, constants: tuple[Any, ...], model: Any = None
 ) -> Step:
-    """Returns a step of positional arguments for ``run``.
+    """Returns a step of positional arguments for ``run``, of a model if that overrides it.
 
-    Args:
-        kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``.
-        module: what the step trains or calls.
-        setup: what else it uses.
-        constants: what it reads of the setup: the user's functions, and numbers.
-        model: the model, if it overrides this step; nothing that it holds may hold the step.
+    ``constants`` is what it reads of the setup: the user's functions, and numbers. Nothing that the model
+    holds may hold the step.
     """
     # ``run`` looks for state in a step's closure, and not inside objects of the library, so all of it is
     # named there. It holds modules weakly, so the key of a program must not hold the setup either.

@@ -84,11 +84,7 @@ class Trainer:
         return self._steps[kind, weights]
 
     def replayed(self, batch: tuple[Any, ...], times: int = 2) -> dict[str, np.ndarray]:
-        """Computes the gradients of a batch again and again; returns hashes of each replica's, by variable.
-
-        Raises:
-            NotEqualError: a replica's are not the same bits each time.
-        """
+        """Computes the gradients of a batch several times; returns their hashes, which must be equal."""
         if self.overrides("train"):
             raise ArgumentError("A model that overrides train_step cannot be replayed.")
         with self._training():

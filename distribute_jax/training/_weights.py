@@ -391,19 +391,7 @@ def exported(
     platforms: Sequence[str] | None,
     batch_size: int | None,
 ) -> bytes:
-    """Returns a program that calls a module; where processes hold parts of it, all call this together.
-
-    Args:
-        forward: takes the module and the input.
-        module: its weights become constants.
-        x: arrays, for shapes and dtypes.
-        platforms: where it can run; None for those of ``PLATFORMS`` that have what the module uses.
-        batch_size: dim 0 of the inputs; None for any.
-
-    Raises:
-        LoweringError: JAX cannot export it.
-        MissingPackageError: flatbuffers is not installed.
-    """
+    """Returns a program that calls a module; where processes hold parts of it, all call this together."""
     if find_spec("flatbuffers") is None:
         raise MissingPackageError(
             "JAX writes exported programs with flatbuffers, which is not installed: "

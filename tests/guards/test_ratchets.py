@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_523,
+    lines: 52_212,
     lines_of_tests: 50_209,
     files: 230,
     pieces: 1,
-    private_words: 10,
+    private_words: 9,
     private_imports: 31,
 }
 
