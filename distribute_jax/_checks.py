@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FunctionType, NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
+from distribute_jax import _frames
 from distribute_jax._absent import KEYWORDS, foreign, is_ours
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._user_frames import hide_frames
@@ -168,7 +169,7 @@ def is_choice(value: Any, choices: Sequence[Any]) -> bool:
 def checked(function: _F) -> _F:
     """Returns a function that refuses arguments of another type than their annotations say.
 
-    Where a call does not fit its signature, it says what to write.
+    Where a call does not fit its signature, it says what to write. Errors show the user's lines only.
     """
     inner = inspect.unwrap(function)
     if function in _checked or not inspect.isfunction(inner):
@@ -182,6 +183,7 @@ def checked(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        depth = _frames.depth()
         try:
             for place, name, types, quick in known:
                 value = args[place] if place < len(args) else kwargs.get(name, _LEFT_OUT)
@@ -191,6 +193,8 @@ def checked(function: _F) -> _F:
                 refuse(f"{_called(inner, args)}: {name}", wanted, value, error=ArgumentTypeError)
             return function(*args, **kwargs)
         except BaseException as error:
+            # An interrupt at the first instruction of __exit__ leaves a scope open.
+            _frames.leave_to(depth)
             try:
                 if type(error) is TypeError:
                     _check_fits(inner, args, kwargs)

@@ -18,7 +18,7 @@ from distribute_jax._errors import DistributeError
 
 _LOG = logging.getLogger("distribute_jax")
 _logged: set[Hashable] = set()
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
@@ -52,16 +52,12 @@ R = TypeVar("R")
 
 VARIABLE = "DISTRIBUTE_JAX_FULL_TRACEBACK"
 
-_LIBRARY = str(Path(__file__).parent) + os.sep
 _BETWEEN = contextlib.__file__
 _NOTE_OF_JAX = "JAX has removed its internal frames"
 
 
 def frames_hidden(fn: Callable[P, R]) -> Callable[P, R]:
-    """Makes errors that leave a public function show the user's lines only, and leave no scope open.
-
-    ``DISTRIBUTE_JAX_FULL_TRACEBACK=1`` shows all.
-    """
+    """Makes errors of a special method show the user's lines only, as ``checked`` does of all others."""
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,7 +74,10 @@ def frames_hidden(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Takes the frames of this library out of the traceback of an error and of its causes."""
+    """Takes the frames of this library out of the traceback of an error and of its causes.
+
+    ``DISTRIBUTE_JAX_FULL_TRACEBACK=1`` shows all.
+    """
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
         return
     for each in _chain(error):
@@ -102,7 +101,7 @@ def _without_library(traceback: TracebackType | None) -> TracebackType | None:
     hidden = False
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        hidden = file.startswith(_LIBRARY) or (hidden and file == _BETWEEN)
+        hidden = file.startswith(_PACKAGE) or (hidden and file == _BETWEEN)
         if not hidden:
             kept.append(traceback)
         traceback = traceback.tb_next

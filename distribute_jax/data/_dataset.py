@@ -220,7 +220,6 @@ class DistributedIterator(Iterator[Any]):
 
     get_next = __next__
 
-    @frames_hidden
     def get_next_as_optional(self) -> OptionalElement:
         """The next element if there is one; at the end, an empty one, and no StopIteration."""
         return OptionalElement(*self._take())
@@ -253,7 +252,6 @@ class DistributedIterator(Iterator[Any]):
         """
         return dict(self._dataset._feed.state(self._epoch, self._progress))
 
-    @frames_hidden
     def restore(self, state: State) -> None:
         """Resumes where another pass was: its next batch comes next, and after it its next epoch.
 

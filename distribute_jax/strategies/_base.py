@@ -16,7 +16,6 @@ from distribute_jax._absent import answering
 from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
-from distribute_jax._user_frames import frames_hidden, hide_frames
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
@@ -222,13 +221,9 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
-        try:
-            self._enter_program("strategy.run")
-            _context.note_step()
-            return self._runner(fn, args, cast("Any", kwargs), options)
-        except BaseException as error:
-            hide_frames(error)
-            raise
+        self._enter_program("strategy.run")
+        _context.note_step()
+        return self._runner(fn, args, cast("Any", kwargs), options)
 
     @final
     def run_steps(
@@ -269,13 +264,9 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             >>> strategy.run_steps(lambda x: x.sum(), batches, steps=2).tolist()
             [2.0]
         """
-        try:
-            self._enter_program("strategy.run_steps")
-            _context.note_step()
-            return self._runner.steps(fn, iterator, steps, options)
-        except BaseException as error:
-            hide_frames(error)
-            raise
+        self._enter_program("strategy.run_steps")
+        _context.note_step()
+        return self._runner.steps(fn, iterator, steps, options)
 
     _ahead = 0
     """How many steps :meth:`_dispatch` may leave unfinished whose results are to come."""
@@ -302,7 +293,6 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         return self._runner.find_non_batched_results(fn, args)
 
     @final
-    @frames_hidden
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Any = None) -> PyTree:
         """Combines the replicas' values into one.
 
@@ -333,7 +323,6 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         return jax.tree.unflatten(treedef, reduce_values(op, leaves, axis, self._mesh))
 
     @final
-    @frames_hidden
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Joins the replicas' values along a dim, in replica order.
 
@@ -361,7 +350,6 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         return jax.tree.map(gather, value, is_leaf=is_value)
 
     @final
-    @frames_hidden
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns this process's per-replica values as a tuple, in replica order.
 
@@ -389,7 +377,6 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         )
 
     @final
-    @frames_hidden
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
     ) -> PyTree:

@@ -21,7 +21,6 @@ from distribute_jax._mesh import (
     split_sharding,
 )
 from distribute_jax._messages import PyTree, check_int_range, is_key, leaf_text
-from distribute_jax._user_frames import frames_hidden
 from distribute_jax._values import PerReplica, UnevenPerReplica
 from distribute_jax.data import DistributedDataset, InputContext, InputOptions, InputReplicationMode
 from distribute_jax.data._agreement import epoch_ends, worker_of
@@ -37,7 +36,6 @@ class InputMethods:
     """Whether ``InputReplicationMode.PER_REPLICA`` is offered; TensorFlow does not, everywhere."""
 
     @final
-    @frames_hidden
     def distribute_dataset(
         self: Any,
         dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
@@ -89,7 +87,6 @@ class InputMethods:
     experimental_distribute_dataset = distribute_dataset
 
     @final
-    @frames_hidden
     def distribute_datasets_from_function(
         self: Any,
         dataset_fn: Callable[[InputContext], Any],

@@ -19,7 +19,6 @@ from distribute_jax._messages import (
     is_array,
     leaf_text,
 )
-from distribute_jax._user_frames import frames_hidden
 from distribute_jax.processes import job_of
 from distribute_jax.program import Path, PlacedLeaf, Replicas, RunOptions, StepPlan, modules_of
 
@@ -30,7 +29,6 @@ class ModelMethods:
     """The part of a strategy that makes, places and plans a model."""
 
     @final
-    @frames_hidden
     def create(self: Any, make: Callable[[], M]) -> M:
         """Makes a model whose arrays are created where they are stored, so that no device holds all of it.
 
@@ -64,7 +62,6 @@ class ModelMethods:
             return _created(make, self._replicas)
 
     @final
-    @frames_hidden
     def placement(self: Any, model: Any) -> list[PlacedLeaf]:
         """Returns how the devices divide the state of a model, before anything runs.
 
@@ -97,7 +94,6 @@ class ModelMethods:
         return rows
 
     @final
-    @frames_hidden
     def plan(
         self: Any,
         step: StepFunction,

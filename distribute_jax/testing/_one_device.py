@@ -10,14 +10,12 @@ import jax
 from distribute_jax._checks import check_int
 from distribute_jax._errors import BackendStartedError
 from distribute_jax._messages import StepFunction
-from distribute_jax._user_frames import frames_hidden
 from distribute_jax._values import DistributedValues
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
 from distribute_jax.training import Model
 
 
-@frames_hidden
 def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) -> Any:
     """Runs a step on all replicas, and from a copy of the state on one device with the whole batch.
 

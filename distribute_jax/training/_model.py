@@ -112,7 +112,6 @@ class Model(Stored):
         with hint(module_hint):
             return module(*args, **kwargs)
 
-    @frames_hidden
     def compile(
         self,
         optimizer: Any = "rmsprop",
@@ -212,7 +211,6 @@ class Model(Stored):
         """
         return _steps.predict(self.module, self._predicting_trainer().setup, batch)
 
-    @frames_hidden
     def fit(
         self,
         x: Any = None,
@@ -282,7 +280,6 @@ class Model(Stored):
             with self.trainer.guard.enter("fit"):
                 return fit.run()
 
-    @frames_hidden
     def evaluate(
         self,
         x: Any = None,
@@ -324,7 +321,6 @@ class Model(Stored):
             logs = self.trainer.evaluate(**run)
         return as_keras(logs, return_dict)
 
-    @frames_hidden
     def predict(
         self,
         x: Any,
@@ -360,7 +356,6 @@ class Model(Stored):
         ) as run:
             return trainer.predict(**run)
 
-    @frames_hidden
     def train_on_batch(
         self,
         x: Any,
@@ -385,7 +380,6 @@ class Model(Stored):
             _, logs = self.trainer.epoch(**run)
         return as_keras(logs, return_dict)
 
-    @frames_hidden
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
@@ -394,7 +388,6 @@ class Model(Stored):
             logs = self.trainer.evaluate(**run)
         return as_keras(logs, return_dict)
 
-    @frames_hidden
     def predict_on_batch(self, x: Any) -> Any:
         """Computes the outputs for one batch of arrays."""
         trainer = self._predicting_trainer()

@@ -28,7 +28,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
-from distribute_jax._user_frames import frames_hidden, warn_user
+from distribute_jax._user_frames import warn_user
 from distribute_jax.checkpoint._orbax import assign, flax_folder, load_flax
 from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.processes import is_chief
@@ -294,7 +294,6 @@ class Stored(ABC):
             with _other_method("load_weights", "load", path):
                 checkpoint.load(path, {"module": self.module})
 
-    @frames_hidden
     def export(
         self,
         path: str | os.PathLike[str],

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_212,
+    lines: 52_183,
     lines_of_tests: 50_209,
     files: 230,
     pieces: 1,
