@@ -70,6 +70,10 @@ class DistributedDataset:
             "A distributed dataset yields batches in order: write `for batch in dataset:`, or "
             "next(iter(dataset)) for the first."
         )
+        __reduce__ = refusing(
+            "A distributed dataset holds the devices of its process, so it cannot be pickled. Send its "
+            "source, and call strategy.distribute_dataset(source) where the batches are used."
+        )
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class ReplicaContext:
         None when no distributed batch was passed to ``run``.
         """
         if self._counts is not None:
-            return self._counts.sum()
+            return self._counts.sum(dtype=jnp.int32)
         return None if self._share is None else self._share * self.num_replicas_in_sync
 
     def all_reduce(

@@ -31,6 +31,7 @@ _NEEDS_A_VALUE = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.TracerArrayConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
 
 _NO_NUMPY = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
@@ -116,6 +117,12 @@ _ORDER_REFUSED = ("ordered effects are not supported", "GlobalToLocalShape")
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
 
 
+# JAX's and Python's words for a value that is not known: of an f-string with a format, of a key of a dict.
+_NEEDED = re.compile(
+    r"concrete values|passed to \w+Tracer\.__format__|unhashable type: '\w+Tracer'"
+)
+
+
 # PyTorch's words, of functions in C, for what is not one of its tensors.
 _NO_TENSOR = re.compile(r"Tensor\b.*\w+Tracer\b|\w+Tracer\b.*Tensor\b|\(got \w+Tracer", re.DOTALL)
 
@@ -167,9 +174,7 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
     reason = text.partition("\n")[0]
     if not isinstance(error, DistributeError) and (framework := _foreign_caller(error)):
         return TracedValueError(_FOREIGN.format(fn=name, framework=framework, reason=reason))
-    if isinstance(error, _NEEDS_A_VALUE) or (
-        isinstance(error, TypeError) and "concrete values" in text
-    ):
+    if isinstance(error, _NEEDS_A_VALUE) or (isinstance(error, TypeError) and _NEEDED.search(text)):
         large = _large_numpy(call, error)
         message = _LARGE_NUMPY if large else _MESSAGE
         explanation = message.format(fn=name, names=", ".join(large), reason=reason)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context, _frames
 from distribute_jax._absent import answering
+from distribute_jax._checks import refusing
 from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
@@ -73,6 +74,10 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Strategy")
+        __reduce__ = refusing(
+            "A strategy holds the devices of its process, so it cannot be pickled. Make one in each process "
+            "that uses it."
+        )
 
     def __init__(
         self,

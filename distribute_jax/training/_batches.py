@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, leaf_text
@@ -207,6 +208,6 @@ def example_counts(x: PyTree) -> tuple[Any, Any]:
         )
     replica = get_replica_context()
     if replica.is_padded:
-        return replica.batch_mask.sum(), replica.real_examples
+        return replica.batch_mask.sum(dtype=jnp.int32), replica.real_examples
     rows = int(leaves[0].shape[0])
     return rows, rows * replica.num_replicas_in_sync

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from distribute_jax._absent import answering, missing
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_int, refusing
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._user_frames import frames_hidden
@@ -78,6 +77,11 @@ class Model(Stored):
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Model")
+        __reduce__ = __deepcopy__ = refusing(
+            "A dj.Model cannot be copied or pickled: its steps are compiled for devices. "
+            "Keep weights = model.get_weights(), for model.set_weights(weights), or model.save(folder); a "
+            "second model is dj.Model(nnx.clone(model.module)) in the scope, compiled."
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses Keras's way of freezing weights, which would be without effect."""
@@ -438,8 +442,8 @@ class Model(Stored):
     @contextmanager
     def _evaluating(self) -> Iterator[Callable[[nnx.Module, PyTree], PyTree]]:
         def predict(module: nnx.Module, x: PyTree) -> PyTree:
-            twin = copy.copy(self)
-            twin.module = module
+            twin = object.__new__(type(self))
+            vars(twin).update(vars(self), module=module)
             return twin.predict_step((x,))
 
         self._predicting_trainer()  # the twin has it too

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -79,6 +80,13 @@ def test_evaluate_and_predict_see_every_example_once(strategy: dj.MirroredStrate
         {"loss": 20.0, "mae": 4.0}
     )
     np.testing.assert_array_equal(model.predict(X[:7], batch_size=4), X[:7])
+
+
+def test_evaluation_of_a_partial_batch_with_64_bit_numbers(s2: dj.MirroredStrategy):
+    """The examples of each replica are counted in int32, as the state that they are added to."""
+    with jax.enable_x64(True):
+        model = made(s2, metrics=["mae"])
+        assert model.evaluate(X[:7], Y[:7], batch_size=4) == pytest.approx([20.0, 4.0])
 
 
 def test_sample_weights_scale_the_terms(strategy: dj.MirroredStrategy):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,10 @@ def dataset(strategy: dj.Strategy, *parts: Any) -> Any:
 def run(strategy: dj.Strategy, step: Callable[..., Any], *more: Any) -> Any:
     (batch,) = dataset(strategy, X)
     return strategy.run(step, args=(batch, *more))
+
+
+def replica_id() -> Any:
+    return dj.get_replica_context().replica_id_in_sync_group
 
 
 def generator(x: Any) -> Any:
@@ -103,6 +109,18 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a dict for a layer": (
         lambda s, _: model(s).fit({"a": X}, Y, 8, 1, 0), r"Linear, called with \['a'\] float32\[4,3\]"
     ),
+    "a copy of a model": (lambda s, _: copy.deepcopy(model(s)), r"model.get_weights\(\), for model.set_w"),
+    "a pickle of a model": (lambda s, _: pickle.dumps(model(s)), r"or model.save\(folder\)"),
+    "a pickle of a strategy": (lambda s, _: pickle.dumps(s), "Make one in each process"),
+    "a pickle of a dataset": (
+        lambda s, _: pickle.dumps(s.distribute_dataset([X])), r"Send its source, and call strategy.dist"
+    ),
+    "a pickle of a batch": (lambda s, _: pickle.dumps(*dataset(s, X)), r"Keep strategy.gather\(value, ax"),
+    "a format in a step": (lambda s, _: run(s, lambda x: f"{x.sum():.3f}"), "To print it write jax.debug"),
+    "a replica id as a key": (
+        lambda s, _: run(s, lambda x: {0: 1}[replica_id()]), "use jnp.where.*also with the replica id"
+    ),
+    "rows by a condition": (lambda s, _: run(s, lambda x: x[x > 0]), r"arrays use jnp.where\(condition"),
     "an item of the history": (lambda s, _: fit(s)["loss"], r"write history.history\['loss'\]"),
     "a metric as a number": (lambda s, _: float(dj.metrics.Mean()), r"float\(metric.compute\(\)\)"),
     "stop_training of a callback": (lambda s, _: fit(s, [Stops()]), "set self.model.stop_training"),
