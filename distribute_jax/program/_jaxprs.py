@@ -24,6 +24,7 @@ ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
 """A jaxpr with its constants. JAX 0.12 has one class for both, under both names."""
 
 _PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = "site-packages"
 _FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)? \(.*\)")
 
 
@@ -221,24 +222,25 @@ def name(eqn: Any) -> str:
 
 
 def line(eqn: Any, *, full_path: bool = False) -> str:
-    """Returns the user's line that made the equation, as ``file:line``."""
-    known = user_line(eqn, full_path=full_path)
-    return known or str(eqn.source_info.name_stack) or "an unknown line"
+    """Returns the user's line that made the equation, as ``file:line``; else that of another library."""
+    known = user_line(eqn, full_path=full_path) or str(eqn.source_info.name_stack)
+    others = (frame for frame in _frames(eqn) if not frame.startswith((_PACKAGE, "<frozen")))
+    return known or next(others, "an unknown line").rpartition(_INSTALLED)[2].lstrip("/\\")
 
 
 def user_line(eqn: Any, *, full_path: bool = False) -> str | None:
-    """Returns that line, or None for an equation of a function that JAX itself has traced."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
-    for frame in reversed(frames):
-        match = _FRAME.fullmatch(frame)
-        if match and not _is_library(match["file"]):
-            file = match["file"] if full_path else Path(match["file"]).name
-            return f"{file}:{match['line']}"
+    """Returns that line, or None for an equation of a function that a library itself has traced."""
+    for frame in _frames(eqn):
+        if not frame.startswith((_PACKAGE, "<frozen")) and _INSTALLED not in frame:
+            return frame if full_path else Path(frame).name
     return None
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith((_PACKAGE, "<frozen")) or "site-packages" in file
+def _frames(eqn: Any) -> Iterator[str]:
+    """Yields the lines on whose behalf JAX made an equation, the outermost first."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
+    matches = filter(None, map(_FRAME.fullmatch, reversed(frames)))
+    return (f"{match['file']}:{match['line']}" for match in matches)
 
 
 Values = dict[Any, Any]

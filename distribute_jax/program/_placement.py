@@ -144,13 +144,8 @@ class Replicas:
 
         The state of an optimizer is divided as its parameter, whose path its own path ends with.
         """
-        of_model: dict[Path, tuple[tuple[int, ...], Axes, str]] = {}
         pairs = list(zip(variables, paths, strict=True))
-        if self.rules is not None:
-            for variable, path in pairs:
-                if not isinstance(variable, nnx.OptState):
-                    shape = tuple(jnp.shape(variable.get_raw_value()))
-                    of_model[path] = shape, *self.rules.axes(path_text(path), variable, shape)
+        of_model = {path: v for v, path in pairs if not isinstance(v, nnx.OptState)}
         return [
             self._row(path, variable, leaf, of_model)
             for variable, path in pairs
@@ -162,7 +157,7 @@ class Replicas:
         path: Path,
         variable: nnx.Variable[Any],
         leaf: Any,
-        of_model: Mapping[Path, tuple[tuple[int, ...], Axes, str]],
+        of_model: Mapping[Path, nnx.Variable[Any]],
     ) -> PlacedLeaf:
         shape = tuple(jnp.shape(leaf))
         axes, why = self._model_axes(path, variable, shape, of_model)
@@ -216,19 +211,19 @@ class Replicas:
         path: Path,
         variable: nnx.Variable[Any],
         shape: tuple[int, ...],
-        of_model: Mapping[Path, tuple[tuple[int, ...], Axes, str]],
+        of_model: Mapping[Path, nnx.Variable[Any]],
     ) -> tuple[Axes, str]:
         whole: Axes = (None,) * len(shape)
         if self.rules is None or keeps_own_values(variable):
             return whole, ""
-        if not isinstance(variable, nnx.OptState):
-            _, axes, why = of_model[path]
-            return (axes, why) if len(axes) == len(shape) else (whole, "")
-        suffixes = (path[i:] for i in range(len(path)))
-        of_parameter = next((of_model[end] for end in suffixes if end in of_model), None)
-        if of_parameter is None or of_parameter[0] != shape:
-            return whole, ""
-        return of_parameter[1], of_parameter[2]
+        if isinstance(variable, nnx.OptState):
+            path = next((path[i:] for i in range(len(path)) if path[i:] in of_model), ())
+            if not path:
+                return whole, ""
+            variable = of_model[path]
+            if shape not in map(jnp.shape, jax.tree.leaves(variable.get_raw_value())):
+                return whole, ""
+        return self.rules.axes(path_text(path), variable, shape)
 
     def _check_divides(self, rows: Sequence[PlacedLeaf]) -> None:
         """Refuses a model of which nothing can be divided, although its parameters should be."""

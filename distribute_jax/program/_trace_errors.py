@@ -24,6 +24,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import is_array, leaf_text
+from distribute_jax._values import DistributedValues
 from distribute_jax.program._capture import is_library
 
 _NEEDS_A_VALUE = (
@@ -110,8 +111,31 @@ between them.
 Leave ordered=True out, jax.debug.print("{{}}", value), or run the step under a dj.OneDeviceStrategy."""
 
 
-# JAX's words for an ordered effect on several devices; the second where the step has no inputs.
-_ORDER_REFUSED = ("ordered effects are not supported", "GlobalToLocalShape")
+_DIVIDED = """\
+{fn} says over which devices an array is divided, but run has divided the batch and the state already: the \
+step is that of one replica.
+Leave with_sharding_constraint, shard_map, device_put to a mesh and set_mesh out. A replica is divided by \
+dj.ModelParallelStrategy, under which a step may name the axis 'model' of strategy.mesh.
+JAX says: {reason}"""
+
+
+_UNWRAPPED = """\
+{fn} calls checkify.check in a function that checkify.checkify does not wrap, which JAX cannot compile.
+Write error, result = checkify.checkify(f)(x) in the step, return the error, and after the step: \
+for error in strategy.experimental_local_results(error): error.throw()."""
+
+
+# JAX's words for what it cannot compile on several devices; the second where the step has no inputs.
+_NOT_COMPILED = {
+    r"ordered effects are not supported|GlobalToLocalShape": _ORDERED,
+    r"checkify\.check which was not": _UNWRAPPED,
+}
+
+# JAX's words for meshes, shardings and axes that do not fit those inside run.
+_OF_MESHES = re.compile(
+    r"manual axes|Auto axes|of type Auto|mesh passed to shard_map|found in mesh|size of the mesh"
+    r"|mesh\.axis_names|`set_mesh` can only|implies that array axis|inside jit with device ids"
+)
 
 # Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
@@ -189,7 +213,14 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
     if out_of_sight or isinstance(error, flax.errors.TraceContextError):
         message = next((t for part, t in _BY_WORDS.items() if part in text), _UNSEEN)
         return StaleCaptureError(message.format(fn=name, reason=reason))
-    return None
+    return _of_meshes(name, error)
+
+
+def _of_meshes(step: str, error: Exception) -> Exception | None:
+    """Explains a step that divides arrays itself."""
+    if not isinstance(error, ValueError) or _OF_MESHES.search(text := str(error)) is None:
+        return None
+    return ArgumentError(_DIVIDED.format(fn=step, reason=text.partition("\n")[0]))
 
 
 def _array_hint(error: Exception) -> str:
@@ -229,7 +260,7 @@ def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
         return
     replicas = call.strategy.num_replicas_in_sync
     for i, arg in enumerate(args if replicas > 1 else ()):
-        leaves = jax.tree.leaves(arg)
+        leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, DistributedValues))
         shapes = [leaf.shape[:1] for leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray))]
         if leaves and shapes == [(replicas,)] * len(leaves):
             yield (
@@ -276,6 +307,9 @@ def compilable(step: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, jax.errors.JaxRuntimeError) as error:
-        if not any(part in str(error) for part in _ORDER_REFUSED):
-            raise
-        raise ArgumentError(_ORDERED.format(fn=step)) from None
+        messages = (m for words, m in _NOT_COMPILED.items() if re.search(words, str(error)))
+        if message := next(messages, ""):
+            raise ArgumentError(message.format(fn=step)) from None
+        if explanation := _of_meshes(step, error):
+            raise explanation from None
+        raise

@@ -54,9 +54,8 @@ class Scope:
         # In merge_call the mesh is known already, and arrays have no place of their own.
         if not frame.merging:
             where.enter_context(self._where())
-            if self._replicas.rules is not None:
-                # Flax would take the names of logical axes for those of the mesh.
-                where.enter_context(nnx.use_eager_sharding(False))
+            # Flax would take the names of logical axes for those of the mesh.
+            where.enter_context(nnx.use_eager_sharding(False))
         _frames.push(frame)
         return frame
 

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_209,
-    lines_of_tests: 50_235,
+    lines: 52_239,
+    lines_of_tests: 50_368,
     files: 230,
     pieces: 1,
     private_words: 9,

@@ -280,9 +280,16 @@ def returns_weights(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -
     return model.kernel[...]
 
 
+def sums_in_a_condition(model: nnx.Linear, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
+    """Sums gradients every second step."""
+    sums = lambda: dj.get_replica_context().all_reduce("sum", model(x).sum())  # noqa: E731
+    return jax.lax.cond(optimizer.step[...] % 2 == 0, sums, lambda: jnp.zeros(()))
+
+
 REFUSED = {
     "used again": (uses_again, r"uses the new value of model.kernel at test_halves.py:\d+"),
     "a result": (returns_norm, r"result\['norm'\] is computed from the new value of model.k"),
+    "a condition": (sums_in_a_condition, r"under the condition at test_halves.py:\d+ cannot be"),
     "weights": (returns_weights, r"result is computed from the new value of model.kernel at"),
 }
 
@@ -295,6 +302,27 @@ def test_a_step_that_servers_cannot_apply_is_refused_with_its_line(case: str):
     model, optimizer = linear(servers.strategy)
     with pytest.raises(dj.LoweringError, match=message):
         servers.run(lambda x: fn(model, optimizer, x), args=(ONES,))
+
+
+def test_a_step_that_changes_what_servers_store_is_refused_by_name():
+    """They store what there is before a step, with its shape and dtype."""
+    made: list[Any] = []
+    model, _ = linear(dj.OneDeviceStrategy("cpu:0"))
+
+    def makes(x: jax.Array) -> None:
+        if not made:
+            made.append(dj.Variable(jnp.zeros(3), name="late"))
+        made[0].assign_add(x.sum(0)[:3])
+
+    def changes(x: jax.Array) -> None:
+        model.bias.set_value(model.bias[...].astype(jnp.bfloat16))
+
+    for step, message in (
+        (makes, "makes the variables late"),
+        (changes, r"dtype of these variables, which servers store:\n  model.bias\n"),
+    ):
+        with pytest.raises(dj.ArgumentError, match=message):
+            Servers(2).run(step, args=(ONES,))
 
 
 def test_local_values_of_replicas_are_refused_by_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,8 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental import checkify
+from jax.sharding import NamedSharding, PartitionSpec
 
 import distribute_jax as dj
 
@@ -177,6 +180,62 @@ def test_a_collective_that_some_replicas_skip_is_refused(s4: dj.MirroredStrategy
     with pytest.raises(RuntimeError, match=r"psum.*test_sync_errors\.py") as caught:
         s4.run(step)
     assert isinstance(caught.value, dj.DeadlockError)
+
+
+def test_a_condition_inside_a_library_is_named_with_its_line(s4: dj.MirroredStrategy):
+    """A line search reads the loss under its condition, and the local gradient decides that."""
+    tx = optax.scale_by_zoom_linesearch(2)
+
+    def step(x: jax.Array):
+        value_fn = lambda w: jax.lax.pmean((x * w).sum(), "data")  # noqa: E731
+        w = jnp.ones(())
+        value, grad = jax.value_and_grad(value_fn)(w)
+        return tx.update(-grad, tx.init(w), w, value=value, grad=grad, value_fn=value_fn)[0]
+
+    (x,) = s4.distribute_dataset([np.arange(4.0)])
+    with pytest.raises(dj.DeadlockError, match=r"cond at optax/_src/linesearch\.py:\d+"):
+        s4.run(step, args=(x,))
+
+
+def constrained(x: jax.Array) -> jax.Array:
+    """The axis of the replicas, which they divide already."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec("data"))
+
+
+def constrained_to_a_mesh(x: jax.Array) -> jax.Array:
+    """The same in an older style, which JAX refuses only when it compiles."""
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def mapped(x: jax.Array) -> jax.Array:
+    """A function for each device."""
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("x",))
+    spec = PartitionSpec("x")
+    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+def checked(x: jax.Array) -> jax.Array:
+    """A check that nothing collects."""
+    checkify.check(x[0] > 0, "negative")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (constrained, "says over which devices.*ModelParallelStrategy"),
+        (constrained_to_a_mesh, "says over which devices.*ModelParallelStrategy"),
+        (mapped, "says over which devices.*ModelParallelStrategy"),
+        (checked, "calls checkify.check.*error, result = checkify"),
+    ],
+)
+def test_what_jax_cannot_run_on_one_replica_is_explained(
+    s4: dj.MirroredStrategy, step: Any, text: str
+):
+    (x,) = s4.distribute_dataset([np.arange(16.0)])
+    with pytest.raises(dj.ArgumentError, match=f"(?s){step.__name__} {text}"):
+        s4.run(step, args=(x,))
 
 
 def test_batch_statistics_are_averaged_and_metrics_summed(s4: dj.MirroredStrategy):

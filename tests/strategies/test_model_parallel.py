@@ -170,6 +170,23 @@ def test_logical_axes_of_flax() -> None:
     assert layer.kernel.get_raw_value().sharding.spec == PartitionSpec(None, "model")
     [row] = [row for row in strategy.placement(layer) if row.path == "kernel"]
     assert row.why.startswith("rule 'embed', 'mlp'")
+    with dj.MirroredStrategy([0, 1]).scope():
+        layer = nnx.Linear(64, 32, kernel_init=init, rngs=nnx.Rngs(0))
+    assert layer.kernel.get_raw_value().sharding.is_fully_replicated
+
+
+def test_a_variable_may_hold_a_tree() -> None:
+    """Each of its arrays has a row; those of the optimizer state of such a parameter have its rule."""
+    tree = {"a": jnp.ones((64, 32)), "b": (jnp.ones((32,)), jnp.int32(0))}
+    other = nnx.Variable({"a": jnp.ones((64, 32)), "b": jnp.int32(0)})
+    state = {"weights": nnx.Param(tree), "moments": {"weights": nnx.OptArray(tree)}, "other": other}
+    rules = {"^weights": PartitionSpec()}
+    strategy = dj.ModelParallelStrategy([0, 1, 2, 3], model=2, rules=rules)
+    rows = {row.path: [] for row in strategy.placement(state)}
+    for row in strategy.placement(state):
+        rows[row.path].append((row.shape, row.spec, row.why))
+    assert rows["moments.weights"] == rows["weights"]
+    assert [spec for _, spec, _ in rows["other"]] == [PartitionSpec(None, "data"), PartitionSpec()]
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,9 @@ def test_the_number_of_the_replica_is_known_everywhere():
         return {
             "scan": jax.lax.scan(lambda c, x: (c + number(), x * number()), 0, x),
             "checkpoint": jax.value_and_grad(kept)(x),
+            "while": jax.lax.while_loop(
+                lambda c: c[0] < number() + 2, lambda c: (c[0] + 1, c[1] + number()), (0, 0)
+            ),
             "cond": jax.lax.cond(x[0] > 1, lambda x: x + number(), lambda x: x * 3, x),
             "nested": jax.jit(lambda x: jax.lax.map(lambda x: kept(x * number()), x))(x),
             "own": own(x),

@@ -170,6 +170,14 @@ def test_the_habit_is_answered(mistake: str, s2: dj.MirroredStrategy, tmp_path: 
     caught.match(words)
 
 
+def test_a_batch_of_one_row_for_each_replica_is_not_taken_for_such_a_value(s2: dj.MirroredStrategy):
+    """The step fails for another reason, and a distributed batch is divided."""
+    (batch,) = dataset(s2, X[:2])
+    with pytest.raises(AttributeError) as caught:
+        s2.run(lambda x: x.absent, args=(batch,))
+    assert "as for pmap" not in "".join(getattr(caught.value, "__notes__", ()))
+
+
 def test_the_traceback_of_a_wrong_keyword_ends_at_the_call():
     """Without Python's own error above it, which says less."""
     with pytest.raises(dj.ArgumentTypeError) as caught:
