@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_239,
-    lines_of_tests: 50_368,
+    lines: 52_240,
+    lines_of_tests: 50_370,
     files: 230,
     pieces: 1,
     private_words: 9,

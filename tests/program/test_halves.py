@@ -167,7 +167,7 @@ def train(strategy: Any, model_of: Callable[[nnx.Rngs], nnx.Module], tx: Any) ->
     return [key(x) for x in jax.tree.leaves((results, nnx.to_pure_dict(state)))]
 
 
-CASES = [("mlp", "clip+adam", 2)]
+CASES = [("mlp", "clip+adam", 2), ("text", "momentum", 2)]
 GRID = [
     pytest.param(*case, marks=[] if case in CASES else pytest.mark.exhaustive)
     for case in ((m, o, s) for m in MODELS for o in OPTIMIZERS for s in (1, 2, 3))
