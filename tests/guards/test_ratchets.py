@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_166,
+    lines: 52_157,
     lines_of_tests: 50_370,
     files: 230,
     pieces: 1,
