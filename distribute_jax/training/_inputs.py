@@ -165,7 +165,7 @@ def _as_arrays(called: str, name: str, tree: Any) -> Any:
     """Returns a tree of arrays; a list of numbers is one array, a list of arrays several."""
     if tree is None:
         return None
-    if isinstance(tree, (list, tuple)) and any(hasattr(part, "shape") for part in tree):
+    if isinstance(tree, (list, tuple)) and any(map(_has_rows, tree)):
         return tuple(_as_arrays(called, name, part) for part in tree)
     if isinstance(tree, dict):
         return {key: _as_arrays(called, name, part) for key, part in tree.items()}

@@ -58,6 +58,7 @@ def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
     model = made(s4)
     wanted = model.evaluate(X, Y, verbose=0)
     assert model.evaluate(X.tolist(), Y.tolist(), verbose=0) == pytest.approx(wanted)
+    assert model.evaluate(X, list(Y[:, 0]), verbose=0) == pytest.approx(wanted)  # of NumPy
 
 
 @pytest.mark.exhaustive
