@@ -156,6 +156,7 @@ class PerReplica(DistributedValues):
         step: str | None = None,
         is_part_of_mean: bool = False,
     ) -> None:
+        """Wraps a global array; see the class for the arguments."""
         self.global_array = global_array
         self.mesh = mesh
         self.layout = layout

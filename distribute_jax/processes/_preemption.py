@@ -125,8 +125,9 @@ class Preemption:
 
     def _agree(self) -> None:
         """Agrees with the other processes on a step, in a thread, once one of them got a request."""
-        # Where process 0 is gone, the job is gone with it.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(
+            jax.errors.JaxRuntimeError
+        ):  # process 0 is gone, and the job with it
             while not self._ended.wait(_POLL_SECONDS) and not self._is_decided():
                 pass
         with self._changed:

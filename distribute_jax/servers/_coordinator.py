@@ -120,20 +120,14 @@ class Coordinator:
         *,
         snapshot_every: float | None = None,
     ) -> None:
-        """Starts with no closure.
+        """Starts with no closure; the device is that of the user's variables.
 
-        Args:
-            workers: how many.
-            stores: the servers.
-            max_staleness: the bound of the log.
-            device: where the variables of the user are.
-            snapshot_every: after how many seconds the state of servers that may be lost is kept at the
-                latest; None for servers that cannot be lost.
+        The state of servers that may be lost is kept every ``snapshot_every`` seconds; None for others.
         """
         self.workers, self.device = workers, device
         self._log = Log(max_staleness)
         self._stores = stores
-        self._state = State(stores, device, may_go_back=snapshot_every is not None)
+        self.state = State(stores, device, may_go_back=snapshot_every is not None)
         self._every, self._saved_at = snapshot_every, time.monotonic()
         self._kept: dict[int, Closure] = {}
         """Closures that are over, and run again if the servers go back."""
@@ -164,12 +158,12 @@ class Coordinator:
     def known(self, binding: Binding) -> Homes:
         """Returns the servers of the state that updates use."""
         with self._lock:
-            return self._state.known(binding)
+            return self.state.known(binding)
 
     def load(self, bound: BoundHalves) -> Program:
         """Loads the halves of a step into the servers."""
         with self._lock:
-            program: Program = self._with_servers(lambda: self._state.program(bound))
+            program: Program = self._with_servers(lambda: self.state.program(bound))
             return program
 
     def schedule(
@@ -182,9 +176,9 @@ class Coordinator:
         """
         with self._lock:
             self._raise_error()
-            program: Program = self._with_servers(lambda: self._state.program(bound))
-            if written := self._state.written(program):
-                knows = self._state.knows(written)
+            program = self.load(bound)
+            if written := self.state.written(program):
+                knows = self.state.knows(written)
                 self._with_servers(lambda: self._send(written), at_rest=knows)
             self._wait_until(lambda: len(self._closures) < most or self._error is not None)
             self._raise_error()
@@ -197,15 +191,13 @@ class Coordinator:
 
     def _send(self, written: dict[int, Any]) -> None:
         self._raise_error()
-        self._state.send(written, self._log.version)
+        self.state.send(written, self._log.version)
         self._forget()
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all closures are over, and lets the variables hold what the servers have.
 
-        Raises:
-            DeadlineExceededError: not all were over in time.
-            BaseException: the first error of a closure; those that waited then are cancelled.
+        Raises DeadlineExceededError, or the first error of a closure: those that waited then are cancelled.
         """
         check_not_on_worker()
         with self._lock:
@@ -220,19 +212,14 @@ class Coordinator:
             raise ContextError("dj.testing.record: this strategy is being recorded already.")
         with self._lock:
             recording = self._recording = Recording(self._log.version)
-            recording.write(self._log.version, self._state.seen)
-            self._state.written_to = recording.write
+            recording.write(self._log.version, self.state.seen)
+            self.state.written_to = recording.write
         try:
             yield recording
             self.join()
-            recording.last = self._state.changing()
+            recording.last = self.state.changing()
         finally:
-            self._recording = self._state.written_to = None
-
-    @property
-    def state(self) -> State:
-        """The state of the models."""
-        return self._state
+            self._recording = self.state.written_to = None
 
     def write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
         """Lets variables hold what the servers have now, all after the same updates; closures go on.
@@ -245,7 +232,7 @@ class Coordinator:
 
     def _write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
         version, at_rest = self._log.version, self._log.is_idle
-        self._state.write_back(version, variables, at_rest=at_rest)
+        self.state.write_back(version, variables, at_rest=at_rest)
         self._forget()
 
     def _with_servers(
@@ -346,7 +333,7 @@ class Coordinator:
                 can_begin = not self._lost_servers
                 if can_begin and (attempt := self._log.admit(worker)) is not None:
                     closure = self._closures[attempt.closure]
-                    read = self._state.prepare(closure.program, attempt.number)
+                    read = self.state.prepare(closure.program, attempt.number)
                     return Work(
                         attempt, closure, Order(attempt.epoch, attempt.number, *read, self.faults)
                     )
@@ -370,7 +357,7 @@ class Coordinator:
                 self._kept[work.closure.number] = work.closure
                 if self._every is not None and time.monotonic() - self._saved_at > self._every:
                     with suppress(WireError):
-                        self._state.save(self._log.version)
+                        self.state.save(self._log.version)
                         self._saved_at = time.monotonic()
                 self._forget()
             shares = [returned[run.number] for run in update.attempts]
@@ -381,7 +368,7 @@ class Coordinator:
 
     def _forget(self) -> None:
         """Drops what is needed only to go back further than the servers may."""
-        saved = self._state.saved
+        saved = self.state.saved
         for closure in self._log.forget(saved.version if saved else self._log.version):
             self._kept.pop(closure, None)
 
@@ -397,7 +384,7 @@ class Coordinator:
     def go_back(self) -> None:
         """Lets all servers, of which one is another process now, go back to what was kept of them."""
         with self._lock:
-            version = self._state.saved.version if self._state.saved else 0
+            version = self.state.saved.version if self.state.saved else 0
             if self._recording is not None:
                 del self._recording.updates[version - self._recording.first :]
             for update in self._log.go_back(version):
@@ -405,7 +392,7 @@ class Coordinator:
                 for run in update.attempts:
                     self._applied[run.worker] -= 1
                 self._closures[update.closure] = self._kept.pop(update.closure)
-            self._state.restore(self._log.epoch)
+            self.state.restore(self._log.epoch)
             self._lost_servers -= 1
             self._tell()
 

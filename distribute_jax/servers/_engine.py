@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -15,7 +14,7 @@ from distribute_jax.program._halves import Halves
 from distribute_jax.servers._coordinator import Coordinator, Work
 from distribute_jax.servers._store import Store
 from distribute_jax.servers._wire import WireError
-from distribute_jax.servers._worker import RunIsVoid, run
+from distribute_jax.servers._worker import run
 
 _SECONDS_TO_END = 10.0
 
@@ -24,12 +23,7 @@ class Worker(Protocol):
     """A worker, as the coordinator reaches it."""
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
-        """Does a run and returns its results.
-
-        Raises:
-            RunIsVoid: the servers have gone back meanwhile.
-            WorkerLostError: the worker is gone; another one may do it.
-        """
+        """Does a run and returns its results; raises WireError if it must be done again, WorkerLostError."""
 
     def stop(self) -> None:
         """Lets it end."""
@@ -90,7 +84,7 @@ class Engine:
                 try:
                     data = work.closure.data_of(index, work.attempt.share)
                     results = worker.run(work, data)
-                except RunIsVoid:
+                except WireError:
                     self._coordinator.give_up(index)
                 except WorkerLostError as error:
                     worker = None
@@ -111,34 +105,20 @@ def threads(
     coordinator: Coordinator, stores: Sequence[Store], devices: Sequence[jax.Device]
 ) -> Engine:
     """Starts the workers; each computes on one of the devices."""
-    links = [StoreHere(store) for store in stores]
     return Engine(
         coordinator,
-        lambda index: _Thread(links, (devices[index % len(devices)], coordinator.device)),
+        lambda index: _Thread(stores, (devices[index % len(devices)], coordinator.device)),
     )
-
-
-class StoreHere:
-    """A server of this process."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
-        return partial(getattr(self._store, request), *args)
 
 
 class _Thread:
     """A worker of this process: it computes in the thread that drives it."""
 
-    def __init__(self, links: Sequence[StoreHere], devices: tuple[jax.Device, jax.Device]) -> None:
-        self._links, self._devices = links, devices
+    def __init__(self, stores: Sequence[Store], devices: tuple[jax.Device, jax.Device]) -> None:
+        self._stores, self._devices = stores, devices
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
-        try:
-            return run(work.closure.program.worker, work.order, data, self._links, self._devices)
-        except WireError as error:
-            raise RunIsVoid from error
+        return run(work.closure.program.worker, work.order, data, self._stores, self._devices)
 
     def stop(self) -> None:
         pass

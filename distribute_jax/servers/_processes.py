@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from distribute_jax._errors import ContextError, StepFailedError
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax.program._halves import Halves
 from distribute_jax.program._part import as_key, as_numbers, export_part
 from distribute_jax.servers._coordinator import Coordinator, Work
@@ -32,7 +33,6 @@ from distribute_jax.servers._engine import Engine, WorkerLostError
 from distribute_jax.servers._state import Program
 from distribute_jax.servers._store import Key, ServerProgram, Snapshot
 from distribute_jax.servers._wire import Connection, Message, WireError, pair
-from distribute_jax.servers._worker import RunIsVoid
 
 _PLATFORM_OF_SERVERS = "cpu"
 _SECONDS_TO_BEGIN, _MOMENT, _PATIENCE = 10.0, 0.01, 10.0
@@ -161,25 +161,21 @@ class RemoteStore:
     def __init__(self, device: jax.Device) -> None:
         """Starts with no process; arrays that are pulled are put on a device."""
         self._device = device
-        self._child: Any = None
+        self.child: Any = None
+        """The process; None before it is started."""
         self._loads: dict[str, Message] = {}
         self._types: dict[Key, Any] = {}
 
-    @property
-    def child(self) -> Any:
-        """The process; None before it is started."""
-        return self._child
-
     def attach(self, child: Any) -> None:
         """Lets a process be this server."""
-        self._child = child
+        self.child = child
         for message in list(self._loads.values()):  # more may be loaded meanwhile
             self._tell(message)
 
     def _tell(self, message: Message) -> None:
         with suppress(WireError):
-            if self._child is not None:
-                self._child.control.send(message)
+            if self.child is not None:
+                self.child.control.send(message)
 
     def load(self, name: str, program: ServerProgram) -> None:
         """As of ``Store``, as all that follow."""
@@ -214,9 +210,9 @@ class RemoteStore:
         """Raises: WireError."""
         if not keys:
             return []
-        if self._child is None:
+        if self.child is None:
             raise WireError("it was not started")
-        answer = self._child.check(self._child.control.ask(Message("pull", list(keys))))
+        answer = self.child.check(self.child.control.ask(Message("pull", list(keys))))
         return [
             as_key(jax.device_put(x, self._device), self._types[key])
             for key, x in zip(keys, answer.arrays, strict=True)
@@ -250,14 +246,14 @@ class _Worker:
                 self._loaded[program.name] = weakref.ref(program)
             control.limit(self._seconds)
             plain: list[Any] = [program.name, *work.order]
-            answer = control.ask(Message("run", plain, _as_sent(data, half.values[: len(data)])))
+            message = Message("run", plain, _as_sent(data, half.values[: len(data)]))
+            answer = self._child.check(control.ask(message))
         except WireError as error:
             self.stop()
             raise WorkerLostError(str(error)) from error
-        if answer.name == "unreachable":
+        if answer.name == "void":  # it has left all servers
             self._linked = [None] * len(self._stores)
-        if answer.name in ("void", "unreachable"):
-            raise RunIsVoid
+            raise WireError("the run counts no more")
         if answer.name == "failed":
             raise StepFailedError(f"{program.bound.step} failed on a worker: {answer.plain[0]}")
         types = [half.returns[i] for i in program.bound.halves.results_at]
@@ -316,9 +312,14 @@ class Processes(Engine):
         self._workers: dict[int, Any] = {}
         self._bits = _float_bits()
         self._nursery = nursery or _Nursery(coordinator.device.platform)
-        for number in range(len(stores)):
-            self._serve(number)
-        super().__init__(coordinator, self._worker_of)
+        try:
+            for number in range(len(stores)):
+                self._serve(number)
+            with interrupts_held_back():  # no thread takes work for an engine that is not there
+                super().__init__(coordinator, self._worker_of)
+        except BaseException:
+            self._close()
+            raise
         if nursery is None:
             threading.Thread(target=self._name_stopped, daemon=True).start()
 
@@ -378,6 +379,9 @@ class Processes(Engine):
 
     def stop(self) -> None:
         super().stop()
+        self._close()
+
+    def _close(self) -> None:
         self._ended.set()
         self._nursery.close()
         for store in self._stores:

@@ -10,7 +10,6 @@ import numpy as np
 
 from distribute_jax.program._part import as_numbers
 from distribute_jax.servers._coordinator import Recording
-from distribute_jax.servers._engine import StoreHere
 from distribute_jax.servers._log import Attempt
 from distribute_jax.servers._state import Program, State
 from distribute_jax.servers._store import Store
@@ -40,7 +39,7 @@ class _Again:
     def __init__(self, recording: Recording, state: State, device: jax.Device) -> None:
         self._recording, self._devices = recording, (device, device)
         self._stores = [Store() for _ in range(state.servers)]
-        self._links, self.state = list(map(StoreHere, self._stores)), state.on(self._stores)
+        self.state = state.on(self._stores)
         self._readers: dict[int, list[tuple[Attempt, Program]]] = {}
         self._orders: dict[int, Order] = {}
         for update, closure, _ in recording.updates:
@@ -63,7 +62,7 @@ class _Again:
         half, shares = closure.program.worker, []
         for run_ in update.attempts:
             order, data = self._orders.pop(run_.number), closure.data_of(run_.worker, run_.share)
-            shares.append(run(half, order, data, self._links, self._devices))
+            shares.append(run(half, order, data, self._stores, self._devices))
         for store in self._stores:
             store.commit(0, n, [attempt.number for attempt in update.attempts], 0)
         return closure.program.bound.halves.finish(shares)

@@ -17,7 +17,7 @@ from distribute_jax.program._part import load_part
 from distribute_jax.program._rows import Lookup
 from distribute_jax.servers._store import ServerProgram, Snapshot, Store
 from distribute_jax.servers._wire import Connection, Message, WireError
-from distribute_jax.servers._worker import Order, RunIsVoid, WorkerProgram, run
+from distribute_jax.servers._worker import Order, WorkerProgram, run
 
 
 class Asks(Protocol):
@@ -160,12 +160,10 @@ class _Worker(Role):
         devices = self._device, self._device
         try:
             results = run(self._programs[name], Order(*order), list(message.arrays), links, devices)
-        except RunIsVoid:
-            return Message("void")
         except WireError:
             while self._links:  # answers may be on the way that nobody has read
                 self._links.popitem()[1].close()
-            return Message("unreachable")
+            return Message("void")
         except Exception as error:
             return Message("failed", [error_text(error)])
         return Message("results", arrays=results)

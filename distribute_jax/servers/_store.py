@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +67,10 @@ class Store:
         """How many runs wait for their number, or for earlier updates."""
         return len(self._staged)
 
+    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
+        """Returns what does what a worker of this process asks for."""
+        return partial(getattr(self, request), *args)
+
     def load(self, name: str, program: ServerProgram) -> None:
         """Keeps a program, to be named by updates."""
         self._programs[name] = program
@@ -104,12 +109,8 @@ class Store:
     def commit(self, epoch: int, number: int, runs: Sequence[int], oldest: int) -> int:
         """Applies an update when all earlier ones are applied, and returns the version.
 
-        Args:
-            epoch: how often the servers had gone back.
-            number: of the update.
-            runs: what it is the sum of, in the order of their shares.
-            oldest: the first run that was under way when the update got its number. Earlier ones that were
-                staged for no update were given up.
+        It is the sum of runs, in the order of their shares. Those before the oldest, the first that was under
+        way when the update got its number, were given up if they were staged for no update.
         """
         with self._lock:
             if epoch == self.epoch and number >= self.version:

@@ -80,10 +80,6 @@ class _FaultyLink:
         return answer
 
 
-class RunIsVoid(Exception):  # noqa: N818  nobody did anything wrong
-    """The servers have gone back, and this run counts no more."""
-
-
 def run(
     program: WorkerProgram,
     order: Order,
@@ -93,18 +89,9 @@ def run(
 ) -> list[Any]:
     """Does a run, and returns the results when all servers have what they need.
 
-    Args:
-        program: what to compute.
-        order: the run.
-        data: what the program takes beside state.
-        links: the servers.
-        devices: that of the worker, and where what it sends is put.
-
-    Raises:
-        RunIsVoid: it need not be done any more.
-        WireError: a server cannot be reached.
+    Raises WireError where a server cannot be reached, or the servers have gone back.
     """
-    here, there = devices
+    here, there = devices  # that of the worker, and where what it sends is put
     if order.faults:
         links = [_FaultyLink(link, order, server) for server, link in enumerate(links)]
     ids = [] if program.lookups is None else _looked_up(program.lookups, data)
@@ -116,7 +103,7 @@ def run(
             answers.append(link.ask("fetch", order.epoch, order.run, asked, numbers))
     arrays = [answer() for answer in answers]
     if None in arrays:
-        raise RunIsVoid
+        raise WireError("the servers have gone back")
     pulled = arrays[0] if len(arrays) == 1 else _joined(read, arrays)
     if program.lookups is not None:
         most = [of.number for of in program.lookups.lookups]

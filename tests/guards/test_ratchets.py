@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_157,
-    lines_of_tests: 50_447,
+    lines: 52_196,
+    lines_of_tests: 50_453,
     files: 230,
     pieces: 1,
     private_words: 9,

@@ -708,7 +708,7 @@ def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> 
         coordinator.join(SECONDS)
         assert float(model.w[...]) == epoch
     coordinates = strategy._coordinator
-    assert not coordinates._state._keys
+    assert not coordinates.state._keys
     assert not [store for store in coordinates._stores if store._programs]
     assert len(strategy._runner._halves._bound) == 1
 

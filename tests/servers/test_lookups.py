@@ -13,7 +13,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax import _user_frames
-from distribute_jax.servers import _engine
+from distribute_jax.servers import Store
 
 P = dj.experimental.partitioners
 SECONDS = 60
@@ -87,14 +87,14 @@ def _nothing_was_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of what workers ask for, get and stage."""
     sizes: list[int] = []
-    ask = _engine.StoreHere.ask
+    ask = Store.ask
 
     def counted(link: Any, request: str, *args: Any) -> Any:
         answer = ask(link, request, *args)()
         sizes.extend(x.nbytes for x in jax.tree.leaves((args, answer)) if hasattr(x, "nbytes"))
         return lambda: answer
 
-    monkeypatch.setattr(_engine.StoreHere, "ask", counted)
+    monkeypatch.setattr(Store, "ask", counted)
     return sizes
 
 

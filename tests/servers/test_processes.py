@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
 from distribute_jax.servers import _processes
 from distribute_jax.servers._coordinator import Coordinator
+from distribute_jax.servers._engine import WorkerLostError
 from distribute_jax.servers._wire import Connection, Message, WireError, pair
 
 SECONDS = 120
@@ -224,6 +226,45 @@ def test_messages_that_are_lost_doubled_or_late_change_nothing(
     assert strategy._coordinator._log.attempts == before + 1, "after the block nothing is lost"
 
 
+SOME_CUTS = [["commit", "restore"], ["run"]]
+CUTS = [*SOME_CUTS, ["run", "link"], ["prepare", "server"], ["run", "load"], ["pull"], ["assign"]]
+
+
+@pytest.mark.parametrize(
+    "cuts", [SOME_CUTS, pytest.param(CUTS, marks=pytest.mark.exhaustive)], ids=len
+)
+def test_connections_that_end_within_a_message_change_nothing(
+    one_device: dj.Strategy, monkeypatch: pytest.MonkeyPatch, cuts: list[list[str]]
+) -> None:
+    """Half of some messages of the coordinator arrives, and the bits are those of one device."""
+    send, left = Connection.send, list[str]()
+    strategy = dj.ParameterServerStrategy(workers=2, servers=2, max_staleness=0, engine="processes")
+    coordinator, (state, step) = ClusterCoordinator(strategy), build(strategy)
+    inputs = iter(batches(5 * (1 + len(cuts))))
+
+    def cut(connection: Connection, message: Message) -> None:
+        if message.name in left and connection._socket.fileno() >= 0:
+            left.remove(message.name)
+            data = b"".join(message.packed())
+            connection._socket.sendall(data[: len(data) // 2])
+            connection._socket.shutdown(socket.SHUT_RDWR)
+        send(connection, message)
+
+    monkeypatch.setattr(Connection, "send", cut)
+    losses = []
+    for names in [[], *cuts]:
+        left.extend(names)
+        if "assign" in names:
+            state[-1][...] = state[-1][...] + 0
+        losses += [coordinator.schedule(step, args=(next(inputs),)) for _ in range(5)]
+        coordinator.join(SECONDS)
+        assert not left, "each was sent"
+    expected, of_one = trained(one_device, batches(len(losses)))
+    assert [float(x) for x in coordinator.fetch(losses)] == of_one
+    for got, want in zip(leaves(state), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def sockets_that_listen(pids: list[int]) -> Iterator[str]:
     """The lines of /proc of the listening sockets of some processes."""
     inodes = set()
@@ -350,6 +391,47 @@ def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
 
     with pytest.raises(dj.LoweringError, match="calls Python"):
         ClusterCoordinator(strategy).schedule(step, args=(1.0,))
+
+
+def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process that the others are forked from ends, and the next closure starts another one."""
+    strategy = dj.ParameterServerStrategy(workers=1, servers=2, max_staleness=0, engine="processes")
+    coordinator, ((_, _, count), step) = ClusterCoordinator(strategy), build(strategy)
+    child, started = _processes._Nursery.child, list[Any]()
+
+    def interrupted(nursery: Any, kind: str, number: int) -> Any:
+        if started:
+            raise KeyboardInterrupt
+        started.append(child(nursery, kind, number))
+        return started[0]
+
+    monkeypatch.setattr(_processes._Nursery, "child", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.schedule(step, args=(batches(1)[0],))
+    monkeypatch.undo()
+    ended = threading.Thread(target=started[0].wait, daemon=True)
+    ended.start()
+    ended.join(SECONDS / 10)
+    assert not ended.is_alive(), "the process ends, for its end of the connection is closed"
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert int(count[...]) == 1
+
+
+def test_a_worker_that_ends_is_lost_and_has_not_done_its_run() -> None:
+    """Also where the step returns nothing, so that its last message could be taken for the results."""
+    here, there = pair()
+    worker = _processes._Worker(_processes._Child(SimpleNamespace(end=id), 0, here), [], None)  # type: ignore[arg-type]
+    halves = SimpleNamespace(worker=SimpleNamespace(values=[], returns=[]), results_at=[])
+    program = SimpleNamespace(name="step", bound=SimpleNamespace(halves=halves))
+    worker._loaded["step"] = lambda: program  # type: ignore[assignment]
+    with there:
+        Connection(there).send(Message("ended", ["MemoryError: no room"]))
+        work = SimpleNamespace(closure=SimpleNamespace(program=program), order=())
+        with pytest.raises(WorkerLostError, match="no room"):
+            worker.run(work, [])  # type: ignore[arg-type]
 
 
 def test_what_is_late_for_the_end_of_a_strategy_starts_nothing(
