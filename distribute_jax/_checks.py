@@ -144,9 +144,7 @@ def check_number(
 def as_member(name: str, value: Any, kind: type[_E]) -> _E:
     """Returns the member that an argument is, or names in any letter case; else an ``ArgumentError``."""
     if isinstance(value, enum.Enum) and type(value).__name__.startswith(kind.__name__):
-        value = (
-            value.name
-        )  # TensorFlow's member of this name, whose enum may end in V2, is meant too
+        value = value.name  # or TensorFlow's member of this name, whose enum may end in V2
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     if not isinstance(value, kind):

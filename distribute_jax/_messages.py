@@ -26,14 +26,8 @@ def leaf_text(leaf: Any) -> str:
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     if described := foreign(leaf):
         return described
-    return f"{type(leaf).__name__} {leaf!r:.60}" if _is_short(leaf) else f"a {type(leaf).__name__}"
-
-
-def _is_short(value: Any) -> bool:
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return False
-    text = repr(value)
-    return len(text) <= 80 and "\n" not in text
+    text, kind = repr(leaf), type(leaf).__name__
+    return f"{kind} {text:.60}" if len(text) <= 80 and "\n" not in text else f"a {kind}"
 
 
 def not_a_name(what: str, name: Any, names: Iterable[str]) -> str:

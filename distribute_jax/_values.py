@@ -156,7 +156,6 @@ class PerReplica(DistributedValues):
         step: str | None = None,
         is_part_of_mean: bool = False,
     ) -> None:
-        """Wraps a global array; see the class for the arguments."""
         self.global_array = global_array
         self.mesh = mesh
         self.layout = layout

@@ -30,7 +30,11 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
 @dataclass(frozen=True)
 class DiskDirectory:
-    """A folder on a disk, which holds checkpoints as folders."""
+    """A folder on a disk, which holds checkpoints as folders, each under a name.
+
+    Paths of files are relative to it. A draft is a checkpoint that is being written, known by its name and a
+    token; it counts once it is committed. Every method raises an ``OSError`` where the place refuses.
+    """
 
     place: Path
 
@@ -38,18 +42,22 @@ class DiskDirectory:
         return str(self.place)
 
     def path_of(self, name: str) -> str:
+        """Returns where a checkpoint is, for messages."""
         return str(self.place / name)
 
     def names(self) -> list[str]:
+        """Returns what may be checkpoints; in an object store only those with a manifest."""
         try:
             return [path.name for path in self.place.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return []
 
     def holds(self, name: str) -> bool:
+        """Returns whether something is there that may be a checkpoint of this name."""
         return (self.place / name).exists()
 
     def check_free(self, name: str, *, overwrite: bool) -> None:
+        """Raises where a checkpoint may not be written under a name."""
         folder = self.place / name
         if not folder.exists():
             return
@@ -67,6 +75,7 @@ class DiskDirectory:
             raise CheckpointError(f"{folder} exists. Save to another path, or with overwrite=True.")
 
     def prepare(self, name: str) -> None:
+        """Makes the place, and removes what killed programs left of names that match an expression."""
         self.place.mkdir(parents=True, exist_ok=True)
         pattern = re.compile(rf"\.{name}\.[0-9a-f]{{8}}\.saving")
         for path in [path for path in self.place.iterdir() if pattern.fullmatch(path.name)]:
@@ -81,7 +90,7 @@ class DiskDirectory:
 
     @contextmanager
     def draft(self, name: str, token: str) -> Iterator[None]:
-        """Holds the lock of the folder, so that two programs may save into one directory."""
+        """Begins a draft, in the process that commits it: locked, since another program may save here too."""
         new = self._draft(name, token)
         lock = _make_locked(new)
         try:
@@ -95,11 +104,13 @@ class DiskDirectory:
         return self.place / self.notes(name, token)
 
     def notes(self, name: str, token: str) -> str:
+        """Returns the folder of a draft where the processes leave notes for the chief."""
         return f".{name}.{token}.saving"
 
     def write_arrays(
         self, name: str, token: str, folder: str, fill: Callable[[Path], None]
     ) -> dict[str, str]:
+        """Writes a folder of arrays, which ``fill`` makes, into a draft; returns the sha256 of each file."""
         arrays = self._draft(name, token) / (ARRAYS + token)
         arrays.mkdir(exist_ok=True)
         fill(arrays / folder)
@@ -136,6 +147,7 @@ class DiskDirectory:
             os.close(lock)
 
     def read(self, path: str) -> bytes:
+        """Returns the content of a file."""
         opened = os.open(self._plain(path), os.O_RDONLY | _AT_ONCE)  # a pipe would wait for ever
         with open(opened, "rb") as file:
             status = os.fstat(opened)
@@ -152,16 +164,19 @@ class DiskDirectory:
         return whole
 
     def write(self, path: str, data: bytes) -> None:
+        """Writes a small file, and makes the place."""
         self.place.mkdir(parents=True, exist_ok=True)
         (self.place / path).write_bytes(data)
 
     def remove_file(self, path: str) -> None:
+        """Removes a file, if it is there."""
         (self.place / path).unlink(missing_ok=True)
 
     @contextmanager
     def arrays(
         self, name: str, folder: str, files: Mapping[str, str], largest: int | None = None
     ) -> Iterator[Path]:
+        """Opens a folder of arrays on this machine; damaged where one is too large or another."""
         arrays = self._plain(f"{name}/{folder}")
         for path in arrays.rglob("*"):
             if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
@@ -170,6 +185,7 @@ class DiskDirectory:
         yield arrays
 
     def remove(self, name: str) -> None:
+        """Removes a checkpoint, so that it is never seen half removed."""
         removed = self._draft(name, secrets.token_hex(4))
         try:
             (self.place / name).rename(removed)
@@ -178,6 +194,7 @@ class DiskDirectory:
         shutil.rmtree(removed, ignore_errors=True)
 
     def set_aside(self, name: str) -> str | None:
+        """Renames a damaged checkpoint; returns its new name, None where that is not allowed."""
         for i in range(1, 1000):
             aside = self.place / (f"{name}.{DAMAGED}" + (f"-{i}" if i > 1 else ""))
             if not aside.exists():
@@ -189,6 +206,7 @@ class DiskDirectory:
         return aside.name
 
     def were_set_aside(self) -> list[str]:
+        """Returns the names of damaged checkpoints, of this and earlier runs."""
         return sorted(
             name
             for name in self.names()
@@ -196,6 +214,7 @@ class DiskDirectory:
         )
 
     def free_bytes(self) -> int:
+        """Returns how many bytes are free; an object store does not say."""
         # Unlike Path.exists, it has no error of its own for a path that is too long.
         path = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
         return shutil.disk_usage(path).free

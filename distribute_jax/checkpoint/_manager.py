@@ -194,7 +194,6 @@ class CheckpointManager:
         self._report(pop_error("CheckpointManager.wait", self._background))
 
     def __enter__(self) -> Self:
-        """Returns the manager."""
         return self
 
     def __exit__(

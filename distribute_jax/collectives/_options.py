@@ -62,7 +62,6 @@ class CommunicationOptions:
     """The algorithm; a ``CommunicationImplementation`` once made."""
 
     def __post_init__(self) -> None:
-        """Turns names into members and refuses what is out of range."""
         check_int("CommunicationOptions(bytes_per_pack)", self.bytes_per_pack, 0)
         if self.timeout_seconds is not None:
             check_number(

@@ -136,7 +136,6 @@ class DistributedDataset:
         return self.cardinality
 
     def __bool__(self) -> bool:
-        """Returns True, also for a dataset without elements."""
         return True
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:

@@ -125,9 +125,8 @@ class Preemption:
 
     def _agree(self) -> None:
         """Agrees with the other processes on a step, in a thread, once one of them got a request."""
-        with contextlib.suppress(
-            jax.errors.JaxRuntimeError
-        ):  # process 0 is gone, and the job with it
+        # Where process 0 is gone, the job is gone with it.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             while not self._ended.wait(_POLL_SECONDS) and not self._is_decided():
                 pass
         with self._changed:

@@ -237,7 +237,6 @@ class Recompilations:
     """
 
     def __init__(self) -> None:
-        """Starts with no step seen."""
         self._seen: dict[Any, tuple[int, dict[str, Any], tuple[Any, ...]]] = {}
 
     def note(self, fn: Any, binding: Binding, arguments: Arguments) -> None:

@@ -265,13 +265,11 @@ class AttributeNames:
     """The attribute names that code mentions, and what of an object they select."""
 
     def __init__(self) -> None:
-        """Starts with no name."""
         self.names: set[str] = set()
         self.any = False
         """Whether code reads attributes by computed names, so that all of them count."""
 
     def __contains__(self, key: str) -> bool:
-        """Returns whether an attribute may be read."""
         return self.any or key in self.names
 
     def __len__(self) -> int:

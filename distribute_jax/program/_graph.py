@@ -366,11 +366,9 @@ class Identity:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        """Compares the values held, by identity."""
         return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
-        """Hashes the identity of the value held."""
         return id(self.value)
 
 

@@ -100,7 +100,6 @@ class HalvesCache:
         partitioner: Callable[..., Any] | None,
         sparse: str | None,
     ) -> None:
-        """Starts with none."""
         self._strategy, self._mesh, self._partitioner = strategy, mesh, partitioner
         self._servers, self._stored, self._sparse = servers, stored, sparse
         self._bound: dict[Any, list[BoundHalves]] = {}

@@ -57,7 +57,6 @@ class RunOptions:
     """Also donate the mirrored arrays among the arguments, such as those of a ``TrainState``."""
 
     def __post_init__(self) -> None:
-        """Refuses unknown lowerings and kinds of verification."""
         check_choice("RunOptions(lowering)", self.lowering, get_args(Lowering))
         check_choice("RunOptions(verify)", self.verify, get_args(Verify))
 

@@ -336,7 +336,6 @@ class Pair:
     """An equation of the step, and the same one where the shares have another length."""
 
     def __init__(self, eqn: Any, other: Any, shares: tuple[int, int]) -> None:
-        """Takes both equations, and the rows of a share in the programs of each."""
         self.eqn, self.other, self.shares = eqn, other, shares
         self.name: str = eqn.primitive.name if eqn is not None else ""
 

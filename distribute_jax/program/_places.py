@@ -128,7 +128,6 @@ class IdentityGuard:
     """
 
     def __init__(self) -> None:
-        """Starts with nothing watched."""
         self._contents: list[Iterable[Any]] = []
         self._items: dict[tuple[int, str], dict[Any, Any]] = {}
         self._class_items: dict[tuple[int, str], types.MappingProxyType[str, Any]] = {}

@@ -235,7 +235,6 @@ class MergedValues(DistributedValues):
     """All replicas' values of one array, as a function given to ``merge_call`` sees them."""
 
     def __init__(self, stacked: jax.Array, replicas: int) -> None:
-        """Takes the values stacked on a leading dim."""
         self._stacked = stacked
         self._replicas = replicas
 
@@ -245,5 +244,4 @@ class MergedValues(DistributedValues):
         return tuple(self._stacked[i] for i in range(self._replicas))
 
     def __repr__(self) -> str:
-        """Shows the shape; inside a traced function there are no numbers yet."""
         return f"PerReplica:{self._replicas} × {self._stacked[0].aval}"

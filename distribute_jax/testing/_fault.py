@@ -60,7 +60,6 @@ class Fault:
     seconds: float | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuses what could never happen."""
         check_choice("kind", self.kind, tuple(_KINDS))
         if (self.at_step is None) == (self.at_phase is None):
             raise ArgumentError(f"{self!r} must have one of at_step and at_phase.")
@@ -91,7 +90,6 @@ class Injector:
         self._pending = list(faults)
 
     def __call__(self, step: int | None, phase: str) -> None:
-        """Lets those happen that are due."""
         for fault in [fault for fault in self._pending if fault.is_due(step, phase)]:
             self._pending.remove(fault)
             _KINDS[fault.kind](fault)

@@ -264,7 +264,6 @@ class ProcessResult:
         return self.exit_code != 0
 
     def __str__(self) -> str:
-        """Returns in one line how it ended."""
         how = f"ended by {self.signal}" if self.signal else f"exit code {self.exit_code}"
         by = ", sent by the cluster" if self.ended_by_cluster else ""
         at = "" if self.step is None else f" at step {self.step}"

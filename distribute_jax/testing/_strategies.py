@@ -123,11 +123,9 @@ class Combinations(Collection[Combination]):
         return iter(combinations)
 
     def __len__(self) -> int:
-        """Returns how many there are."""
         return len(list(iter(self)))
 
     def __contains__(self, combination: object) -> bool:
-        """Returns whether a combination is one of them."""
         return combination in list(iter(self))
 
 

@@ -297,7 +297,6 @@ class History(Callback):
             self._epochs.setdefault(name, []).append(epoch)
 
     def __repr__(self) -> str:
-        """Returns the last value of each number."""
         last = [f"{name}: {values[-1]:.4g}" for name, values in self._scalars().items()]
         return f"<History of {len(self.epoch)} epochs; last {', '.join(last) or 'nothing'}>"
 
