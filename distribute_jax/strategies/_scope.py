@@ -14,6 +14,10 @@ from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._user_frames import log_once, users_line
 from distribute_jax.program import Replicas
 
+_LOGICAL = """\
+If these are names of logical axes in the metadata of Flax: dj.ModelParallelStrategy(rules=...) maps them to \
+the mesh. Under another strategy write `with strategy.scope(), nnx.use_eager_sharding(False):`."""
+
 
 class Scope:
     """What ``strategy.scope()`` returns: a ``with`` block that can be entered again and again."""
@@ -54,8 +58,10 @@ class Scope:
         # In merge_call the mesh is known already, and arrays have no place of their own.
         if not frame.merging:
             where.enter_context(self._where())
-            # Flax would take the names of logical axes for those of the mesh.
-            where.enter_context(nnx.use_eager_sharding(False))
+            if self._replicas.rules is not None:
+                # Flax would take the names of logical axes for those of the mesh. It is for rules only,
+                # since each variable keeps this setting, and trees of variables with two do not match.
+                where.enter_context(nnx.use_eager_sharding(False))
         _frames.push(frame)
         return frame
 
@@ -64,6 +70,8 @@ class Scope:
         return bool(self._entered) and _frames.entered() is self._entered[-1]
 
     def __exit__(self, *error: Any) -> None:
+        if isinstance(error[1], ValueError) and str(error[1]).startswith("Resource axis"):
+            error[1].add_note(_LOGICAL)
         frame = self._entered[-1]
         try:
             with interrupts_held_back():

@@ -170,7 +170,11 @@ def test_logical_axes_of_flax() -> None:
     assert layer.kernel.get_raw_value().sharding.spec == PartitionSpec(None, "model")
     [row] = [row for row in strategy.placement(layer) if row.path == "kernel"]
     assert row.why.startswith("rule 'embed', 'mlp'")
-    with dj.MirroredStrategy([0, 1]).scope():
+    mirrored = dj.MirroredStrategy([0, 1])
+    with pytest.raises(ValueError, match="Resource axis") as error, mirrored.scope():
+        nnx.Linear(64, 32, kernel_init=init, rngs=nnx.Rngs(0))
+    assert "nnx.use_eager_sharding(False)" in error.value.__notes__[-1]
+    with mirrored.scope(), nnx.use_eager_sharding(False):
         layer = nnx.Linear(64, 32, kernel_init=init, rngs=nnx.Rngs(0))
     assert layer.kernel.get_raw_value().sharding.is_fully_replicated
 
