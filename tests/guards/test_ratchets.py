@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 52_121,
-    lines_of_tests: 50_533,
+    lines_of_tests: 50_549,
     files: 230,
     pieces: 1,
     private_words: 9,
