@@ -206,9 +206,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "SpecificityAtSensitivity": _SKLEARN,
         "get": "compile(metrics=[name]) takes names",
     },
-    "dj.tpu.experimental": {
-        "shutdown_tpu_system": "nothing: a TPU is free when its program ends",
-    },
+    "dj.tpu.experimental": {"shutdown_tpu_system": "nothing: a TPU is free when its program ends"},
     "dj.metrics.Metric": {
         "add_variable": _STATE,
         "add_weight": _STATE,

@@ -13,9 +13,7 @@ from distribute_jax._checks import check_methods, checked
 
 
 def lazy_exports(
-    namespace: dict[str, Any],
-    parts: Mapping[str, Sequence[str]],
-    core: Sequence[str] = (),
+    namespace: dict[str, Any], parts: Mapping[str, Sequence[str]], core: Sequence[str] = ()
 ) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a module that loads others of its package when they are first read.
 

@@ -32,15 +32,7 @@ from distribute_jax._messages import leaf_text
 from distribute_jax._values import DistributedValues
 from distribute_jax.processes import is_chief
 
-__all__ = [
-    "SummaryWriter",
-    "create_file_writer",
-    "flush",
-    "histogram",
-    "image",
-    "scalar",
-    "text",
-]
+__all__ = ["SummaryWriter", "create_file_writer", "flush", "histogram", "image", "scalar", "text"]
 
 Array = np.ndarray[Any, Any]
 
@@ -211,11 +203,7 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
 
 
 def histogram(
-    name: str,
-    data: Any,
-    step: int | None = None,
-    buckets: int = 30,
-    description: str | None = None,
+    name: str, data: Any, step: int | None = None, buckets: int = 30, description: str | None = None
 ) -> bool:
     """Writes a histogram of numbers.
 

@@ -98,10 +98,7 @@ class ClusterResolver(abc.ABC):
         )
 
     def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
     ) -> Mapping[str, int]:
         """Returns the number of accelerators by kind, such as ``{"GPU": 8}``; CPUs do not count.
 

@@ -178,10 +178,7 @@ class ChildProcess:
     """
 
     def __init__(
-        self,
-        spec: ProcessSpec,
-        sinks: tuple[Sink, Sink],
-        on_exit: Callable[[ChildProcess], None],
+        self, spec: ProcessSpec, sinks: tuple[Sink, Sink], on_exit: Callable[[ChildProcess], None]
     ) -> None:
         self.spec = spec
         self.code: int | None = None

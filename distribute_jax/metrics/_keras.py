@@ -73,11 +73,7 @@ class MeanMetricWrapper(Average):
     update_state = Metric.update_state  # type: ignore[assignment]  # of two arguments again
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        name: str | None = None,
-        dtype: Any = None,
-        **kwargs: Any,
+        self, fn: Callable[..., Any], name: str | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
         super().__init__()
         self.name = name

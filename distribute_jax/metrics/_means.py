@@ -84,13 +84,7 @@ class Accuracy(Average):
         self.threshold = threshold
 
     def update(  # type: ignore[override]  # the values are made of two arguments
-        self,
-        *,
-        logits: Any,
-        labels: Any,
-        mask: Any = None,
-        sample_weight: Any = None,
-        **_: Any,
+        self, *, logits: Any, labels: Any, mask: Any = None, sample_weight: Any = None, **_: Any
     ) -> None:
         """Adds predictions, inside ``run`` this replica's.
 

@@ -208,7 +208,7 @@ def _size(counts: Sequence[jax.Array], like: jax.Array) -> jax.Array:
 
 
 MERGE_BY_TYPE: dict[type, MergeRule] = {
-    nnx.metrics.Welford: MergeRule(("count", "mean", "m2"), moments_combined),
+    nnx.metrics.Welford: MergeRule(("count", "mean", "m2"), moments_combined)
 }
 """The rule of each type of metric; the nearest base class in this table decides."""
 

@@ -123,15 +123,7 @@ class PlanTable:
         return tuple(p for p in self.plans if memory is None or p.device_bytes <= memory)
 
     def __str__(self) -> str:
-        head = (
-            "strategy",
-            "replicas",
-            "state",
-            "arguments",
-            "temporaries",
-            "total",
-            "collectives",
-        )
+        head = ("strategy", "replicas", "state", "arguments", "temporaries", "total", "collectives")
         rows = [head, *map(_row, self.plans)]
         if self.device_memory_bytes is not None:
             fits = [plan in self.fitting for plan in self.plans]

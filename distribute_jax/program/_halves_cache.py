@@ -141,13 +141,7 @@ class HalvesCache:
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             known = self._stored.known(binding)
             halves = build_halves(
-                call,
-                options,
-                self._servers,
-                known,
-                self._partitioner,
-                of_workers,
-                self._sparse,
+                call, options, self._servers, known, self._partitioner, of_workers, self._sparse
             )
         bound = BoundHalves(name, halves, Binding(fn, arguments))
         self._stored.load(bound)

@@ -43,12 +43,7 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import seen_padding
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build
-from distribute_jax.program._result_rows import (
-    Unknown,
-    per_example_results,
-    shares,
-    traced_larger,
-)
+from distribute_jax.program._result_rows import Unknown, per_example_results, shares, traced_larger
 from distribute_jax.program._trace import Call, Traced, batch_share
 
 REMEDIES = """\

@@ -233,11 +233,7 @@ def split(pair: Pair, marks: list[Mark]) -> list[Mark]:
 
 
 def _cut_rows(
-    pair: Pair,
-    rows: Rows | None,
-    sizes: Sequence[int],
-    cut: Sequence[tuple[int, int]],
-    stride: int,
+    pair: Pair, rows: Rows | None, sizes: Sequence[int], cut: Sequence[tuple[int, int]], stride: int
 ) -> list[Rows]:
     """Returns the rows of a slice along a dim; an empty list if it holds no rows, or none any more."""
     if rows is None and cut[0] == cut[1]:

@@ -307,10 +307,7 @@ def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> No
         if bad:
             raise OutOfSyncError(
                 _MODEL_SHAPED.format(
-                    what=what,
-                    argument=argument,
-                    replicas=_number(call),
-                    lines=listed(bad),
+                    what=what, argument=argument, replicas=_number(call), lines=listed(bad)
                 )
             )
 

@@ -30,12 +30,7 @@ from distribute_jax.program._lowerings import (
     with_token,
 )
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._placement import (
-    ParameterDevice,
-    Replicas,
-    data_dim,
-    share_sharding,
-)
+from distribute_jax.program._placement import ParameterDevice, Replicas, data_dim, share_sharding
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import SplitStep, compile_shares, on_shares

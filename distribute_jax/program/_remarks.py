@@ -22,14 +22,7 @@ from distribute_jax.program._dataflow import is_sum_of_old
 from distribute_jax.program._jaxprs import equations, line, names_axis, user_line, variables
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._replication import Walk
-from distribute_jax.program._replication_rules import (
-    MIRRORED,
-    RULES,
-    Control,
-    Mark,
-    Outcome,
-    union,
-)
+from distribute_jax.program._replication_rules import MIRRORED, RULES, Control, Mark, Outcome, union
 from distribute_jax.program._trace import Call, Traced, state_outputs
 from distribute_jax.variables import Variable, VariableAggregation
 

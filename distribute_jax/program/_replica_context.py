@@ -17,11 +17,7 @@ from distribute_jax._messages import PyTree
 from distribute_jax._values import DistributedValues
 from distribute_jax.collectives._all_reduce import all_gather, all_reduce, stacked_over_replicas
 from distribute_jax.collectives._markers import real_rows
-from distribute_jax.collectives._options import (
-    CommunicationOptions,
-    ReduceOp,
-    reduce_op,
-)
+from distribute_jax.collectives._options import CommunicationOptions, ReduceOp, reduce_op
 from distribute_jax.program._arguments import check_call
 
 
@@ -106,10 +102,7 @@ class ReplicaContext:
         return None if self._share is None else self._share * self.num_replicas_in_sync
 
     def all_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: PyTree,
-        options: CommunicationOptions | None = None,
+        self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None = None
     ) -> PyTree:
         """Combines a pytree over the replicas; every replica gets the same result.
 

@@ -64,11 +64,7 @@ class Runner:
         return Runner(strategy, self._replicas, self.steps_in_flight)
 
     def __call__(
-        self,
-        fn: StepFunction,
-        args: Any,
-        kwargs: dict[str, Any] | None,
-        options: RunOptions | None,
+        self, fn: StepFunction, args: Any, kwargs: dict[str, Any] | None, options: RunOptions | None
     ) -> Any:
         """Runs a step once for each replica."""
         if type(args) is not tuple or kwargs is not None:

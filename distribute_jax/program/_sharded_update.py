@@ -409,15 +409,7 @@ class Branches:
         self.eqn = eqn
         mirrored, of = [True] * len(eqn.outvars), type(around)
         self.halves = [
-            of(
-                body,
-                operands[1:],
-                mirrored,
-                around.replicas,
-                around.each,
-                {},
-                wanted,
-            )
+            of(body, operands[1:], mirrored, around.replicas, around.each, {}, wanted)
             for body in eqn.params["branches"]
         ]
         self._operands = sorted({i for halves in self.halves for i in halves.reads})

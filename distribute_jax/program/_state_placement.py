@@ -16,12 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, DonatedError, MixedStrategiesError
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
-from distribute_jax._mesh import (
-    num_replicas,
-    outside_mesh,
-    put,
-    sharding_over,
-)
+from distribute_jax._mesh import num_replicas, outside_mesh, put, sharding_over
 from distribute_jax._messages import is_donated, leaf_text, listed, path_text
 from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.program._aggregation import keeps_own_values
@@ -32,11 +27,7 @@ from distribute_jax.variables import Variable, on_replicas
 
 
 def place_state(
-    binding: Binding,
-    replicas: Replicas,
-    shardings: Sequence[NamedSharding | None],
-    *,
-    warn: bool,
+    binding: Binding, replicas: Replicas, shardings: Sequence[NamedSharding | None], *, warn: bool
 ) -> None:
     """Places every variable where state is stored; maybe with one warning where it was made elsewhere.
 

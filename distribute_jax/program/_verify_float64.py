@@ -17,13 +17,7 @@ import numpy as np
 
 from distribute_jax._mesh import put
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._jaxprs import (
-    CALLS,
-    ClosedJaxpr,
-    bodies,
-    opened,
-    run_bodies,
-)
+from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, bodies, opened, run_bodies
 from distribute_jax.program._lowerings import compile_shard_map, flat_step
 from distribute_jax.program._trace import Call
 

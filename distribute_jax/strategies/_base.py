@@ -21,13 +21,7 @@ from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._options import reduce_op as as_reduce_op
 from distribute_jax.processes import check_barrier, job_of
-from distribute_jax.program import (
-    ParameterDevice,
-    Replicas,
-    Rules,
-    Runner,
-    RunOptions,
-)
+from distribute_jax.program import ParameterDevice, Replicas, Rules, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
     is_value,

@@ -88,9 +88,7 @@ class InputMethods:
 
     @final
     def distribute_datasets_from_function(
-        self: Any,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
+        self: Any, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """Distributes per-replica batches, of datasets that a function makes.
 

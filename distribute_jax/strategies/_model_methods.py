@@ -12,13 +12,7 @@ import jax.extend.core as jex_core
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ProcessesDifferError
-from distribute_jax._messages import (
-    Kwargs,
-    StepFunction,
-    error_text,
-    is_array,
-    leaf_text,
-)
+from distribute_jax._messages import Kwargs, StepFunction, error_text, is_array, leaf_text
 from distribute_jax.processes import job_of
 from distribute_jax.program import Path, PlacedLeaf, Replicas, RunOptions, StepPlan, modules_of
 

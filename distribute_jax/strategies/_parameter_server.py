@@ -173,12 +173,7 @@ class ParameterServerStrategy(Strategy):
             self._engine = partial(threads, coordinator, stores, jax.local_devices())
         self._coordinator = coordinator
         self._runner: ServersRunner = ServersRunner(
-            self,
-            self._replicas,
-            coordinator,
-            self._start,
-            variable_partitioner,
-            sparse,
+            self, self._replicas, coordinator, self._start, variable_partitioner, sparse
         )
 
     def _start(self) -> Engine:

@@ -27,9 +27,7 @@ class OlderNames:
     """The part of ``Strategy`` that keeps older spellings alive. New code needs none of it."""
 
     def experimental_distribute_datasets_from_function(
-        self: Any,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
+        self: Any, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """Older name of ``distribute_datasets_from_function``."""
         _warn(

@@ -101,11 +101,7 @@ class LocalCluster:
         self._grace = grace
 
     def run(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        faults: Iterable[Fault] = (),
-        check: bool = True,
+        self, fn: Callable[..., Any], *args: Any, faults: Iterable[Fault] = (), check: bool = True
     ) -> list[ProcessResult]:
         """Calls a function once in every process, and waits until all have ended.
 

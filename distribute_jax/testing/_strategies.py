@@ -142,11 +142,7 @@ def strategy_combinations(
 
 
 def strategy_combinations(
-    test: Test | None = None,
-    /,
-    *,
-    strategies: Any = None,
-    replicas: Sequence[int] | None = None,
+    test: Test | None = None, /, *, strategies: Any = None, replicas: Sequence[int] | None = None
 ) -> Any:
     """Runs a test of your own under every strategy and number of replicas.
 

@@ -78,12 +78,7 @@ def arrays_of(called: str, x: Any, y: Any, weight: Any) -> Arrays | None:
 
 
 def dataset_of(
-    strategy: Strategy,
-    called: str,
-    data: Any,
-    batch_size: int | None,
-    *,
-    seed: int | None = None,
+    strategy: Strategy, called: str, data: Any, batch_size: int | None, *, seed: int | None = None
 ) -> DistributedDataset:
     """Distributes ``Arrays``, batched here and shuffled if there is a seed, or a source of global batches."""
     if isinstance(data, Arrays):

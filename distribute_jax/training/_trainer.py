@@ -341,9 +341,7 @@ class Outputs:
 
     def _add(self, outputs: Any, examples: int) -> None:
         gathered = jax.tree.map(
-            self._gathered,
-            self._strategy._fetched(outputs),
-            is_leaf=is_per_replica,
+            self._gathered, self._strategy._fetched(outputs), is_leaf=is_per_replica
         )
         if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
             raise ArgumentError(_NO_ROWS.format(names=""))

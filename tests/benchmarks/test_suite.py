@@ -150,11 +150,7 @@ def test_ctrl_c_ends_the_run_and_its_child(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", heard, "--only", "proof", "--report-dir", str(tmp_path)]
     with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
         for line in run.stdout or ():
             if line.startswith("[1/1] proof"):

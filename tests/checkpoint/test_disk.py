@@ -39,10 +39,7 @@ def output_of(program: str, *arguments: str) -> tuple[str, str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "kills",
-    [4, pytest.param(100, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_a_killed_program_leaves_complete_steps(kills: int, tmp_path: Path) -> None:
     """At random moments of a save: the newest step is whole and bit by bit what was saved."""
     printed, _ = output_of("kill_saves.py", str(tmp_path), str(kills), "0")

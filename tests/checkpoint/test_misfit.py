@@ -48,10 +48,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "key made raw": ({"key": jax.random.PRNGKey(0)}, "expected random key threefry2x32[] (saved)"),
     "raw made key": ({"raw": jax.random.key(0)}, "expected uint32[2] (saved), got random key"),
-    "another generator": (
-        {"key": jax.random.key(0, impl="rbg")},
-        "(saved), got random key rbg[]",
-    ),
+    "another generator": ({"key": jax.random.key(0, impl="rbg")}, "(saved), got random key rbg[]"),
     "another type": ({"count": "3"}, "['count']: expected a Python int (saved), got a Python str"),
     "a bool": ({"count": True}, "expected a Python int (saved), got a Python bool"),
     "a float": ({"rate": None}, "expected a Python float (saved), got a Python NoneType"),

@@ -46,11 +46,7 @@ def test_arguments_win_over_the_variable(tf_config):
         }
     )
     resolver = TFConfigClusterResolver()
-    assert (resolver.task_id, resolver.rpc_layer, resolver.environment) == (
-        1,
-        "grpc",
-        "google",
-    )
+    assert (resolver.task_id, resolver.rpc_layer, resolver.environment) == (1, "grpc", "google")
     passed = TFConfigClusterResolver("worker", 2, "http", "mine")
     assert (passed.master(), passed.environment) == ("http://w2:2222", "mine")
     passed.task_id, passed.rpc_layer = 0, "grpc"

@@ -20,8 +20,7 @@ from distribute_jax.collectives._algorithms import _natural_size
 REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
 SOME = ("default", "hierarchical, 1 packs", "ring, 1 packs", "to one")
 every_algorithm = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in SOME else pytest.mark.exhaustive) for n in ALGORITHMS],
+    "name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.exhaustive) for n in ALGORITHMS]
 )
 every_size = pytest.mark.parametrize("replicas", REPLICAS)
 

@@ -38,10 +38,7 @@ def reduced(name: str, op: str, dtype: Any = np.float32) -> Any:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("op", "wanted"),
-    [
-        ("sum", [[0, 0], [4, 6], [0, 0], [5, 6]]),
-        ("mean", [[0, 0], [2, 3], [0, 0], [2.5, 3]]),
-    ],
+    [("sum", [[0, 0], [4, 6], [0, 0], [5, 6]]), ("mean", [[0, 0], [2, 3], [0, 0], [2.5, 3]])],
 )
 @pytest.mark.parametrize("name", ["default", "hierarchical, 1 packs", "ring, 1 packs", "to one"])
 def test_rows_of_one_index_add_up(name: str, op: str, wanted: list[Any]):

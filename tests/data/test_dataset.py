@@ -18,11 +18,7 @@ from distribute_jax._errors import ArgumentError, ContextError
 @pytest.mark.parametrize(
     ("replicas", "source", "expected"),
     [
-        (
-            2,
-            batches(9, 2),
-            [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]], [[8], []]],
-        ),
+        (2, batches(9, 2), [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]], [[8], []]]),
         (2, batches(9, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
         (2, batches(9, 4, drop_remainder=True), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
         (2, batches(10, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]),

@@ -149,9 +149,7 @@ def losses_of(program: str, folder: Path, devices: int) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_the_step_of_the_readme_has_one_loss_on_one_device_and_on_eight(
-    tmp_path: Path,
-) -> None:
+def test_the_step_of_the_readme_has_one_loss_on_one_device_and_on_eight(tmp_path: Path) -> None:
     program = "".join(block.code for block in blocks(PAGES[0]) if block.kind == "python")
     one, eight = losses_of(program, tmp_path, 1), losses_of(program, tmp_path, 8)
     assert [float(loss) for loss in eight] == pytest.approx([float(loss) for loss in one], abs=2e-4)

@@ -15,7 +15,7 @@ from examples import char_lm
 
 SIZES = {"context": 16, "width": 16, "layers": 2}
 SMALL = [
-    *("--characters=20000", "--context=16", "--width=16", "--layers=1", "--epochs=1", "--sample=8"),
+    *("--characters=20000", "--context=16", "--width=16", "--layers=1", "--epochs=1", "--sample=8")
 ]
 
 

@@ -66,10 +66,7 @@ def killed_at(step: int, folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "kills",
-    [1, 2],
-)
+@pytest.mark.parametrize("kills", [1, 2])
 def test_a_program_that_was_killed_ends_with_the_weights_of_one_that_was_not(
     kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ BODY_LINES_P90 = 25
 _UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 ASSERTS: dict[str, str] = {
-    "program/_trace.py": "for the type checker: the results exist once the step was traced",
+    "program/_trace.py": "for the type checker: the results exist once the step was traced"
 }
 """Files that may hold an ``assert``, with the reason why it is not about the user's input."""
 

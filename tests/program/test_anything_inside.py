@@ -322,12 +322,7 @@ def assert_equal_state(many: dict[str, Any], one: dict[str, Any]) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=str(path))
 
 
-@pytest.fixture(
-    params=[
-        4,
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8)),
-    ]
-)
+@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))])
 def replicas(request: pytest.FixtureRequest) -> dj.MirroredStrategy:
     """Four replicas; one under the mark ``wide``, since what breaks with others breaks with four."""
     return dj.MirroredStrategy(list(range(request.param)))
@@ -344,8 +339,7 @@ def chained(forwards: list[Forward], net: Net, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "group",
-    [pytest.param(i, marks=pytest.mark.exhaustive) for i in range(len(GROUPS))],
+    "group", [pytest.param(i, marks=pytest.mark.exhaustive) for i in range(len(GROUPS))]
 )
 def test_a_training_step_with_several_of_them_trains_as_plain_code(
     replicas: dj.MirroredStrategy, group: int

@@ -136,10 +136,7 @@ def _written_name() -> Way:
 
 def _computed_name() -> Way:
     held, which = Plain(learning_rate=1.0), "learning"
-    return (
-        lambda: getattr(held, which + "_rate"),
-        lambda new: setattr(held, "learning_rate", new),
-    )
+    return (lambda: getattr(held, which + "_rate"), lambda new: setattr(held, "learning_rate", new))
 
 
 def _all_attributes() -> Way:
@@ -271,10 +268,7 @@ def test_another_promotion_rule_is_another_program(s2: dj.MirroredStrategy):
 
     args = (jnp.int32(1), jnp.float32(2.0))
     assert float(s2.run(step, args=args)) == 3.0
-    with (
-        jax.numpy_dtype_promotion("strict"),
-        pytest.raises(Exception, match="promotion"),
-    ):
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(Exception, match="promotion"):
         s2.run(step, args=args)
 
 

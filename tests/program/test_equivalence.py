@@ -181,8 +181,7 @@ def test_pmap_trains_as_shard_map_does(strategy: dj.Strategy):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("replicas", "lowering"),
-    [(n, lowering) for n in (1, 4) for lowering in ("shard_map", "pmap")],
+    ("replicas", "lowering"), [(n, lowering) for n in (1, 4) for lowering in ("shard_map", "pmap")]
 )
 def test_central_storage_trains_as_one_device(replicas: int, lowering: Any):
     strategy = dj.CentralStorageStrategy(list(range(replicas)), parameter_device=7)

@@ -150,9 +150,7 @@ def test_what_would_start_a_program_is_refused(s2: dj.MirroredStrategy, method: 
     assert _frames.entered() is None
 
 
-def test_on_one_replica_components_of_all_are_refused(
-    s2: dj.MirroredStrategy,
-):
+def test_on_one_replica_components_of_all_are_refused(s2: dj.MirroredStrategy):
     """Inside run, outside of merge_call, a replica sees its own component only."""
     with s2.scope():
         v = dj.Variable(1.0, name="v")

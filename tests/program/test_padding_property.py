@@ -13,9 +13,7 @@ from benchmarks.padding_proof import Judged, judge, look
 
 
 @pytest.mark.parametrize(
-    "examples",
-    [4, pytest.param(500, marks=pytest.mark.exhaustive)],
-    ids=["few", "many"],
+    "examples", [4, pytest.param(500, marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
 def test_what_is_proved_clean_changes_with_no_padding(examples: int) -> None:
     figures = searched(examples, row_programs, look, never="proved_changed")

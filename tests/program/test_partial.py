@@ -244,9 +244,7 @@ def replica_float() -> jax.Array:
     return dj.get_replica_context().replica_id_in_sync_group.astype(float)
 
 
-def test_where_it_cannot_be_found_out_reading_raises_and_declaring_helps(
-    s4: dj.MirroredStrategy,
-):
+def test_where_it_cannot_be_found_out_reading_raises_and_declaring_helps(s4: dj.MirroredStrategy):
     data = batches(8, 5)
     _, partial = s4.distribute_dataset(data)
 

@@ -757,11 +757,7 @@ def test_the_sources_are_named_with_the_users_line() -> None:
 
     line = program.__code__.co_firstlineno + 1
     [mark] = marks_of(program)
-    assert mark == {
-        "x",
-        f"axis_index at test_sync.py:{line}",
-        f"ppermute at test_sync.py:{line}",
-    }
+    assert mark == {"x", f"axis_index at test_sync.py:{line}", f"ppermute at test_sync.py:{line}"}
 
 
 # Training steps
@@ -994,9 +990,7 @@ def test_the_message_says_where_why_and_what_to_type() -> None:
 # Speed
 
 
-def test_bodies_are_not_proved_again_for_marks_seen_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bodies_are_not_proved_again_for_marks_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loop is visited twice, and so the innermost of ten else 2**10 times."""
 
     def nested(depth: int, w: Any, x: Any) -> Any:

@@ -60,9 +60,7 @@ def mean_step(model: nnx.Linear, optimizer: Any) -> Callable[..., None]:
     return step
 
 
-def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(
-    s4: dj.MirroredStrategy,
-):
+def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(s4: dj.MirroredStrategy):
     """Adam hides it in the weights and shows it in its state, also as a square; all is as before."""
     model, optimizer = classifier(s4, optax.adam(1e-3))
     (batch,) = s4.distribute_dataset([(X, Y)])
@@ -179,9 +177,7 @@ def test_a_step_that_changes_nothing_at_first_is_compared_again(s4: dj.MirroredS
 def test_gradients_that_are_added_up_first_are_compared(s4: dj.MirroredStrategy):
     """Each replica has its own sum of them, which is read as their sum."""
     model, optimizer = classifier(
-        s4,
-        optax.sgd(0.1),
-        lambda m, tx: dj.Optimizer(m, tx, gradient_accumulation_steps=2),
+        s4, optax.sgd(0.1), lambda m, tx: dj.Optimizer(m, tx, gradient_accumulation_steps=2)
     )
     (batch,) = s4.distribute_dataset([(X, Y)])
     with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):

@@ -94,10 +94,7 @@ def test_whose_variable_it_is(s2: dj.MirroredStrategy, s4: dj.MirroredStrategy):
     with s2.extended.colocate_vars_with(own):
         assert dj.get_strategy() is s2
         assert s2.extended.variable_created_in_scope(nnx.Param(jnp.ones(2)))
-    with (
-        pytest.raises(ValueError, match="another strategy"),
-        s2.extended.colocate_vars_with(other),
-    ):
+    with pytest.raises(ValueError, match="another strategy"), s2.extended.colocate_vars_with(other):
         pass
     assert s2.extended.value_container(own) is own
 

@@ -62,9 +62,7 @@ def test_a_task_that_trains_with_nobody_starts_nothing(
     assert not jax.distributed.is_initialized()
 
 
-def test_several_workers_after_the_backend_has_started_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_several_workers_after_the_backend_has_started_are_refused(monkeypatch: pytest.MonkeyPatch):
     """The message says to make the strategy before any array."""
     jax.numpy.ones(1)
     resolver = tf_config(monkeypatch, {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker")

@@ -289,14 +289,8 @@ def test_state_of_replicas_with_two_cores_is_saved_and_restored(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (
-            {"tpu_cluster_resolver": "local"},
-            "cluster_resolver.ClusterResolver; got 'local'",
-        ),
-        (
-            {"experimental_device_assignment": [[0]]},
-            "dj.tpu.experimental.DeviceAssignment; got",
-        ),
+        ({"tpu_cluster_resolver": "local"}, "cluster_resolver.ClusterResolver; got 'local'"),
+        ({"experimental_device_assignment": [[0]]}, "dj.tpu.experimental.DeviceAssignment; got"),
         ({"experimental_spmd_xla_partitioning": False}, "must be one of True; got False"),
         ({"cluster_options": 5}, "must be None or dj.ClusterOptions; got 5"),
     ],

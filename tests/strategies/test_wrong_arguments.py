@@ -17,19 +17,13 @@ Call = Callable[[dj.Strategy, Any], Any]
 CALLS: dict[str, tuple[Call, str]] = {
     "options": (lambda s, v: s.run(f, options="x"), "run: options must be None or dj.RunOptions"),
     "options={}": (lambda s, v: s.run(f, options={}), "run: options must be None or"),
-    "steps": (
-        lambda s, v: s.run_steps(f, iter([1]), 1, options="x"),
-        "options must be None or",
-    ),
+    "steps": (lambda s, v: s.run_steps(f, iter([1]), 1, options="x"), "options must be None or"),
     "update args": (lambda s, v: s.extended.update(v, f, args=3), r"update\(var, fn, args=int 3\)"),
     "update kwargs": (
         lambda s, v: s.extended.update(v, f, kwargs=3),
         "update: kwargs must be None or a dict",
     ),
-    "update fn": (
-        lambda s, v: s.extended.update(v, 5),
-        "update: fn must be a function; got 5",
-    ),
+    "update fn": (lambda s, v: s.extended.update(v, 5), "update: fn must be a function; got 5"),
     "merge args": (
         lambda s, v: merge(s, args=3),
         r"merge_call\(merge_fn, args=int 3\): args must be",
@@ -62,10 +56,7 @@ CALLS: dict[str, tuple[Call, str]] = {
         lambda s, v: average(None, 0),
         "global_batch_size must be a number above 0; got 0",
     ),
-    "no value": (
-        lambda s, v: dj.Variable(None),
-        "must be a number or an array; got NoneType None",
-    ),
+    "no value": (lambda s, v: dj.Variable(None), "must be a number or an array; got NoneType None"),
     "created": (
         lambda s, v: s.extended.variable_created_in_scope(3),
         r"takes an nnx.Variable or dj.Variable; got int",

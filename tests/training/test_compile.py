@@ -39,11 +39,7 @@ class Probability(Net):
 
 
 def made(strategy: dj.Strategy, module: Callable[[], Any] = Net, **options: Any) -> dj.Model:
-    given = {
-        "optimizer": "sgd",
-        "loss": optax.softmax_cross_entropy_with_integer_labels,
-        **options,
-    }
+    given = {"optimizer": "sgd", "loss": optax.softmax_cross_entropy_with_integer_labels, **options}
     with strategy.scope():
         model = dj.Model(module())
         model.compile(**given)

@@ -237,11 +237,7 @@ def test_several_outputs_and_losses_that_modules_add(strategy: dj.Strategy):
     kernel_a, kernel_b = (np.asarray(head.kernel[...]) for head in (model.module.a, model.module.b))
     logs = model.evaluate(X, {"a": target, "b": target}, batch_size=22, return_dict=True)
     a, b = X @ kernel_a - target, X @ kernel_b - target
-    expected = {
-        "a_loss": np.mean(a**2),
-        "b_loss": np.mean(np.abs(b)),
-        "a_mae": np.mean(np.abs(a)),
-    }
+    expected = {"a_loss": np.mean(a**2), "b_loss": np.mean(np.abs(b)), "a_mae": np.mean(np.abs(a))}
     added = 0.5 * np.sum(kernel_a**2) + np.mean(np.abs(X @ kernel_b))
     total = expected["a_loss"] + 3 * expected["b_loss"] + added
     assert logs == pytest.approx({"loss": total, **expected}, rel=1e-5)

@@ -162,8 +162,7 @@ def test_names_and_metadata(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "wanted"),
-    [(Agg.MEAN, [0.0, -1.0, -1.0]), (Agg.SUM, [0.0, -2.0, -2.0])],
+    ("aggregation", "wanted"), [(Agg.MEAN, [0.0, -1.0, -1.0]), (Agg.SUM, [0.0, -2.0, -2.0])]
 )
 def test_scatter_sub_combines_dense_changes(
     s2: dj.MirroredStrategy, aggregation: Agg, wanted: list[float]

@@ -122,8 +122,7 @@ def repeats_itself(tf: Any, dataset: Any) -> bool:
 
 def _graph(tf: Any, dataset: Any) -> Any:
     serialized = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        external_state_policy=_IGNORE_STATE,
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=_IGNORE_STATE
     )
     return tf.compat.v1.GraphDef.FromString(serialized.numpy())
 

@@ -58,8 +58,7 @@ def test_evaluate_and_predict_print_a_line(example: Any, capsys: pytest.CaptureF
 def test_another_verbosity_is_refused(example: Any, verbose: Any):
     """The message says what there is."""
     with pytest.raises(
-        ValueError,
-        match=r"verbose.* must be (one of 'auto', 0, 1, 2|an integer or a str); got",
+        ValueError, match=r"verbose.* must be (one of 'auto', 0, 1, 2|an integer or a str); got"
     ):
         example.fit(verbose=verbose)
 
@@ -132,9 +131,7 @@ def test_an_error_leaves_the_terminal_as_it_was(example: Any, screen: Console):
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def test_the_length_of_a_dataset_of_unknown_length_is_known_after_an_epoch(
-    screen: Console,
-):
+def test_the_length_of_a_dataset_of_unknown_length_is_known_after_an_epoch(screen: Console):
     """Then the bar has an end."""
     bar = _progress.Bar("fit", screen)
     bar.set_params({"epochs": 2, "steps": None, "examples": 4})
