@@ -24,7 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
     # A supervisor does not load JAX, which the other commands need.
     for name in {*arguments[:1]} & {*_COMMANDS} or _COMMANDS:
-        importlib.import_module(f"distribute_jax.cli._{name}").add_to(commands)
+        module = importlib.import_module(f"distribute_jax.cli._{name}")
+        command = commands.add_parser(
+            name, help=module.HELP, description=module.DESCRIPTION, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        command.set_defaults(run=module.run, command=command)
+        module.add_options(command)
     if not arguments:
         parser.print_help()
         return 2

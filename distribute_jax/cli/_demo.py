@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,16 +23,14 @@ from distribute_jax.testing import simulate
 _EPOCHS = 3
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
-    text = "train a small model over simulated devices, or in the processes of launch"
-    command = commands.add_parser(
-        "demo", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
-    )
-    command.set_defaults(run=run, command=command)
-    command.add_argument(
-        "--devices", type=int, default=4, metavar="M", help="number of simulated devices (4)"
-    )
+HELP = "train a small model over simulated devices, or in the processes of launch"
+DESCRIPTION = HELP.capitalize() + "."
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    text = "number of simulated devices (4)"
+    command.add_argument("--devices", type=int, default=4, metavar="M", help=text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
 
 from distribute_jax._errors import ArgumentError, ClusterError, NoClusterError
 from distribute_jax.cluster_resolver import detect
@@ -47,16 +46,14 @@ class Finding:
         return f"{mark} {self.subject}: {self.state}" + (f" -> {self.fix}" if self.fix else "")
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
-    text = "find what prevents a job from starting; the exit code is 1 if something must be fixed"
-    command = commands.add_parser(
-        "doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
-    )
-    command.set_defaults(run=run, command=command)
-    command.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="address of process 0; default: detected"
-    )
+HELP = "find what prevents a job from starting; the exit code is 1 if something must be fixed"
+DESCRIPTION = HELP.capitalize() + "."
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    text = "address of process 0; default: detected"
+    command.add_argument("--coordinator", metavar="HOST:PORT", help=text)
     command.add_argument("--markdown", action="store_true", help="a block to paste into an issue")
 
 

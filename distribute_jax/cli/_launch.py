@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,68 +16,20 @@ from distribute_jax._supervision import GRACE_SECONDS
 from distribute_jax.launch import CACHE, cache_folder, supervise
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
-    command = commands.add_parser(
-        "launch",
-        help="start a program in many processes",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    for flags, kind, default, metavar, text in _OPTIONS:
+        command.add_argument(*flags, type=kind, default=default, metavar=metavar, help=text)
+    add_program(command)
+
+
+def add_program(command: argparse.ArgumentParser) -> None:
+    """Adds the program that a command runs."""
+    command.add_argument(
+        "-m", dest="module", action="store_true", help="run the program as a module"
     )
-    command.set_defaults(run=run, command=command)
-    add = command.add_argument
-    add(
-        *("-n", "--processes", "--max-processes", "--nproc-per-node"),
-        dest="processes",
-        type=_at_least(1),
-        default=1,
-        metavar="N",
-        help="number of processes (1)",
-    )
-    add(
-        "--min-processes",
-        type=_at_least(1),
-        metavar="K",
-        help="go on without processes that fail while at least K are left; default: restart all of them",
-    )
-    add(
-        "--rejoin",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time with fewer processes after which they save, and those that failed are started again (60)",
-    )
-    add(
-        "--devices-per-process",
-        type=_at_least(1),
-        metavar="M",
-        help="simulated CPU devices of each process; default: the devices that JAX finds",
-    )
-    add(
-        "--max-restarts",
-        type=_at_least(0),
-        default=3,
-        metavar="R",
-        help="give up after this many restarts in a row without a step beyond all earlier ones (3)",
-    )
-    add(
-        "--max-pause",
-        type=_seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="longest pause before a restart without progress: 1, 2, 4, … up to this (30)",
-    )
-    add(
-        "--grace",
-        type=_seconds,
-        default=GRACE_SECONDS,
-        metavar="SECONDS",
-        help=f"time for the processes to save and exit after SIGTERM or Ctrl-C ({GRACE_SECONDS:g})",
-    )
-    add("-m", dest="module", action="store_true", help="run the program as a module")
-    add("program", help="a Python script, or a module with -m")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    command.add_argument("program", help="a Python script, or a module with -m")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,7 +92,26 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-_DESCRIPTION = """\
+_OPTIONS: tuple[tuple[Sequence[str], Callable[[str], Any], Any, str, str], ...] = (
+    (("-n", "--processes", "--max-processes", "--nproc-per-node"), _at_least(1), 1, "N",
+     "number of processes (1)"),
+    (("--min-processes",), _at_least(1), None, "K",
+     "go on without processes that fail while at least K are left; default: restart all of them"),
+    (("--rejoin",), _seconds, 60.0, "SECONDS",
+     "time with fewer processes after which they save, and those that failed are started again (60)"),
+    (("--devices-per-process",), _at_least(1), None, "M",
+     "simulated CPU devices of each process; default: the devices that JAX finds"),
+    (("--max-restarts",), _at_least(0), 3, "R",
+     "give up after this many restarts in a row without a step beyond all earlier ones (3)"),
+    (("--max-pause",), _seconds, 30.0, "SECONDS",
+     "longest pause before a restart without progress: 1, 2, 4, … up to this (30)"),
+    (("--grace",), _seconds, GRACE_SECONDS, "SECONDS",
+     f"time for the processes to save and exit after SIGTERM or Ctrl-C ({GRACE_SECONDS:g})"),
+)  # fmt: skip
+"""Names, type, default, what stands for the value, and help."""
+
+HELP = "start a program in many processes"
+DESCRIPTION = """\
 Starts a program in N processes on this machine and supervises them. When a process fails, the others are
 stopped, one line names the process that failed, and all are restarted as long as there is progress: a step
 beyond all earlier ones, as reported by dj.report_step(step), counted over the complete training. A program in

@@ -10,30 +10,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distribute_jax import _context
-from distribute_jax.cli._launch import check_program
+from distribute_jax.cli._launch import add_program, check_program
 from distribute_jax.launch import say
 from distribute_jax.program import StepPlan, plan_table
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
-    text = "print what the first step of a program takes on each device, without running it"
-    command = commands.add_parser("plan", help=text, description=_DESCRIPTION, allow_abbrev=False)
-    command.set_defaults(run=run, command=command)
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
     add = command.add_argument
-    add(
-        "--replicas",
-        type=lambda text: tuple(map(int, text.split(","))),
-        default=(),
-        metavar="N,…",
-        help="numbers of replicas, as 8,64,1024 (those of the program's strategy)",
-    )
-    add(
-        "--memory", type=float, metavar="GIB", help="memory of one device, to print which plans fit"
-    )
-    add("-m", dest="module", action="store_true", help="run the program as a module")
-    add("program", help="a Python script, or a module with -m")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    numbers = "numbers of replicas, as 8,64,1024 (those of the program's strategy)"
+    add("--replicas", type=_numbers, default=(), metavar="N,…", help=numbers)
+    memory = "memory of one device, to print which plans fit"
+    add("--memory", type=float, metavar="GIB", help=memory)
+    add_program(command)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     return 1
 
 
-_DESCRIPTION = """\
+HELP = "print what the first step of a program takes on each device, without running it"
+DESCRIPTION = """\
 Runs a program up to its first strategy.run, or to the first step of fit, compiles that step without running
 it, and prints the bytes, collectives and seconds that it takes on each device. The devices of the replicas
 need not be there.
