@@ -198,6 +198,8 @@ def _collect(fn: Any, captured: Captures) -> None:
         _collect(fn.func, captured)
     elif (inner := getattr(fn, "__wrapped__", None)) is not None:
         captured.key.append(getattr(fn, "__captures_key__", type(fn)))
+        if not is_library(type(fn).__module__):  # a decorator that is a class of the user's
+            _collect_callable_object(fn, captured)
         _collect(inner, captured)
     else:
         _collect_callable_object(fn, captured)

@@ -265,6 +265,8 @@ class Walker:
             table = {}
         every = self._used.any or is_whole(value)
         if not isinstance(value, types.ModuleType):
+            self.graph.watch.attribute(value, "__dict__")
+            self.graph.watch.attribute(value, "__class__")
             self.graph.watch.containers.append(table)
             if every:
                 self.graph.watch.contents(table.keys())

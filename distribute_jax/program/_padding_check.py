@@ -130,7 +130,10 @@ def run_checked_for_leaks(
         _refuse_differing(call, entry, flat, outs, others, "two different paddings")
     longer = _with_more_padding(call, entry, values)
     if longer is not None:
-        how = "more padding, which gave another result"
+        how = (
+            "more padding, for which it was traced again, and gave another result (so does a step that "
+            "counts its calls in Python: keep such a number in a variable)"
+        )
         _refuse_differing(call, entry, flat, outs, longer, how, nudged=True)
     check.leaked = False
     return outs

@@ -380,11 +380,20 @@ _LOST = (
 )
 
 
+_ENDED = """\
+The step uses arrays that were made while it was traced before, and have no numbers:
+{arrays}
+Something kept them, such as functools.cache of a function that makes arrays. Make them before run, or with \
+NumPy."""
+
+
 def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:
     """Raises where an array from before the trace, by the ids of the ``older``, would be built in.
 
     What was made since is a constant by its nature; the ``inputs`` are captured arrays.
     """
+    if ended := [leaf_text(value) for value in jaxpr.consts if isinstance(value, jax.core.Tracer)]:
+        raise StaleCaptureError(_ENDED.format(arrays=listed(ended)))
     replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in inputs}
     stale = [
         leaf_text(constant)

@@ -122,6 +122,24 @@ def _function_attribute() -> Way:
     return helper, lambda new: setattr(helper, "rate", new)
 
 
+class Decorated:
+    """A decorator that is a class, and names what it wraps."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.rate: Any = 1.0
+
+    def __call__(self) -> Any:
+        return self.rate
+
+
+def _decorator_of_a_class() -> Way:
+    @Decorated
+    def held() -> Any: ...
+
+    return held, lambda new: setattr(held, "rate", new)
+
+
 class Plain:
     """Holds what it is given."""
 
@@ -165,6 +183,19 @@ def _forwarded_attribute() -> Way:
 def _forwarded_item() -> Way:
     held = Forwarding()
     return lambda: held["rate"], lambda new: held._store.update(rate=new)
+
+
+def _replaced_dict() -> Way:
+    held = Plain(rate=1.0)
+    return lambda: held.rate, lambda new: setattr(held, "__dict__", {"rate": new})
+
+
+def _replaced_class() -> Way:
+    held = Plain()
+    return (
+        lambda: held.rate,
+        lambda new: setattr(held, "__class__", type("Other", (Plain,), {"rate": new})),
+    )
 
 
 def _partial_of_an_object() -> Way:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,21 @@ def test_containers_are_restored_when_the_step_raises(s2: dj.MirroredStrategy):
     with pytest.raises(KeyError, match="half way"):
         s2.run(step, args=(1.0,))
     assert logs == {}
+
+
+def test_an_array_that_a_cache_kept_of_an_earlier_trace_is_named(s2: dj.MirroredStrategy):
+    """It has no numbers, so the program of another batch would lack an input."""
+
+    @functools.cache
+    def table(length: int) -> jax.Array:
+        return jnp.arange(length)
+
+    def step(x: jax.Array) -> jax.Array:
+        return x * table(4).sum()
+
+    s2.run(step, args=(jnp.ones(2),))
+    with pytest.raises(dj.StaleCaptureError, match=r"before, and have no numbers:\n  int32\[4\]"):
+        s2.run(step, args=(jnp.ones(3),))
 
 
 def test_what_python_counts_while_tracing_stays(s2: dj.MirroredStrategy):
