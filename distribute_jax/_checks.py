@@ -213,18 +213,18 @@ def _check_fits(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return
     except TypeError as error:
         reason = str(error)
-    called, taken = _called(function, args), list(signature.parameters.values())
-    has_self = bool(taken) and taken[0].name == "self"
-    names = [each.name for each in taken[has_self:]]
+    called, parameters = _called(function, args), list(signature.parameters.values())
+    has_self = bool(parameters) and parameters[0].name == "self"
+    names = [each.name for each in parameters[has_self:]]
     unknown = [name for name in kwargs if name not in names]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in [each.kind for each in taken]:
+    if unknown and inspect.Parameter.VAR_KEYWORD not in [each.kind for each in parameters]:
         text = f"{called} has no argument {unknown[0]!r}. {_instead(function, unknown[0], names)}"
     elif has_self and not _is_method(function, args):
         text = f"{function.__name__} is a method: call it on an object, not on its class."
     else:
         shown = [
             f"{each.name}=…" if each.kind is each.KEYWORD_ONLY else each.name
-            for each in taken[has_self:]
+            for each in parameters[has_self:]
             if each.default is each.empty and "VAR" not in each.kind.name
         ]
         shown += ["…"] * (len(shown) < len(names))
@@ -286,11 +286,11 @@ def _types_in(annotation: str, module: str) -> tuple[type, ...]:
     except (NameError, TypeError, AttributeError):  # of what is imported for type checkers only
         return ()
     each = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    found = [NoneType if one is None else get_origin(one) or one for one in each]
-    if os.PathLike in found:  # the check of which knows what no path contains
-        found = [one for one in found if one is not str]
-    found.sort(key=lambda one: one is not NoneType)
-    return tuple(found) if all(map(_is_known, found)) else ()
+    types = [NoneType if one is None else get_origin(one) or one for one in each]
+    if os.PathLike in types:  # the check of which knows what no path contains
+        types = [one for one in types if one is not str]
+    types.sort(key=lambda one: one is not NoneType)
+    return tuple(types) if all(map(_is_known, types)) else ()
 
 
 def _types(annotation: Any, names: dict[str, Any]) -> tuple[type, ...]:

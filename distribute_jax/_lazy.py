@@ -28,10 +28,10 @@ def lazy_exports(
             return importlib.import_module(f"{package}.{name}")
         if core and name in namespace["__all__"] and name not in home:
             for part in core:
-                found = vars(importlib.import_module(f"{package}.{part}"))
+                members = vars(importlib.import_module(f"{package}.{part}"))
                 for each in namespace["__all__"]:
-                    if each in found and each not in {*home, *parts}:
-                        namespace.setdefault(each, found[each])
+                    if each in members and each not in {*home, *parts}:
+                        namespace.setdefault(each, members[each])
             publish(namespace, namespace["__all__"], package)
             return namespace[name]
         if name not in home:

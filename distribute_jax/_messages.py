@@ -53,7 +53,7 @@ def listed(lines: list[str], most: int = 10) -> str:
     return "\n".join(shown)
 
 
-def real_array(called: str, name: str, value: Any) -> jax.Array:
+def real_array(caller: str, name: str, value: Any) -> jax.Array:
     """Returns an argument as an array of real numbers or bools, or raises an ``ArgumentError``."""
     try:
         if isinstance(value, (str, bytes, dict)):
@@ -61,12 +61,12 @@ def real_array(called: str, name: str, value: Any) -> jax.Array:
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
-            f"{called} got {name}={leaf_text(value)}, which is not an array of numbers. Pass one array "
+            f"{caller} got {name}={leaf_text(value)}, which is not an array of numbers. Pass one array "
             "with the batch as dim 0; with several outputs, each has its loss and metrics."
         ) from error
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_)):
         raise ArgumentError(
-            f"{called} got {name} of dtype {array.dtype}. It takes real numbers and bools: pass "
+            f"{caller} got {name} of dtype {array.dtype}. It takes real numbers and bools: pass "
             "jnp.abs(value), or the part that you mean."
         )
     return array

@@ -179,7 +179,7 @@ def _another_value(array: jax.Array) -> jax.Array:
 
 
 def align(
-    called: str, what: str, array: jax.Array, values: str, shape: tuple[int, ...]
+    caller: str, what: str, array: jax.Array, values: str, shape: tuple[int, ...]
 ) -> jax.Array:
     """Returns a mask or weights with as many dims as values have, matched from the left, as the batch is.
 
@@ -191,21 +191,21 @@ def align(
     fits = all(n in (1, size) for n, size in zip(weights.shape, shape, strict=False))
     if weights.ndim > len(shape) or not fits:
         raise ArgumentError(
-            f"{called} got {what} of shape {array.shape} for {values} of shape {shape}. Its dims are "
+            f"{caller} got {what} of shape {array.shape} for {values} of shape {shape}. Its dims are "
             "matched with those from the left: pass one number for each example, shape (batch,), or one "
             "for each value."
         )
     return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
 
 
-def real_mask(called: str, values: str, shape: tuple[int, ...], replica: Any) -> jax.Array | None:
+def real_mask(caller: str, values: str, shape: tuple[int, ...], replica: Any) -> jax.Array | None:
     """Returns where values are not padding, with as many dims as they have; None where nothing is padded."""
     if replica is None or not replica.is_padded or not shape:
         return None
     mask: jax.Array = replica.batch_mask
     if shape[0] != mask.shape[0]:
         raise ArgumentError(
-            f"{called} got {values} with {shape[0]} rows for a replica's share of {mask.shape[0]} examples, "
+            f"{caller} got {values} with {shape[0]} rows for a replica's share of {mask.shape[0]} examples, "
             "so it cannot tell which belong to the padding of this partial batch. Give it one row for each "
             "example: keep the batch as dim 0 and do not flatten it."
         )

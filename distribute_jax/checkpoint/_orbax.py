@@ -114,9 +114,9 @@ def read_arrays(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
     with _reading(folder) as orbax:
         stored = orbax.metadata(folder.absolute()).item_metadata
         for name, (dtype, shape) in sizes.items():
-            found = stored[name].shape
-            if tuple(found) not in (shape, (size_of(dtype, shape),)):
-                raise ValueError(f"array {name} has the shape {tuple(found)}, not {shape}")
+            stored_shape = stored[name].shape
+            if tuple(stored_shape) not in (shape, (size_of(dtype, shape),)):
+                raise ValueError(f"array {name} has the shape {tuple(stored_shape)}, not {shape}")
         read: Mapping[str, Any] = orbax.restore(
             folder.absolute(), args=_as_numpy(dict.fromkeys(sizes, 0))
         )
@@ -261,14 +261,14 @@ def _saved_weights(
     Above it are collections, such as Linen's, or other trees, such as an optimizer's.
     """
     first = {path[0] for path in names}
-    found: dict[tuple[str, ...], Any] = {}
+    weights: dict[tuple[str, ...], Any] = {}
     if first.isdisjoint(node) and not node.keys().isdisjoint(_AROUND_WEIGHTS):
         for key, below in node.items():
             if isinstance(below, dict) and (key in _AROUND_WEIGHTS or first & below.keys()):
-                found |= _saved_weights(below, names, (*at, key))
-        return found
+                weights |= _saved_weights(below, names, (*at, key))
+        return weights
     for keys, leaf in jax.tree_util.tree_leaves_with_path(node):
         path = tuple(jax.tree_util.keystr(keys, simple=True, separator="\0").split("\0"))
         is_state = path[-1] == "value" and path not in names  # of an nnx.State
-        found[path[:-1] if is_state else path] = (*at, *path), leaf
-    return found
+        weights[path[:-1] if is_state else path] = (*at, *path), leaf
+    return weights

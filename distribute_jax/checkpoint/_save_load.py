@@ -141,8 +141,8 @@ def draft_of(directory: Directory, name: str, tree: Any, step: int | None, metho
         check_same_tree(slots, method)
         token = by_chief(method, lambda: secrets.token_hex(4))
         texts, pieces = copy_to_host(slots)
-    specs, made = [slot.spec for slot in slots], made_by(_device_count(slots))
-    return Draft(directory, name, step, token, specs, texts, pieces, made)
+    specs, origin = [slot.spec for slot in slots], made_by(_device_count(slots))
+    return Draft(directory, name, step, token, specs, texts, pieces, origin)
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:

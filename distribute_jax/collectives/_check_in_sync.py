@@ -224,8 +224,8 @@ def _healed(name: str, value: Any) -> Any:
     if source == list(range(len(devices))):
         return value
     with outside_mesh():
-        taken = _taking(copies.mesh)(copies.of(array), np.asarray(source))
-    parts = [shard.data for shard in taken.addressable_shards]
+        healed = _taking(copies.mesh)(copies.of(array), np.asarray(source))
+    parts = [shard.data for shard in healed.addressable_shards]
     whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
     if is_key(value):
         return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(value))

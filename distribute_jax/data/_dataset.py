@@ -213,13 +213,13 @@ class DistributedIterator(Iterator[Any]):
     def __next__(self) -> PyTree:
         """The next element; StopIteration at the end."""
         try:
-            taken = self._take()
+            element = self._take()
         except BaseException as error:
             hide_frames(error)
             raise
-        if not taken:
+        if not element:
             raise StopIteration
-        return taken[0]
+        return element[0]
 
     get_next = __next__
 
@@ -283,10 +283,10 @@ class DistributedIterator(Iterator[Any]):
         if self._loop is not None and is_between_steps():
             self._loop.between_steps()
         with doing("waiting for the next batch"):
-            taken = next(self._elements, None)
-        if taken is None:
+            entry = next(self._elements, None)
+        if entry is None:
             return ()
-        element, placed, self._observed = taken
+        element, placed, self._observed = entry
         if self._is_first:
             self._is_first = False
             self._dataset._note_first(element)

@@ -212,10 +212,10 @@ class _Server:
     def _missing(self, seconds: float) -> DeadlineExceededError:
         missing = [i for i in range(self._count) if i not in self._handshakes]
         names = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
-        came = ", ".join(f"{i} ({h.info})" for i, h in sorted(self._handshakes.items())[:16])
+        present = ", ".join(f"{i} ({h.info})" for i, h in sorted(self._handshakes.items())[:16])
         return DeadlineExceededError(
             f"{len(missing)} of {self._count} processes have not come within {seconds:g} s: process {names}. "
-            f"Here: {came}. Start the missing ones and look at their output, or give the start more time: "
+            f"Here: {present}. Start the missing ones and look at their output, or give the start more time: "
             "dj.ClusterOptions(start_seconds=...)."
         )
 

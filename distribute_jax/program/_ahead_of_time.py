@@ -324,12 +324,14 @@ def _planned(
     rows = iter(placements)
     state = Counter({"parameters": 0, "optimizer": 0, "other": 0})
     for variable in binding.variables:
-        own = keeps_own_values(variable)
+        is_stacked = keeps_own_values(variable)
         for leaf, row in zip(
             jax.tree.leaves(global_value(variable, call.mesh)), rows, strict=False
         ):
             sharding = (
-                split_sharding(call.mesh) if own else NamedSharding(replicas.state_mesh, row.spec)
+                split_sharding(call.mesh)
+                if is_stacked
+                else NamedSharding(replicas.state_mesh, row.spec)
             )
             local = sharding.shard_shape(jnp.shape(leaf))
             state[_kind(variable)] += prod(local) * getattr(leaf, "dtype", jnp.int32.dtype).itemsize

@@ -264,10 +264,10 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any], rebuilt: lis
     table.update(kept)
     traced = {key: value for key, value in changed.items() if _holds_tracers(value)}
     if traced:
-        made = any(isinstance(value, (nnx.Variable, nnx.Pytree)) for value in traced.values())
+        is_new = any(isinstance(value, (nnx.Variable, nnx.Pytree)) for value in traced.values())
         kinds = (f"{key} ({type(value).__name__})" for key, value in traced.items())
-        names = ", ".join(kinds if made else traced)
-        message = _MADE if made else _ASSIGNED
+        names = ", ".join(kinds if is_new else traced)
+        message = _MADE if is_new else _ASSIGNED
         raise StaleCaptureError(message.format(names=names, node=type(node).__name__))
     owner = HIDDEN_ATTRIBUTES[0]
     table.update({key: value for key, value in changed.items() if key != owner})

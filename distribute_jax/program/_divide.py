@@ -21,9 +21,11 @@ from distribute_jax.program._jaxprs import (
     CALLS,
     called_body,
     has_effects,
+    inputs_of,
     line,
     narrowed_cond,
     opened,
+    outputs_of,
     shared,
     variables,
 )
@@ -150,7 +152,7 @@ class Update:
         self._number = {v: k for k, v in state.inputs.items()}
         self._from_state = set(self._number)
         self._from_data = {v for v in jaxpr.invars if v not in self._number}
-        self.summed = {v for eqn in sums for v in eqn.outvars}
+        self.summed = outputs_of(sums)
         self._from_sums = set(self.summed)
         self._on_servers: set[int] = set()
         self._narrow: dict[tuple[int, tuple[int, ...]], Any] = {}
@@ -158,7 +160,7 @@ class Update:
         self._rows: dict[int, dict[int, Rows]] = {}
         self._by_rows: set[int] = set()
         self._effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
-        self.read_by_effects = variables(v for eqn in self._effects for v in eqn.invars)
+        self.read_by_effects = variables(inputs_of(self._effects))
         for eqn in jaxpr.eqns:
             reads = variables(eqn.invars)
             if any(v in self._from_sums for v in reads):
@@ -187,8 +189,8 @@ class Update:
         self._refuse_new(first, _USED_AGAIN)
         for result, atom in results.items():
             if not isinstance(atom, jex_core.Literal) and atom in self.updated:
-                made = next(eqn for eqn in self.jaxpr.eqns if atom in eqn.outvars)
-                name, where = self._name(atom), line(made)
+                eqn = next(eqn for eqn in self.jaxpr.eqns if atom in eqn.outvars)
+                name, where = self._name(atom), line(eqn)
                 raise LoweringError(_RESULT.format(result=result, name=name, where=where))
             self._refuse_new(self.slice([atom]), _RESULT, result)
 
@@ -229,9 +231,8 @@ class Update:
 
     def _needs(self, atoms: Iterable[Any], eqns: Sequence[Any]) -> list[Any]:
         """Returns what these equations, which compute some values, need from elsewhere."""
-        made = {v for eqn in eqns for v in eqn.outvars}
-        needed = variables([*(v for eqn in eqns for v in eqn.invars), *atoms])
-        return [v for v in needed if v not in made]
+        computed = outputs_of(eqns)
+        return [v for v in variables([*inputs_of(eqns), *atoms]) if v not in computed]
 
     def divide(self, servers: int, results: Sequence[Any], known: Homes, parts: Parts) -> Division:
         """Divides the state and its update among so many servers, which are ``known`` of some state.

@@ -27,6 +27,7 @@ from distribute_jax.program._jaxprs import (
     Values,
     called_body,
     consts_and_carries,
+    inputs_of,
     name,
     opened,
     run_piece,
@@ -150,7 +151,7 @@ class Gathering:
         sum is divided: they become shares of the sum inside the scan.
         """
         scattered = scattered or {}
-        needed = set(variables([*wanted, *(v for eqn in eqns for v in eqn.invars)]))
+        needed = set(variables([*wanted, *inputs_of(eqns)]))
         piece: list[Any] = []
         for eqn in eqns:
             operands = [values.get(v) for v in variables(eqn.invars)]
@@ -270,8 +271,8 @@ class Gathering:
         num_consts, num_carry = consts_and_carries(eqn)
         first = num_consts + num_carry
         consts, carry, xs = args[:num_consts], self.whole(args[num_consts:first]), args[first:]
-        held = sum(x.local.size * x.cut.shares for x in consts if isinstance(x, Share))
-        if held <= self._total / 2:  # else it is the model, as where gradients are accumulated
+        gathered = sum(x.local.size * x.cut.shares for x in consts if isinstance(x, Share))
+        if gathered <= self._total / 2:  # else it is the model, as where gradients are accumulated
             consts = self.whole(consts)
         xs = [self._whole(x) if isinstance(x, Share) and x.cut.dim == 0 else x for x in xs]
         local, cuts = _taken_apart(xs)

@@ -218,15 +218,15 @@ def build_halves(
     returned, finish = _finishing(call, body, division, first, update, results, decided)
     inputs = [v for v, k in zip(jaxpr.invars, order, strict=True) if k >= leaves]
     pulled = [state.inputs[k] for k in division.pulls]
-    taken = [pair for part in division.servers for pair in part.takes]
+    taken_rows = [pair for part in division.servers for pair in part.takes]
     look = Lookups(
         division.eqns,
         {state.inputs[k]: state.names[k] for k in division.pulls if sparse and replicas == 1},
         set(state.inputs.values()),
-        [v for v, _ in taken],
+        [v for v, _ in taken_rows],
         variables([*returned, *update.read_by_effects]),
     )
-    handed: dict[Some, None] = dict.fromkeys((v, look.hands.get(v, of)) for v, of in taken)
+    handed: dict[Some, None] = dict.fromkeys((v, look.hands.get(v, of)) for v, of in taken_rows)
     at, hands = {pair: i for i, pair in enumerate(handed)}, [*handed, *all_of(returned)]
     takes = [(v, look.tables.get(v)) for v in pulled], all_of(inputs)
     atoms = variables(v for v, _ in hands) if replicas > 1 else []
@@ -281,11 +281,11 @@ def _finishing(
     of_one = [eqn for eqn in division.finish if any(map(first.differs, eqn.outvars))]
     _check_alone([*division.eqns, *of_one], update)
     each = list(zip(results, decided.mirrored, strict=True))
-    equal, own = ([v for v, same in each if same is is_same] for is_same in (True, False))
-    asks = [v for v in division.asks if v not in own]
+    equal, unequal = ([v for v, same in each if same is is_same] for is_same in (True, False))
+    asks = [v for v in division.asks if v not in unequal]
     needs = Needs(division.finish, {}, equal)
     part = build_part(call, body, needs, (all_of(asks), []), all_of(equal))
-    return [*asks, *own], _Finish(part, decided.mirrored)
+    return [*asks, *unequal], _Finish(part, decided.mirrored)
 
 
 class _Finish(NamedTuple):
@@ -303,8 +303,8 @@ class _Finish(NamedTuple):
             for x in zip(*(of[:asks] for of in returned), strict=True)
         ]
         together = iter(self.part(sums, []))
-        own = map(jnp.stack, zip(*(of[asks:] for of in returned), strict=True))
-        return [next(together if is_same else own) for is_same in self.mirrored]
+        unequal = map(jnp.stack, zip(*(of[asks:] for of in returned), strict=True))
+        return [next(together if is_same else unequal) for is_same in self.mirrored]
 
 
 def _lookup_half(

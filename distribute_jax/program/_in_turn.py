@@ -24,10 +24,12 @@ from distribute_jax.program._jaxprs import (
     Way,
     called_body,
     consts_and_carries,
+    inputs_of,
     is_ref,
     line,
     name,
     names_axis,
+    outputs_of,
     rewritten,
     run_bodies,
     run_with_body,
@@ -92,11 +94,11 @@ class InTurn(SplitStep):
         for number, (local, collectives) in enumerate(stages):
             later = [eqn for stage in stages[number + 1 :] for eqns in stage for eqn in eqns]
             reads = [v for eqn in [*collectives, *later] if not _is_sum(eqn) for v in eqn.invars]
-            made = {v for eqn in local for v in eqn.outvars}
+            computed = outputs_of(local)
             new = {
                 x: dtype
                 for x, dtype in addends.items()
-                if x not in totals and (x in made or x in values)
+                if x not in totals and (x in computed or x in values)
             }
             totals.update(self._scan(local, values, [*ends, *variables(reads)], new))
             for eqn in collectives:
@@ -160,13 +162,13 @@ class InTurn(SplitStep):
         self, eqns: Sequence[Any], values: Values, wanted: Iterable[Any], addends: Mapping[Any, Any]
     ) -> Values:
         """Runs equations for each replica, adds what is wanted to the values, and returns the sums."""
-        made = {v for eqn in eqns for v in eqn.outvars}
-        if not (made or addends or eqns):
+        computed = outputs_of(eqns)
+        if not (computed or addends or eqns):
             return {}
-        outer = [*(v for eqn in eqns for v in eqn.invars), *addends]
-        reads = {v: values[v] for v in variables(outer) if v not in made}
+        outer = [*inputs_of(eqns), *addends]
+        reads = {v: values[v] for v in variables(outer) if v not in computed}
         stacked = [v for v, value in reads.items() if isinstance(value, Stacked)]
-        kept = [v for v in variables(wanted) if v in made]
+        kept = [v for v in variables(wanted) if v in computed]
         if any(map(is_ref, kept)):
             ref = next(eqn for eqn in eqns if any(is_ref(v) for v in eqn.outvars))
             raise self._refusal(ref, _REF)

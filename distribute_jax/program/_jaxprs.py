@@ -253,6 +253,16 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(v for v in atoms if not isinstance(v, jex_core.Literal)))
 
 
+def inputs_of(eqns: Iterable[Any]) -> list[Any]:
+    """Returns what some equations read."""
+    return [v for eqn in eqns for v in eqn.invars]
+
+
+def outputs_of(eqns: Iterable[Any]) -> set[Any]:
+    """Returns the variables that some equations compute."""
+    return {v for eqn in eqns for v in eqn.outvars}
+
+
 def value_of(atom: Any, values: Values) -> Any:
     """Returns what an operand stands for."""
     if isinstance(atom, jex_core.Literal):
@@ -265,11 +275,11 @@ def run_piece(
     jaxpr: jex_core.Jaxpr, eqns: Sequence[Any], values: Values, wanted: Iterable[Any]
 ) -> None:
     """Runs some equations, and adds what is wanted of their results to the values."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    outs = [v for v in variables(wanted) if v in made]
+    computed = outputs_of(eqns)
+    outs = [v for v in variables(wanted) if v in computed]
     if not outs and not any(eqn.effects for eqn in eqns):
         return
-    reads = [v for v in variables(v for eqn in eqns for v in eqn.invars) if v not in made]
+    reads = [v for v in variables(inputs_of(eqns)) if v not in computed]
     piece = jaxpr.replace(constvars=[], invars=reads, outvars=outs, eqns=list(eqns))
     results = jex_core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*(values[v] for v in reads))
     values.update(zip(outs, results, strict=True))
@@ -298,7 +308,7 @@ def rewritten(body: Any, way: Callable[[Any], Way]) -> Callable[..., list[Any]]:
 
     def run(*args: Any) -> list[Any]:
         jaxpr, values = opened(body), start(body, args)
-        wanted = variables([*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars])
+        wanted = variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars])
         for other, eqns in itertools.groupby(jaxpr.eqns, way):
             if other is None:
                 run_piece(jaxpr, list(eqns), values, wanted)
@@ -389,8 +399,8 @@ def shared(eqns: Sequence[Any], jaxpr: Any) -> list[Any]:
     divides by the number in another way. So a part of a program returns them, although nobody reads them.
     """
     here, all_ = (Counter(v for e in of for v in variables(e.invars)) for of in (eqns, jaxpr.eqns))
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    of_conds = [v for eqn in eqns for v in eqn.outvars if v not in made]
+    computed = outputs_of(jaxpr.eqns)
+    of_conds = [v for eqn in eqns for v in eqn.outvars if v not in computed]
     return [*(v for v, n in here.items() if v.aval.shape == () and n < all_[v]), *of_conds]
 
 

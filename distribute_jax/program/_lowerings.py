@@ -6,7 +6,6 @@ It is lowered through ``shard_map`` or ``pmap``.
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -295,12 +294,12 @@ Compile = Callable[[FlatStep], Compiled]
 def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
     """Compiles a function of global arrays; XLA partitions what is not mapped over the mesh."""
     options = _compiler_options(step)
-    taken = step.shardings.in_shardings(step.mesh)
-    left = step.shardings.out_shardings(step.mesh)
+    in_shardings = step.shardings.in_shardings(step.mesh)
+    out_shardings = step.shardings.out_shardings(step.mesh)
     jitted = jax.jit(
-        _with_moves(all_replicas, taken, left),
-        in_shardings=taken,
-        out_shardings=left,
+        _with_moves(all_replicas, in_shardings, out_shardings),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         donate_argnums=tuple(step.donated),
     )
     with outside_mesh():  # that of an open scope need not be the one that divides state
@@ -317,19 +316,18 @@ def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
 
 
 def _with_moves(
-    function: Compiled, taken: Sequence[NamedSharding], left: Sequence[NamedSharding]
+    function: Compiled, ins: Sequence[NamedSharding], outs: Sequence[NamedSharding]
 ) -> Compiled:
     """Returns a function that takes and leaves some values in another memory than computations use."""
-    here, there = map(in_device_memory, taken), list(map(in_device_memory, left))
-    if all(map(operator.eq, taken, here)) and there == list(left):
+    ins_there, outs_there = (list(map(in_device_memory, of)) for of in (ins, outs))
+    if ins_there == list(ins) and outs_there == list(outs):
         return function
 
     def moved(value: Any, at: NamedSharding, to: NamedSharding) -> Any:
         return value if at == to else jax.device_put(value, to)
 
     def step(*flat: Any) -> list[Any]:
-        outs = function(*map(moved, flat, taken, map(in_device_memory, taken)))
-        return list(map(moved, outs, there, left))
+        return list(map(moved, function(*map(moved, flat, ins, ins_there)), outs_there, outs))
 
     return step
 

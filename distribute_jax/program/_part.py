@@ -62,14 +62,14 @@ class Part:
 
     def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
         """Returns the same in the memory of what is ``touched``, which nobody may read after it."""
-        given = [state[i] for i in self.touched]
+        donated = [state[i] for i in self.touched]
         rest = [None if i in self.touched else x for i, x in enumerate(state)]
-        return self._returned(self._donating(given, rest, [*map(filled, values, self.values)]))
+        return self._returned(self._donating(donated, rest, [*map(filled, values, self.values)]))
 
     @functools.cached_property
     def _donating(self) -> Callable[..., list[jax.Array]]:
-        def run(given: Sequence[Any], rest: Sequence[Any], values: Sequence[Any]) -> Any:
-            flow = iter(given)
+        def run(donated: Sequence[Any], rest: Sequence[Any], values: Sequence[Any]) -> Any:
+            flow = iter(donated)
             state = [next(flow) if i in self.touched else x for i, x in enumerate(rest)]
             return self.jitted(state, values)
 
@@ -111,11 +111,11 @@ def build_part(
 
     def run(*values: Any) -> list[Any]:
         known, some = start(body, [None] * len(jaxpr.invars)), Values()
-        given = dict(zip((v for v, _ in inputs), values[: len(inputs)], strict=True))
+        inputs_by_var = dict(zip((v for v, _ in inputs), values[: len(inputs)], strict=True))
         for of, plus_one in zip(ids, values[len(inputs) :], strict=True):
             of.set(plus_one)
         for v, rows in inputs:
-            _start(needs, v, rows, given[v], known, some)
+            _start(needs, v, rows, inputs_by_var[v], known, some)
         needs.run(jaxpr, known, some)
         more = jax.lax.optimization_barrier([known[v] for v in shared])
         for v in by_first:  # to -0.0 every number can be added
@@ -125,7 +125,7 @@ def build_part(
         def result(v: Any, rows: Rows | Ids | None) -> Any:
             if not isinstance(v, jex_core.Literal) and v in touched:
                 of: Any = needs.rows[v]
-                return of.put(given[touched[v]], some[v])
+                return of.put(inputs_by_var[touched[v]], some[v])
             if rows is None:
                 return value_of(v, known)
             return some[v] if v in some else rows.of(known[v])
@@ -145,14 +145,14 @@ def build_part(
         return outs
 
     state, values = (tuple(map(_like, some)) for some in takes)
-    given = set(touched.values())
+    donated = set(touched.values())
     return Part(
         jitted=jax.jit(part),
         state=state,
         values=(*values, *numbers),
         returns=tuple(map(_like, outs)),
         jaxpr=whole,
-        touched=tuple(i for i, (v, _) in enumerate(takes[0]) if v in given),
+        touched=tuple(i for i, (v, _) in enumerate(takes[0]) if v in donated),
         by_rows=bool(ids),
     )
 
@@ -215,8 +215,8 @@ class LoadedPart:
         return self._run(self._donating, state, values)
 
     def _run(self, compiled: Any, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        taken = map(filled, [*state, *values], self.takes)
-        return list(compiled(*taken)[: self.wanted])
+        inputs = map(filled, [*state, *values], self.takes)
+        return list(compiled(*inputs)[: self.wanted])
 
     @functools.cached_property
     def compiled(self) -> Any:

@@ -267,9 +267,11 @@ def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | Non
 
     Dims that ``axes`` of the mesh divide already are left to them.
     """
-    taken = [dim for dim, of_dim in enumerate(axes) if of_dim is not None]
+    divided = [dim for dim, of_dim in enumerate(axes) if of_dim is not None]
     fits = [
-        dim for dim, size in enumerate(shape) if size and size % replicas == 0 and dim not in taken
+        dim
+        for dim, size in enumerate(shape)
+        if size and size % replicas == 0 and dim not in divided
     ]
     if replicas == 1 or not fits or moved_at_once(shape) < LEAST_ELEMENTS:
         return None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -17,7 +16,7 @@ from distribute_jax._mesh import DATA, cores_per_replica, replicas_per_device
 from distribute_jax._messages import error_text, listed
 from distribute_jax._user_frames import log_once
 from distribute_jax.program._in_turn import InTurn, in_turn
-from distribute_jax.program._jaxprs import equations, line, name
+from distribute_jax.program._jaxprs import equations, inputs_of, line, name, variables
 from distribute_jax.program._lowerings import (
     COMPILERS,
     AheadOfTime,
@@ -201,9 +200,8 @@ def input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple
     Written variables come first, then those that are only read, arrays, data and counts.
     """
     jaxpr, starts = traced.jaxpr.jaxpr, traced.input_starts
-    atoms = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
-    variables = {v for v in atoms if not isinstance(v, jex_core.Literal)}
-    used = [v in variables for v in jaxpr.invars]
+    read_or_returned = set(variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars]))
+    used = [v in read_or_returned for v in jaxpr.invars]
     written, first_array, first_data = (
         set(traced.written),
         traced.sizes[0],

@@ -28,6 +28,7 @@ from distribute_jax.program._jaxprs import (
     Values,
     called_body,
     has_effects,
+    inputs_of,
     line,
     opened,
     run_piece,
@@ -364,7 +365,7 @@ class Lookups:
         return gathers if is_worth and self._of_data(indices) else []
 
     def _of_data(self, indices: Iterable[Any]) -> bool:
-        return self._state.isdisjoint(v for e in self.before(indices) for v in variables(e.invars))
+        return self._state.isdisjoint(variables(inputs_of(self.before(indices))))
 
     def before(self, wanted: Iterable[Any]) -> list[Any]:
         """Returns the equations that some values are computed by."""

@@ -37,7 +37,9 @@ from distribute_jax.program._jaxprs import (
     Way,
     collectives,
     has_effects,
+    inputs_of,
     is_jit_of_collectives,
+    outputs_of,
     rewritten,
     run_piece,
     start,
@@ -286,8 +288,8 @@ class SplitStep:
 
     def _passed(self) -> dict[Any, BoundaryValue]:
         outs = variables(self.jaxpr.outvars)
-        after = variables([*(v for eqn in self._rest for v in eqn.invars), *outs])
-        first = {v for eqn in self._first for v in eqn.outvars}
+        after = variables([*inputs_of(self._rest), *outs])
+        first = outputs_of(self._first)
         passed: dict[Any, BoundaryValue] = {}
         for v in after:
             if v in self.per_replica:
@@ -375,13 +377,13 @@ class SplitStep:
         inner = {
             key: [next(flow) for _ in branches.handed()] for key, branches in self._branches.items()
         }
-        wanted = [*(v for eqn in self._rest for v in eqn.invars), *self.jaxpr.outvars]
+        wanted = [*inputs_of(self._rest), *self.jaxpr.outvars]
         to_settle = {
             v: settle[i]
             for i, v in enumerate(self.jaxpr.outvars)
             if i in settle and not isinstance(v, jex_core.Literal)
         }
-        made = {v for eqn in self._rest for v in eqn.outvars}
+        computed = outputs_of(self._rest)
         for has_branches, eqns in itertools.groupby(
             self._rest, lambda eqn: id(eqn) in self._branches
         ):
@@ -392,7 +394,7 @@ class SplitStep:
                 # In the branch, so that what is left as it is costs nothing.
                 early = {i: to_settle.pop(v) for i, v in enumerate(eqn.outvars) if v in to_settle}
                 self._branches[id(eqn)].rest(values, inner[id(eqn)], early)
-        values.update((v, put(value_of(v, values), v in made)) for v, put in to_settle.items())
+        values.update((v, put(value_of(v, values), v in computed)) for v, put in to_settle.items())
         return [value_of(v, values) for v in self.jaxpr.outvars]
 
 

@@ -139,7 +139,7 @@ def global_value(variable: nnx.Variable[Any], mesh: Mesh) -> Any:
     return jax.ShapeDtypeStruct((num_replicas(mesh), *raw.shape[1:]), raw.dtype)
 
 
-def own_value(variable: nnx.Variable[Any]) -> Any:
+def value_on_replica(variable: nnx.Variable[Any]) -> Any:
     """Returns the abstract raw value of a variable as one replica sees it."""
     raw = abstract(variable.get_raw_value())
     return jax.ShapeDtypeStruct(raw.shape[1:], raw.dtype) if keeps_own_values(variable) else raw
@@ -171,7 +171,7 @@ def state_outputs(
 def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
     """Traces a step once for one replica of the mesh, with the call's shares or other abstract ``data``."""
     binding, masked = call.binding, call.arguments.counts is not None
-    raws = [own_value(variable) for variable in binding.variables]
+    raws = [value_on_replica(variable) for variable in binding.variables]
     arrays = binding.captured()
     shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
     counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []

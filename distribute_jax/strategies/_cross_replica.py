@@ -64,8 +64,8 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) ->
     What is one array over all replicas, as gradients are, goes through one program.
     """
     axes = _as_axes(axis)
-    held = [_read(value, mesh) for value in values]
-    leaves, equal = [_summable(op, value, mesh) for value, _ in held], [e for _, e in held]
+    pairs = [_read(value, mesh) for value in values]
+    leaves, equal = [_summable(op, value, mesh) for value, _ in pairs], [e for _, e in pairs]
     results: dict[int, jax.Array] = {}
     by_mesh: dict[Mesh, list[int]] = {}
     with with_all_processes("strategy.reduce", mesh), ExitStack() as stack:

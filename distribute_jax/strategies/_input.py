@@ -122,13 +122,13 @@ class InputMethods:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
-        called = "strategy.distribute_datasets_from_function"
-        self._enter_program(called)
+        method = "strategy.distribute_datasets_from_function"
+        self._enter_program(method)
         chosen = options or InputOptions()
         mode = chosen.experimental_replication_mode
         if mode is InputReplicationMode.PER_REPLICA and not self._offers_per_replica_input:
             raise UnsupportedError(
-                f"{called}: InputReplicationMode.PER_REPLICA is not supported by "
+                f"{method}: InputReplicationMode.PER_REPLICA is not supported by "
                 f"{type(self).__name__}, as in TensorFlow. Leave it out: PER_WORKER gives the one "
                 "replica the same batches. MirroredStrategy supports it."
             )

@@ -78,8 +78,8 @@ class ModelMethods:
             (None, 'data')
         """
         is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(model))
-        found = [] if is_leaf else _leaves_of(model, nnx.state(model))
-        if not (state := [(v, path) for v, path in found if v is not None]):
+        leaves = [] if is_leaf else _leaves_of(model, nnx.state(model))
+        if not (state := [(v, path) for v, path in leaves if v is not None]):
             raise ArgumentError(
                 f"strategy.placement got {leaf_text(model)}, which is not a pytree of variables and arrays. "
                 "Pass the module, or (module, optimizer); of a dj.Model its module."
@@ -132,18 +132,18 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     parts: list[Any] = []
 
     def leaves() -> list[Any]:
-        made = make()
-        graph, state = nnx.split(made)
+        model = make()
+        graph, state = nnx.split(model)
         flat, tree = jax.tree.flatten(state)
         if not flat or not all(map(is_array, flat)):
-            raise ArgumentError(_MAKE.format(got=f"one that returns {made!r:.60}"))
-        found = _leaves_of(made, state)
-        held = [v for v, _ in found if v is not None]
-        paths = [path for v, path in found if v is not None]
-        wanted = iter(replicas.shardings(held, lambda: paths))
+            raise ArgumentError(_MAKE.format(got=f"one that returns {model!r:.60}"))
+        named = _leaves_of(model, state)
+        variables = [v for v, _ in named if v is not None]
+        paths = [path for v, path in named if v is not None]
+        wanted = iter(replicas.shardings(variables, lambda: paths))
         parts[:] = graph, tree, [
             (next(wanted) if v is not None else None) or replicas.state
-            for v, _ in found
+            for v, _ in named
             for _ in ([v] if v is None else jax.tree.leaves(v))
         ]  # fmt: skip
         return flat
@@ -157,8 +157,8 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     graph, tree, shardings = parts
     lowered = jax.jit(jex_core.jaxpr_as_fun(closed), out_shardings=shardings).lower()
     _check_same(lowered, replicas)
-    made: M = nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
-    return made
+    model: M = nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
+    return model
 
 
 def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
@@ -167,7 +167,7 @@ def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Pa
     An array outside of modules is like a parameter; one that a module holds beside its variables is not,
     so there is None in its place.
     """
-    roots, found = modules_of(nest), []
+    roots, variables = modules_of(nest), []
     for keys, value in jax.tree.leaves_with_path(
         state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     ):
@@ -175,8 +175,10 @@ def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Pa
         # Paths are those inside a module, whatever holds the modules.
         inside = next((path[i:] for i in range(len(path) + 1) if path[:i] in roots), None)
         variable = value if isinstance(value, nnx.Variable) else nnx.Param(value)
-        found.append((variable if inside is None or variable is value else None, inside or path))
-    return found
+        variables.append(
+            (variable if inside is None or variable is value else None, inside or path)
+        )
+    return variables
 
 
 def _check_same(lowered: Any, replicas: Replicas) -> None:

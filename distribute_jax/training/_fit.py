@@ -188,12 +188,12 @@ def without_keys(keys: Keys, x: Any, y: Any) -> tuple[Any, Any, Keys]:
     return x, y, Keys()
 
 
-def check_ends(called: str, dataset: DistributedDataset, steps: int | None) -> None:
+def check_ends(method: str, dataset: DistributedDataset, steps: int | None) -> None:
     """Raises if the dataset is infinite and there is no number of steps."""
     if is_infinite(dataset) and steps is None:
-        name = "steps_per_epoch" if called == "fit" else "steps"
+        name = "steps_per_epoch" if method == "fit" else "steps"
         raise ArgumentError(
-            f"{called} got a dataset that is repeated without end, and no {name}, so it would never "
+            f"{method} got a dataset that is repeated without end, and no {name}, so it would never "
             f"end. Pass {name}=…, or give repeat() a number."
         )
 

@@ -56,7 +56,7 @@ class Arrays:
         return first, last
 
 
-def arrays_of(called: str, x: Any, y: Any, weight: Any) -> Arrays | None:
+def arrays_of(method: str, x: Any, y: Any, weight: Any) -> Arrays | None:
     """Returns the examples in memory that a method got; None if ``x`` is a dataset.
 
     As in Keras, a list or tuple of equally long arrays is several inputs, and of one array that array.
@@ -67,35 +67,35 @@ def arrays_of(called: str, x: Any, y: Any, weight: Any) -> Arrays | None:
         return None
     if isinstance(x, DistributedDataset):
         raise ArgumentError(
-            f"{called} got a distributed dataset and y or sample_weight. Its batches hold all: (x, y) or "
+            f"{method} got a distributed dataset and y or sample_weight. Its batches hold all: (x, y) or "
             "(x, y, sample_weight)."
         )
     x, y, weight = (
-        _as_arrays(called, name, v) for name, v in (("x", x), ("y", y), ("sample_weight", weight))
+        _as_arrays(method, name, v) for name, v in (("x", x), ("y", y), ("sample_weight", weight))
     )
-    _check_lengths(called, {"x": x, "y": y, "sample_weight": weight})
+    _check_lengths(method, {"x": x, "y": y, "sample_weight": weight})
     return Arrays(x=x, y=y, weight=weight)
 
 
 def dataset_of(
-    strategy: Strategy, called: str, data: Any, batch_size: int | None, *, seed: int | None = None
+    strategy: Strategy, method: str, data: Any, batch_size: int | None, *, seed: int | None = None
 ) -> DistributedDataset:
     """Distributes ``Arrays``, batched here and shuffled if there is a seed, or a source of global batches."""
     if isinstance(data, Arrays):
         rows = from_arrays(data.tree)
         shuffled = rows if seed is None else rows.shuffle(seed=seed)
         size = (
-            32 if batch_size is None else check_int(f"{called}(batch_size)", batch_size)
+            32 if batch_size is None else check_int(f"{method}(batch_size)", batch_size)
         )  # as in Keras
         return strategy.distribute_dataset(shuffled.batch(size))
     if batch_size is not None:
         raise ArgumentError(
-            f"{called}(batch_size={batch_size}) got a dataset, whose batches are the global batches. Leave "
+            f"{method}(batch_size={batch_size}) got a dataset, whose batches are the global batches. Leave "
             "batch_size out."
         )
     if data is None:
         raise ArgumentError(
-            f"{called} got no data. Pass arrays, {called}(x, y), or a dataset of batches (x, y)."
+            f"{method} got no data. Pass arrays, {method}(x, y), or a dataset of batches (x, y)."
         )
     if isinstance(data, DistributedDataset):
         return data
@@ -135,53 +135,53 @@ def _has_rows(x: Any) -> bool:
     return _is_array(x) and len(x.shape) > 0
 
 
-def several_inputs_hint(called: str, x: Any, y: Any, error: Exception) -> str:
+def several_inputs_hint(method: str, x: Any, y: Any, error: Exception) -> str:
     """Returns what to write if a list of equally long arrays was meant as targets too, or as batches."""
     if y is not None or not _is_several(x) or not isinstance(error, MISTAKES):
         return ""
-    with_targets = "" if called == "predict" else f"For inputs and targets call {called}(x, y). "
+    with_targets = "" if method == "predict" else f"For inputs and targets call {method}(x, y). "
     return (
-        f"{called} got {len(x)} arrays of equal length in a {type(x).__name__}, and passed them to the "
+        f"{method} got {len(x)} arrays of equal length in a {type(x).__name__}, and passed them to the "
         f"module as one tuple: the {len(x)} inputs of each example, as in Keras. {with_targets}If they are "
-        f"batches, put each into a tuple: {called}([(batch,) for batch in x])."
+        f"batches, put each into a tuple: {method}([(batch,) for batch in x])."
     )
 
 
-def check_batch_size(called: str, batch_size: Any) -> None:
+def check_batch_size(method: str, batch_size: Any) -> None:
     """Raises where targets came in the place of the batch size."""
     if hasattr(batch_size, "shape") or isinstance(batch_size, (list, tuple)):
         raise ArgumentError(
-            f"The second argument of {called} is batch_size, an int; got {brief(batch_size)}. It takes no "
+            f"The second argument of {method} is batch_size, an int; got {brief(batch_size)}. It takes no "
             "targets: evaluate(x, y) compares with them."
         )
 
 
-def _as_arrays(called: str, name: str, tree: Any) -> Any:
+def _as_arrays(method: str, name: str, tree: Any) -> Any:
     """Returns a tree of arrays; a list of numbers is one array, a list of arrays several."""
     if tree is None:
         return None
     if isinstance(tree, (list, tuple)) and any(map(_has_rows, tree)):
-        return tuple(_as_arrays(called, name, part) for part in tree)
+        return tuple(_as_arrays(method, name, part) for part in tree)
     if isinstance(tree, dict):
-        return {key: _as_arrays(called, name, part) for key, part in tree.items()}
-    tree = on_host(tree, f"{called}: {name}")
-    with converting(f"{called}: {name}", tree, "an array whose dim 0 is the examples"):
+        return {key: _as_arrays(method, name, part) for key, part in tree.items()}
+    tree = on_host(tree, f"{method}: {name}")
+    with converting(f"{method}: {name}", tree, "an array whose dim 0 is the examples"):
         array = tree if isinstance(tree, (np.ndarray, jax.Array)) else np.asarray(tree)
     if array.ndim and array.dtype == object and hasattr(tree, "shape"):
         raise ArgumentError(
-            f"{called} got {name}={leaf_text(tree)}, an array of dtype object. Encode texts and "
+            f"{method} got {name}={leaf_text(tree)}, an array of dtype object. Encode texts and "
             "dates as numbers, such as series.cat.codes for categories, fill missing values, and pass "
             'table.to_numpy("float32").'
         )
     if array.ndim == 0 or array.dtype == object:
         raise ArgumentError(
-            f"{called} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "
+            f"{method} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "
             "examples, or dicts of them. A dataset has its targets in it, and comes alone."
         )
     return array
 
 
-def _check_lengths(called: str, parts: dict[str, Any]) -> None:
+def _check_lengths(method: str, parts: dict[str, Any]) -> None:
     lengths = {
         f"{name}{jax.tree_util.keystr(path)}": leaf.shape[0]
         for name, tree in parts.items()
@@ -189,7 +189,7 @@ def _check_lengths(called: str, parts: dict[str, Any]) -> None:
     }
     if len(set(lengths.values())) > 1:
         lines = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ArgumentError(f"{called} got different numbers of examples in dim 0: {lines}.")
+        raise ArgumentError(f"{method} got different numbers of examples in dim 0: {lines}.")
 
 
 def check_placed(module: nnx.Module, strategy: Strategy) -> None:

@@ -454,7 +454,7 @@ class Model(Stored):
     def _running(
         self,
         trainer: Trainer,
-        called: str,
+        method: str,
         xyw: tuple[Any, Any, Any],
         keys: Keys,
         batch_size: int | None,
@@ -464,25 +464,25 @@ class Model(Stored):
     ) -> Iterator[dict[str, Any]]:
         """Yields the arguments by which a trainer goes through data."""
         x, y, keys = without_keys(keys, *xyw[:2])
-        with self.strategy.scope(), hint(partial(several_inputs_hint, called, x, y)):
-            arrays = arrays_of(called, x, y, xyw[2])
-            data = dataset_of(self.strategy, called, arrays or x, batch_size)
-            check_ends(called, data, steps)
-            with trainer.guard.enter(called):
+        with self.strategy.scope(), hint(partial(several_inputs_hint, method, x, y)):
+            arrays = arrays_of(method, x, y, xyw[2])
+            data = dataset_of(self.strategy, method, arrays or x, batch_size)
+            check_ends(method, data, steps)
+            with trainer.guard.enter(method):
                 params = {"steps": steps or data.cardinality, "verbose": verbose}
-                every = CallbackList([callbacks, progress(verbose, called)], self, params)
+                every = CallbackList([callbacks, progress(verbose, method)], self, params)
                 with every:
                     yield {"batches": Batches(data, keys), "limit": steps, "callbacks": every}
 
     def _one_batch(
-        self, trainer: Trainer, called: str, x: Any, y: Any = None, weight: Any = None
+        self, trainer: Trainer, method: str, x: Any, y: Any = None, weight: Any = None
     ) -> AbstractContextManager[dict[str, Any]]:
         """Returns the arguments by which a trainer runs one batch."""
-        arrays = arrays_of(called, x, y, weight)
+        arrays = arrays_of(method, x, y, weight)
         if arrays is None:
             raise ArgumentError(
-                f"{called} takes the arrays of one batch, and got {leaf_text(x)}. For a dataset call "
+                f"{method} takes the arrays of one batch, and got {leaf_text(x)}. For a dataset call "
                 "fit, evaluate or predict."
             )
         xyw = arrays.x, arrays.y, arrays.weight
-        return self._running(trainer, called, xyw, Keys(), arrays.length, steps=1)
+        return self._running(trainer, method, xyw, Keys(), arrays.length, steps=1)

@@ -16,21 +16,21 @@ BETWEEN = 0.1
 """Seconds between two updates of the bar."""
 
 
-def progress(verbose: int | str, called: str) -> list[Callback]:
+def progress(verbose: int | str, method: str) -> list[Callback]:
     """Returns what shows the progress of ``fit``, ``evaluate`` or ``predict``, on the chief.
 
     ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; without a terminal or a notebook
     a bar is lines too.
     """
-    check_choice(f"{called}(verbose)", verbose, ("auto", 0, 1, 2))
+    check_choice(f"{method}(verbose)", verbose, ("auto", 0, 1, 2))
     if verbose == 0 or not is_chief():
         return []
     from rich.console import Console
 
     console = Console()
     if verbose == 2 or not (console.is_jupyter or console.is_interactive):
-        return [Lines(called)]
-    return [NotebookBar(called) if console.is_jupyter else Bar(called, console)]
+        return [Lines(method)]
+    return [NotebookBar(method) if console.is_jupyter else Bar(method, console)]
 
 
 class _Pace(NamedTuple):
@@ -48,10 +48,10 @@ class Lines(Callback):
 
     reads_late = True
 
-    def __init__(self, called: str) -> None:
+    def __init__(self, method: str) -> None:
         super().__init__()
-        self.title = called
-        self._in_fit = called == "fit"
+        self.title = method
+        self._in_fit = method == "fit"
         self._compiles = True
         """Whether nothing was run yet: the first batch takes as long as compiling does."""
         self._steps: int | None = None
@@ -139,8 +139,8 @@ class Bar(Lines):
     It never waits for a step: it shows the newest numbers that the devices have computed.
     """
 
-    def __init__(self, called: str, console: Any = None) -> None:
-        super().__init__(called)
+    def __init__(self, method: str, console: Any = None) -> None:
+        super().__init__(method)
         self._console = console
         self._bar: Any = None
 

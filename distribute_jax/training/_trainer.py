@@ -68,15 +68,15 @@ class Trainer:
         self.clock = PreparationClock(self._wait_for_steps)
         self.guard = ReentrancyGuard(self.strategy, trackers, list(self.step_logs.values()))
 
-    def step(self, kind: str, *, own: bool = True) -> Step:
+    def step(self, kind: str, *, of_user: bool = True) -> Step:
         """Returns the step of a kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``.
 
-        It is the user's ``own`` where the model overrides it.
+        It is that ``of_user`` where the model overrides it.
         """
         weights = self.setup.class_weight if kind in ("train", "replay") else ()
         # What a step reads of the setup, where ``run`` does not see that it changed.
         constants = *self.setup.objective.functions(), weights
-        model = self.model() if self.model and own and self.overrides(kind) else None
+        model = self.model() if self.model and of_user and self.overrides(kind) else None
         if model is not None:  # must not be kept: the step holds the model
             return bind_step(kind, self.module, self.setup, constants, model)
         if (kind, weights) not in self._steps:
@@ -255,7 +255,7 @@ class Trainer:
         batch = batches.peek()
         if self._checked or not expecting or batch is None:
             return
-        outputs = self.strategy.run(self.step("predict", own=False), args=batch)
+        outputs = self.strategy.run(self.step("predict", of_user=False), args=batch)
         for key in expecting:
             values = self.strategy.gather(at(outputs, key, "outputs"), axis=0)
             check_probabilities(losses[key], np.asarray(values))
@@ -383,12 +383,12 @@ class ReentrancyGuard:
         self._running = False
 
     @contextmanager
-    def enter(self, called: str) -> Iterator[None]:
+    def enter(self, method: str) -> Iterator[None]:
         """Marks a run for a block; after an inner run the numbers are again those of the outer one."""
         # To wait could be a deadlock: the other run may be in a callback that waits for this thread.
         if not self._lock.acquire(blocking=False):
             raise ContextError(
-                f"{called} was called while another thread runs this model, whose weights and mode "
+                f"{method} was called while another thread runs this model, whose weights and mode "
                 "(dropout on or off) both would change. Wait for the other call to end, or make a "
                 "dj.Model for each thread."
             )

@@ -347,10 +347,10 @@ class Stored(ABC):
 
 @contextmanager
 def _other_method(
-    called: str, other: str, path: str | os.PathLike[str], *, is_compiled: bool = True
+    method: str, other: str, path: str | os.PathLike[str], *, is_compiled: bool = True
 ) -> Iterator[None]:
     """Replaces an error that lists all leaves of an optimizer, which only ``save`` writes."""
-    if called == "load" and flax_folder(path):
+    if method == "load" and flax_folder(path):
         raise CheckpointError(
             f"{os.fspath(path)} was written by Orbax. Call model.load_weights(path)."
         )
@@ -359,7 +359,7 @@ def _other_method(
     except CheckpointError:
         saved = saved_paths(path)
         has_optimizer = any(leaf.startswith("['optimizer']") for leaf in saved)
-        if not saved or has_optimizer == (called == "load"):
+        if not saved or has_optimizer == (method == "load"):
             if has_optimizer and not is_compiled:
                 raise CheckpointError(
                     f"{os.fspath(path)} holds the state of an optimizer, and this model was not compiled "
@@ -368,8 +368,8 @@ def _other_method(
             raise
         writer = "save" if has_optimizer else "save_weights"
         raise CheckpointError(
-            f"{os.fspath(path)} was written by Model.{writer}, and {called} reads what "
-            f"{called.replace('load', 'save')} wrote. Call model.{other}(path)."
+            f"{os.fspath(path)} was written by Model.{writer}, and {method} reads what "
+            f"{method.replace('load', 'save')} wrote. Call model.{other}(path)."
         ) from None
 
 

@@ -41,16 +41,16 @@ _LIBRARIES = (
 """Classes of packages, each with what makes a source of an instance of it, in order of preference."""
 
 
-def find_source(source: Any, called: str = "strategy.distribute_dataset") -> Source:
+def find_source(source: Any, method: str = "strategy.distribute_dataset") -> Source:
     """Returns a source of what the user passed to a method; an ArgumentError if it has no batches.
 
     Imports nothing: an instance of a class exists only where its package was imported.
     """
     if isinstance(source, ArrayDataset):
-        return ArraySource(source, called)
+        return ArraySource(source, method)
     if isinstance(source, FileDataset):
-        return FileSource(source, called)
+        return FileSource(source, method)
     for names, make in _LIBRARIES:
         if isinstance(source, loaded_class(*names)):
-            return make(source, called)
-    return from_iterable(source, called)
+            return make(source, method)
+    return from_iterable(source, method)

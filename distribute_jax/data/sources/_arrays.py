@@ -185,9 +185,9 @@ class ArraySource(Seekable):
 
     text = "dj.data.from_arrays(…)"
 
-    def __init__(self, dataset: ArrayDataset, called: str) -> None:
+    def __init__(self, dataset: ArrayDataset, method: str) -> None:
         if dataset._batches is None:
-            raise unbatched(self.text, called)
+            raise unbatched(self.text, method)
         self._dataset = dataset
         self.is_infinite = dataset._is_endless()
         self.seed = dataset._seed

@@ -143,10 +143,10 @@ def _drained(previewed: deque[PyTree], rest: Iterator[PyTree]) -> Iterator[PyTre
     yield from rest
 
 
-def unbatched(text: str, called: str) -> ArgumentError:
+def unbatched(text: str, method: str) -> ArgumentError:
     """Returns the error for one of the library's datasets without batches."""
     return ArgumentError(
-        f"{called} got {text} without batches. It takes global batches: call .batch(256) on the dataset "
+        f"{method} got {text} without batches. It takes global batches: call .batch(256) on the dataset "
         "first, with the number of examples of all replicas together."
     )
 

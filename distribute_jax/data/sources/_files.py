@@ -113,11 +113,11 @@ class FileSource(Seekable):
 
     text = "dj.data.from_files(…)"
 
-    def __init__(self, dataset: FileDataset, called: str) -> None:
+    def __init__(self, dataset: FileDataset, method: str) -> None:
         if dataset._size is None:
-            raise unbatched(self.text, called)
+            raise unbatched(self.text, method)
         self._dataset = dataset
-        self._called = called
+        self._method = method
         self.seed = dataset._seed
         self.num_files = len(dataset._paths)
 
@@ -126,7 +126,7 @@ class FileSource(Seekable):
 
     def shard_files(self, count: int, index: int) -> FileSource:
         paths = self._dataset._paths[index::count]
-        return FileSource(replace(self._dataset, _paths=paths), self._called)
+        return FileSource(replace(self._dataset, _paths=paths), self._method)
 
 
 def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -> FileDataset:
@@ -177,21 +177,21 @@ def _examples_of(content: Any, path: Path) -> Iterator[PyTree]:
     return map(on_host, content)
 
 
-def check_rows(tree: PyTree, called: str) -> int:
+def check_rows(tree: PyTree, method: str) -> int:
     """Returns the number of rows that all arrays of a tree have, or raises and names the leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     lines = [f"{path_text(path, 'arrays')}: {leaf_text(leaf)}" for path, leaf in leaves]
     bad = [line for line, (_, leaf) in zip(lines, leaves, strict=True) if not _has_rows(leaf)]
     if bad or not leaves:
         raise ArgumentError(
-            f"{called} got no arrays with a dim 0:\n{listed(bad or [repr(tree)[:60]])}\nIt takes a NumPy "
+            f"{method} got no arrays with a dim 0:\n{listed(bad or [repr(tree)[:60]])}\nIt takes a NumPy "
             "or JAX array, or a pytree of them, whose dim 0 counts the examples. Make lists of numbers "
             "arrays with np.asarray."
         )
     sizes = {int(leaf.shape[0]) for _, leaf in leaves}
     if len(sizes) > 1 or 0 in sizes:
         raise ArgumentError(
-            f"{called} got arrays of different length, or without any example:\n{listed(lines)}\nDim 0 "
+            f"{method} got arrays of different length, or without any example:\n{listed(lines)}\nDim 0 "
             "counts the examples, so it must be the same in every array, and not 0."
         )
     return sizes.pop()

@@ -21,7 +21,7 @@ class GrainMap(Seekable):
 
     text = "a grain.MapDataset"
 
-    def __init__(self, dataset: Any, called: str) -> None:
+    def __init__(self, dataset: Any, method: str) -> None:
         self._dataset = dataset
         self.is_infinite = len(dataset) >= _INFINITE
 
@@ -50,7 +50,7 @@ class GrainIter(Seekable):
     Every epoch is the same, as in Grain, and it seeks by reading what comes before.
     """
 
-    def __init__(self, dataset: Any, called: str) -> None:
+    def __init__(self, dataset: Any, method: str) -> None:
         self._dataset = dataset
 
     @property

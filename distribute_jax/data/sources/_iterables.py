@@ -16,55 +16,55 @@ from distribute_jax.data.sources._base import Source, Stream, on_host
 _SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
 
 
-def from_iterable(source: Any, called: str) -> Source:
+def from_iterable(source: Any, method: str) -> Source:
     """Returns a source of an iterator, another iterable, or a function that returns an iterable."""
     is_source = _is_iterable(source) or callable(source)
     if isinstance(source, Mapping) or foreign(source) or not is_source:
         raise ArgumentError(
-            f"{called} got {leaf_text(source)}, which is not an iterable of global batches or a function "
+            f"{method} got {leaf_text(source)}, which is not an iterable of global batches or a function "
             "that returns one. Batch the data first, for example dj.data.from_arrays((x, y)).batch(256), "
             f"or {_SLICES}."
         )
     if isinstance(source, DistributedValues):
         raise ArgumentError(
-            f"{called} got a {source!r:.80}, which is distributed already. Pass the dataset, or arrays of "
+            f"{method} got a {source!r:.80}, which is distributed already. Pass the dataset, or arrays of "
             "the host; what is distributed goes straight to strategy.run(step, args=batch)."
         )
     if is_array(source):
         raise ArgumentError(
-            f"{called} got one array, {leaf_text(source)}, which would be taken apart into single "
+            f"{method} got one array, {leaf_text(source)}, which would be taken apart into single "
             "examples. It takes an iterable of global batches: a list of one, [x], or several, "
             "dj.data.from_arrays(x).batch(256)."
         )
     if _is_one_batch(source):
         raise ArgumentError(
-            f"{called} got a tuple of {len(source)} arrays with {len(source[0])} rows each, which would be "
+            f"{method} got a tuple of {len(source)} arrays with {len(source[0])} rows each, which would be "
             f"taken for {len(source)} batches. To batch what belongs together pass dj.data.from_arrays((x, "
             "y)).batch(256); if the tuple is one global batch pass a list of it, [(x, y)]; if each array is "
             "a batch pass them in a list, [x, y]."
         )
     if not _is_iterable(source) and not takes(source):
         raise ArgumentError(
-            f"{called} calls the function at the start of each epoch without arguments, and {source!r:.60} "
+            f"{method} calls the function at the start of each epoch without arguments, and {source!r:.60} "
             "needs some. A function of a dj.InputContext goes to strategy.distribute_datasets_from_function."
         )
     if _is_iterable(source) and isinstance(source, Iterator):
-        return _OneShot(source, called)
-    return _Iterable(source, called)
+        return _OneShot(source, method)
+    return _Iterable(source, method)
 
 
 _readers: weakref.WeakValueDictionary[int, _OneShot | _Iterable] = weakref.WeakValueDictionary()
 """The source that reads an iterator, by the ``id`` of the iterator."""
 
 
-def _register(reader: _OneShot | _Iterable, iterator: Iterator[Any], called: str) -> None:
+def _register(reader: _OneShot | _Iterable, iterator: Iterator[Any], method: str) -> None:
     """Notes who reads an iterator; two readers would silently share its batches."""
     other = _readers.get(id(iterator))
     # An id is reused once its iterator is gone, and a reader need not keep its iterator alive.
     if other is not None and other is not reader and other.iterator() is iterator:
         raise ArgumentError(
             f"{leaf_text(iterator)} was given to two distributed datasets, and each would get the "
-            f"batches that the other leaves. {_pass_factory(called)}"
+            f"batches that the other leaves. {_pass_factory(method)}"
         )
     _readers[id(iterator)] = reader
 
@@ -74,11 +74,11 @@ class _OneShot(Stream):
 
     batching = f"Batch the source first, for example {_SLICES}."
 
-    def __init__(self, source: Iterator[PyTree], called: str) -> None:
+    def __init__(self, source: Iterator[PyTree], method: str) -> None:
         self._source = source
-        self._called = called
+        self._method = method
         self._was_started = False
-        _register(self, source, called)
+        _register(self, source, method)
 
     @property
     def text(self) -> str:
@@ -89,7 +89,7 @@ class _OneShot(Stream):
 
     def start(self) -> Iterator[PyTree]:
         if self._was_started:
-            raise _used_up(f"{self.text} is an iterator, and its batches are used up", self._called)
+            raise _used_up(f"{self.text} is an iterator, and its batches are used up", self._method)
         self._was_started = True
         return map(on_host, self._source)
 
@@ -102,8 +102,8 @@ class _Iterable(Source):
 
     batching = f"Batch the source first, for example {_SLICES}."
 
-    def __init__(self, source: Any, called: str) -> None:
-        self._called = called
+    def __init__(self, source: Any, method: str) -> None:
+        self._method = method
         self._source = source
         self.iterator: Callable[[], Any] = lambda: None
         """Returns the iterator of the latest start, or None if it is gone."""
@@ -116,17 +116,17 @@ class _Iterable(Source):
         batches = self._source if _is_iterable(self._source) else self._source()
         if not _is_iterable(batches):
             raise ArgumentError(
-                f"The function {self._source!r:.60} given to {self._called} returned "
+                f"The function {self._source!r:.60} given to {self._method} returned "
                 f"{leaf_text(batches)}. It must return an iterable of global batches, or be a "
                 "generator that yields them."
             )
-        with converting(self._called, batches, "an iterable of global batches"):
+        with converting(self._method, batches, "an iterable of global batches"):
             iterator: Iterator[Any] = (
                 iter(batches) if hasattr(type(batches), "__iter__") else _items(batches)
             )
         if self.iterator() is iterator:
-            raise _used_up(f"{self.text} returned the same iterator a second time", self._called)
-        _register(self, iterator, self._called)
+            raise _used_up(f"{self.text} returned the same iterator a second time", self._method)
+        _register(self, iterator, self._method)
         self.iterator = _reference(iterator)
         read, ended = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
         return _then(read, ended) if callable(ended) else read  # of Keras's PyDataset
@@ -135,16 +135,16 @@ class _Iterable(Source):
         return _length(self._source)
 
 
-def _used_up(what: str, called: str) -> ArgumentError:
+def _used_up(what: str, method: str) -> ArgumentError:
     return ArgumentError(
-        f"A distributed dataset was started a second time, but {what}. {_pass_factory(called)}"
+        f"A distributed dataset was started a second time, but {what}. {_pass_factory(method)}"
     )
 
 
-def _pass_factory(called: str) -> str:
+def _pass_factory(method: str) -> str:
     return (
         "Pass something that starts again for every epoch: a list of batches, or a function that "
-        f"makes the iterator, {called}(lambda: make_batches())."
+        f"makes the iterator, {method}(lambda: make_batches())."
     )
 
 

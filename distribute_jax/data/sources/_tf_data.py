@@ -28,10 +28,10 @@ class TfData(Stream):
         "the same: shuffle(n, seed=1, reshuffle_each_iteration=False), and not deterministic=False. "
     )
 
-    def __init__(self, dataset: Any, called: str) -> None:
+    def __init__(self, dataset: Any, method: str) -> None:
         self._tf = tf = sys.modules["tensorflow"]
         self._dataset = dataset
-        self._called = called
+        self._method = method
         self._cardinality = int(dataset.cardinality())
         self.is_infinite = self._cardinality == int(tf.data.INFINITE_CARDINALITY)
         policy = dataset.options().experimental_distribute.auto_shard_policy.name
@@ -45,7 +45,7 @@ class TfData(Stream):
         ]
         if sparse:
             raise ArgumentError(
-                f"{called} cannot take this tf.data.Dataset:\n{listed(sparse)}\nDevices hold dense arrays: "
+                f"{method} cannot take this tf.data.Dataset:\n{listed(sparse)}\nDevices hold dense arrays: "
                 "call .map with to_tensor() or tf.sparse.to_dense first, or of windows .flat_map(lambda "
                 "window: window.batch(size))."
             )
@@ -65,7 +65,7 @@ class TfData(Stream):
         return count_files(self._tf, self._dataset)
 
     def shard_files(self, count: int, index: int) -> TfData:
-        return TfData(shard_by_files(self._tf, self._dataset, count, index), self._called)
+        return TfData(shard_by_files(self._tf, self._dataset, count, index), self._method)
 
     @cached_property
     def can_resume(self) -> bool:
@@ -149,8 +149,8 @@ def _file_names(graph: Any) -> Iterator[str]:
         return any(node.op.startswith(_READERS) or reads(_inner(node)) for node in nodes)
 
     def _inner(node: Any) -> list[Any]:
-        called = [a.func.name for a in node.attr.values() if a.HasField("func")]
-        return [inner for name in called for inner in bodies.get(name, ())]
+        names = [a.func.name for a in node.attr.values() if a.HasField("func")]
+        return [inner for name in names for inner in bodies.get(name, ())]
 
     yield from (node.input[0] for node in graph.node if reads(_inner(node)))
 

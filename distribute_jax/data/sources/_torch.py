@@ -18,13 +18,13 @@ class TorchLoader(Stream):
     text = "a PyTorch DataLoader"
     batching = "Pass batch_size=256 to this PyTorch DataLoader, which yields single examples."
 
-    def __init__(self, loader: Any, called: str) -> None:
+    def __init__(self, loader: Any, method: str) -> None:
         self._loader = loader
         shares = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
         # A function that makes the dataset of one of several workers knows which share it reads.
-        if shares > jax.process_count() and "function" not in called:
+        if shares > jax.process_count() and "function" not in method:
             raise ArgumentError(
-                f"{called} got a DataLoader whose sampler yields 1 of {shares} shares of the examples, and "
+                f"{method} got a DataLoader whose sampler yields 1 of {shares} shares of the examples, and "
                 "nothing reads the others. Leave the DistributedSampler out: the strategy divides each batch."
             )
 
@@ -35,10 +35,10 @@ class TorchLoader(Stream):
         return len(self._loader)
 
 
-def refuse_torch_dataset(dataset: Any, called: str) -> NoReturn:
+def refuse_torch_dataset(dataset: Any, method: str) -> NoReturn:
     """Raises for a PyTorch dataset, whose elements are single examples."""
     raise ArgumentError(
-        f"{called} got {type(dataset).__name__}, a PyTorch dataset of single examples. Put it in a loader "
+        f"{method} got {type(dataset).__name__}, a PyTorch dataset of single examples. Put it in a loader "
         "that batches it: torch.utils.data.DataLoader(dataset, batch_size=256), with the number of "
         "examples of all replicas together. If its elements are batches, pass batch_size=None."
     )
@@ -49,7 +49,7 @@ class HuggingFaceTable(Seekable):
 
     text = "a Hugging Face Dataset"
 
-    def __init__(self, dataset: Any, called: str) -> None:
+    def __init__(self, dataset: Any, method: str) -> None:
         if dataset.format["type"] is None:
             dataset = dataset.with_format("numpy", columns=dataset.format["columns"])
         self._dataset = dataset
@@ -67,17 +67,17 @@ class HuggingFaceStream(Source):
 
     text = "a Hugging Face IterableDataset"
 
-    def __init__(self, dataset: Any, called: str) -> None:
+    def __init__(self, dataset: Any, method: str) -> None:
         self._dataset = dataset.with_format("numpy")
 
     def open(self) -> Iterator[PyTree]:
         return iter(self._dataset)
 
 
-def refuse_splits(splits: Any, called: str) -> NoReturn:
+def refuse_splits(splits: Any, method: str) -> NoReturn:
     """Raises for a dictionary of datasets."""
     name = next(iter(splits), "train")
     raise ArgumentError(
-        f"{called} got a {type(splits).__name__} with the splits {list(splits)}. Choose one, and batch it: "
+        f"{method} got a {type(splits).__name__} with the splits {list(splits)}. Choose one, and batch it: "
         f"dataset[{name!r}].batch(256)."
     )
