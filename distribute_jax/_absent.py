@@ -17,18 +17,9 @@ _DDP = "build the model under dj.MirroredStrategy().scope()"
 _READS_AHEAD = "strategy.distribute_dataset reads ahead by itself, see dj.InputOptions"
 _BEFORE = "call it on the dataset that strategy.distribute_dataset gets"
 _OF_DATA = (
-    *(
-        "apply",
-        "batch",
-        "cache",
-        "concatenate",
-        "enumerate",
-        "filter",
-        "interleave",
-        "map",
-        "padded_batch",
-    ),
-    *("rebatch", "repeat", "shard", "shuffle", "skip", "take", "unbatch", "window", "zip"),
+    *("apply", "batch", "cache", "concatenate", "enumerate", "filter", "interleave", "map"),
+    *("padded_batch", "rebatch", "repeat", "shard", "shuffle", "skip", "take", "unbatch"),
+    *("window", "zip"),
 )
 _OPTIONS = "strategy.distribute_dataset(data, dj.InputOptions(…))"
 _MIRRORED = "dj.MirroredStrategy; dj.MultiWorkerMirroredStrategy for several machines"

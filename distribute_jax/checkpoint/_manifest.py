@@ -162,12 +162,8 @@ def manifest_in(folder: object, text: bytes) -> Manifest:
 
 
 _NOT_A_MANIFEST = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
+    *(ValueError, TypeError, LookupError),
+    *(AttributeError, ArithmeticError, RecursionError),
 )
 """What goes wrong where JSON has another structure than a manifest."""
 

@@ -29,13 +29,7 @@ from distribute_jax.checkpoint._agreement import on_all
 from distribute_jax.variables import Variable
 
 _STORED = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
-    "bool",
-    "bfloat16",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
+    *("bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 }
 """Dtypes that Orbax stores as they are; the numbers of others are stored as bytes."""
 

@@ -70,17 +70,8 @@ def collectives(eqn: Any, axis: str) -> Iterator[Any]:
 
 
 CALLS = (
-    *(
-        "jit",
-        "pjit",
-        "core_call",
-        "call",
-        "closed_call",
-        "eval_jaxpr",
-        "remat",
-        "remat2",
-        "checkpoint",
-    ),
+    *("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr"),
+    *("remat", "remat2", "checkpoint"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
     *("linear_call", "composite", "compute_on", "xla_metadata_call", "cross_device_sum"),
 )

@@ -17,7 +17,11 @@ from distribute_jax._messages import PyTree
 from distribute_jax._values import DistributedValues
 from distribute_jax.collectives._all_reduce import all_gather, all_reduce, stacked_over_replicas
 from distribute_jax.collectives._markers import real_rows
-from distribute_jax.collectives._options import CommunicationOptions, ReduceOp, reduce_op
+from distribute_jax.collectives._options import (
+    CommunicationOptions,
+    ReduceOp,
+    reduce_op as as_reduce_op,
+)
 from distribute_jax.program._arguments import check_call
 
 
@@ -138,7 +142,7 @@ class ReplicaContext:
             getattr(self._strategy, "_communication_options", None) or CommunicationOptions()
         )
         return all_reduce(
-            _reduce_op(reduce_op),
+            as_reduce_op(reduce_op),
             value,
             self.num_replicas_in_sync,
             bound=self._bound,
@@ -219,9 +223,6 @@ class ReplicaContext:
         if not isinstance(leaf, DistributedValues):
             return leaf
         return jnp.stack(leaf.values)[self.replica_id_in_sync_group]
-
-
-_reduce_op = reduce_op
 
 
 class MergedValues(DistributedValues):

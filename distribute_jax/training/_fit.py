@@ -161,7 +161,9 @@ class Fit:
             wanted = steps * (self.epochs - self.initial_epoch)
             warn_of_early_end("training", self._batches.count, wanted)
             self.model.stop_training = True
-        if self.validation is not None and self._validates(epoch):
+        freq = self.validation_freq
+        is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
+        if self.validation is not None and is_due:
             numbers = self.trainer.evaluate(
                 Batches(self.validation, self.validation_keys),
                 limit=self.validation_steps,
@@ -170,10 +172,6 @@ class Fit:
             logs |= {f"val_{name}": value for name, value in numbers.items()}
         self._list.call("on_epoch_end", epoch, logs)
         return logs
-
-    def _validates(self, epoch: int) -> bool:
-        freq = self.validation_freq
-        return (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
 
 
 def without_keys(keys: Keys, x: Any, y: Any) -> tuple[Any, Any, Keys]:

@@ -23,7 +23,7 @@ from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
 from distribute_jax.losses._shapes import check_probabilities
 from distribute_jax.processes import current_job
-from distribute_jax.program import PreparationClock, RunOptions, library_options
+from distribute_jax.program import PreparationClock, RunOptions, library_options, snapshot
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import Batches, dict_hint, hint
 from distribute_jax.training._compile import Setup
@@ -139,6 +139,17 @@ class Trainer:
         with suppress(Exception):  # of a step, which is raised where its results are read
             self._wait()
             jax.block_until_ready(jax.tree.leaves(nnx.state(self.module)))
+
+    def copy_state(self) -> list[Any]:
+        """Returns a copy of the state of the module and the optimizer, after all steps so far."""
+        self.strategy._settle()
+        return [snapshot(node) for node in (self.module, self.setup.optimizer)]
+
+    def put_back(self, states: Sequence[Any]) -> None:
+        """Sets that state, of which the next step takes the arrays."""
+        self.strategy._settle()
+        for node, state in zip((self.module, self.setup.optimizer), states, strict=True):
+            nnx.update(node, state)
 
     def epoch(
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList, done: int = 0

@@ -355,7 +355,7 @@ class LossSpike(Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy == "rollback" and self._kept is None:
             self.spikes = self._losses.guard.skipped  # before an interruption
-            self._keep()
+            self._kept = self.model.trainer.copy_state()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy != "rollback":
@@ -364,7 +364,7 @@ class LossSpike(Callback):
             self.model.strategy._settle()
         self._late.append(copy_of(self._losses.guard.counts))
         if not self._went_back(0 if is_due else BEHIND) and is_due:
-            self._keep()
+            self._kept = self.model.trainer.copy_state()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.policy == "rollback":
@@ -378,17 +378,9 @@ class LossSpike(Callback):
             if int(on_host(self._late.popleft())[SKIPPED]) > self.spikes:
                 self._late.clear()
                 self.spikes = self._losses.guard.skipped
-                for node, state in zip(self._nodes(), snapshot(self._kept), strict=True):
-                    nnx.update(node, state)
+                self.model.trainer.put_back(snapshot(self._kept))
                 return True
         return False
-
-    def _keep(self) -> None:
-        self._kept = [snapshot(node) for node in self._nodes()]
-
-    def _nodes(self) -> list[Any]:
-        self.model.strategy._settle()
-        return [self.model.module, self.model.trainer.setup.optimizer]
 
     def _release(self) -> None:
         if self.model is not None and self.model._trainer is not None:

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from distribute_jax._checks import brief, check_choice, check_int, check_number, is_real
 from distribute_jax._errors import ArgumentError
 from distribute_jax.processes import is_chief
-from distribute_jax.program import snapshot
 from distribute_jax.training.callbacks._callback import Callback
 
 FALLS = (
@@ -398,7 +396,7 @@ class LearningRateFinder(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._start()
-        self._kept = [snapshot(node) for node in self._nodes()]
+        self._kept = self.model.trainer.copy_state()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.model.trainer.reset("train")  # so that the logs are those of this batch
@@ -414,7 +412,8 @@ class LearningRateFinder(Callback):
         self.losses.append(self._mean / (1 - _SMOOTH ** len(self.rates)))
         last, lowest = self.losses[-1], min(self.losses[_SKIPPED:], default=math.inf)
         most = math.inf if self._threshold is None else (self._threshold - 1) * abs(lowest)
-        if not (math.isfinite(last) and last - lowest <= most) or not self._left():
+        is_good = math.isfinite(last) and last - lowest <= most
+        if not is_good or len(self.rates) == len(self._tried):
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -429,18 +428,10 @@ class LearningRateFinder(Callback):
             self.suggestion = self.rates[_SKIPPED + int(np.argmin(np.gradient(smooth)))]
         self._release()
 
-    def _left(self) -> int:
-        return len(self._tried) - len(self.rates)
-
-    def _nodes(self) -> list[Any]:
-        self.model.strategy._settle()
-        return [self.model.module, self.model.optimizer]
-
     def _release(self) -> None:
         kept, self._kept = self._kept, None
         if kept is not None:
-            for node, state in zip(self._nodes(), kept, strict=True):
-                nnx.update(node, state)
+            self.model.trainer.put_back(kept)
 
 
 _SMOOTH = 0.98
