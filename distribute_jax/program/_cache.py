@@ -128,11 +128,7 @@ class ProgramCache:
                 self._notices.give(binding, program, quietly=request.options is UNVERIFIED)
             if binding.reaches_same(before.variables, captured):
                 key = (binding.key, placement, *head[1:])
-                self.programs[key] = program
-                if len(self.programs) > _MOST_PROGRAMS:
-                    _, oldest = self.programs.popitem(last=False)
-                    for bound in self._bound.values():
-                        bound[:] = [e for e in bound if e.program is not oldest]
+                self._keep(key, program)
             else:  # The step moved, removed or added some: the program serves this call alone.
                 once = before.with_arrays(captured)
         fingerprint = check_same_program(name, program, arguments, self._replicas.mesh)
@@ -148,6 +144,14 @@ class ProgramCache:
         kept = [e for e in self._bound.get(head, ()) if _stays(e, entry)]
         self._bound[head] = [entry, *kept][:_MOST_PROGRAMS]
         return entry
+
+    def _keep(self, key: Any, program: Program) -> None:
+        """Keeps a program for later calls, in place of the one that was used the longest ago."""
+        self.programs[key] = program
+        if len(self.programs) > _MOST_PROGRAMS:
+            _, oldest = self.programs.popitem(last=False)
+            for bound in self._bound.values():
+                bound[:] = [e for e in bound if e.program is not oldest]
 
     @contextmanager
     def tracing(self, request: Request, entry: BoundProgram | None = None) -> Iterator[None]:
