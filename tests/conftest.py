@@ -67,7 +67,7 @@ def default_sigterm() -> Iterator[None]:
 
 @pytest.fixture(params=[1, 2, 4, 8])
 def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
-    """A mirrored strategy of 4 replicas, of 1 as well in some files, of 2 and 8 in exhaustive tests."""
+    """A mirrored strategy of 4 replicas, of 1 as well in some files, of all numbers in exhaustive tests."""
     return dj.MirroredStrategy(list(range(request.param)))
 
 

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_961,
-    lines_of_tests: 50_502,
+    lines: 51_949,
+    lines_of_tests: 50_466,
     files: 230,
     pieces: 1,
     private_words: 9,

@@ -322,12 +322,6 @@ def assert_equal_state(many: dict[str, Any], one: dict[str, Any]) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=str(path))
 
 
-@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))])
-def replicas(request: pytest.FixtureRequest) -> dj.MirroredStrategy:
-    """Four replicas; one under the mark ``wide``, since what breaks with others breaks with four."""
-    return dj.MirroredStrategy(list(range(request.param)))
-
-
 GROUPS = [WAYS[i::7] for i in range(7)]
 
 
@@ -342,11 +336,11 @@ def chained(forwards: list[Forward], net: Net, x: jax.Array) -> jax.Array:
     "group", [pytest.param(i, marks=pytest.mark.exhaustive) for i in range(len(GROUPS))]
 )
 def test_a_training_step_with_several_of_them_trains_as_plain_code(
-    replicas: dj.MirroredStrategy, group: int
+    strategy: dj.Strategy, group: int
 ):
     """Losses, weights, momentum and the counter after three steps; four ways in one program."""
     step = functools.partial(usual_step, functools.partial(chained, GROUPS[group]))
-    assert_equal_state(trained(step, replicas), trained_plainly(group))
+    assert_equal_state(trained(step, strategy), trained_plainly(group))
 
 
 @functools.cache
@@ -485,12 +479,10 @@ def one_after_the_other(mean: Mean, net: Net, x: jax.Array) -> jax.Array:
         *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("psum", "merge_call")),
     ],
 )
-def test_collectives_in_every_place_train_as_plain_code(
-    replicas: dj.MirroredStrategy, spelling: str
-):
+def test_collectives_in_every_place_train_as_plain_code(strategy: dj.Strategy, spelling: str):
     """Scan, branches, loops, remat, a backward pass, jit, vmap and NNX's own, in one forward pass."""
     deep = functools.partial(one_after_the_other, SPELLINGS[spelling])
-    many = trained(functools.partial(usual_step, deep), replicas)
+    many = trained(functools.partial(usual_step, deep), strategy)
     assert_equal_state(many, mixed_plainly())
 
 

@@ -23,13 +23,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-# Two replicas too: what these tests show is the promise itself.
-@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))])
-def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
-    """A mirrored strategy of 1 and 4 replicas; 2 and 8 under the mark ``wide``."""
-    return dj.MirroredStrategy(list(range(request.param)))
-
-
 class Net(nnx.Module):
     """Two layers."""
 

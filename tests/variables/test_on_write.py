@@ -18,13 +18,6 @@ METHODS = {"assign": (0, 1), "assign_add": (1, 1), "assign_sub": (1, -1)}
 """How much of the old value stays, and the sign of what is written."""
 
 
-# Two replicas too: this is what the kinds of variables are for.
-@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))])
-def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
-    """A mirrored strategy of 1 and 4 replicas; 2 and 8 under the mark ``wide``."""
-    return dj.MirroredStrategy(list(range(request.param)))
-
-
 def replica_id() -> Any:
     """The id of this replica as a float."""
     return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
