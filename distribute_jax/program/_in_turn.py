@@ -2,11 +2,12 @@
 
 It takes the memory of one replica's activations. Where the first half needs what the other replicas have, as
 synchronised batch norm does, it is cut there into several scans, and what a later one reads is kept for each
-replica.
+replica. A loop, branch or checkpoint in which replicas meet runs for all of a device at once, under ``vmap``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import DATA
 from distribute_jax.program._gather import Cut, Share
 from distribute_jax.program._jaxprs import (
+    CALLS,
+    ClosedJaxpr,
     Values,
     Way,
     called_body,
@@ -38,17 +41,26 @@ from distribute_jax.program._jaxprs import (
     with_inner,
 )
 from distribute_jax.program._lowerings import FlatStep
-from distribute_jax.program._sharded_update import BoundaryValue, SplitStep, split_in, traced
+from distribute_jax.program._sharded_update import (
+    BoundaryValue,
+    SplitStep,
+    draws_by_shape,
+    split_in,
+    traced,
+)
+
+_LOCAL = "replicas of a device"
+"""The axis of ``vmap`` where the replicas of a device run at once."""
 
 _REFUSED = """\
 {what} at {where} cannot run with replicas_per_device={each}.
-The replicas of a device run one after the other, so they exchange values only between them: in psum, \
-psum_scatter, pmax, pmin and all_gather over all of them, and not inside of a loop, a branch or a \
-jax.checkpoint.
+The replicas of a device run one after the other, and exchange values only in psum, psum_scatter, pmax, pmin \
+and all_gather over all of them.
 Run one replica on each device (replicas_per_device=1), or {instead}."""
 _KNOWN = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
+_OPENED = {"scan", "while", "cond", *CALLS}
 _INSIDE = "move {what} out of the {body} around it"
-_AXES = "combine the axes of jax.vmap and the replicas one after the other"
+_DRAWS = "draw the random numbers outside of it, or with keys of threefry"
 _REF = "make the ref after the collective that comes between it and its use"
 _OTHER = "use one of these in its place, and the default cross_device_ops"
 
@@ -102,7 +114,8 @@ class InTurn(SplitStep):
             }
             totals.update(self._scan(local, values, [*ends, *variables(reads)], new))
             for eqn in collectives:
-                values.update(zip(eqn.outvars, self._collective(eqn, values, totals), strict=True))
+                outs = self._added_up(eqn, totals) if _is_sum(eqn) else self._at_once(eqn, values)
+                values.update(zip(eqn.outvars, outs, strict=True))
         self.add_up(totals)
         values.update((out, totals[out]) for _, out in self.sums())
         gathering = self.gathering()
@@ -135,23 +148,27 @@ class InTurn(SplitStep):
             if waiting.intersection(variables(eqn.invars)):
                 stages.append(([], []))
                 waiting.clear()
-            is_collective = names_axis(eqn, DATA)
+            is_collective = _speaks_of_replicas(eqn)
             stages[-1][is_collective].append(eqn)
             waiting.update(eqn.outvars if is_collective else ())
-        return stages
+        # The last one adds up what a loop in which replicas meet has made.
+        return [*stages, ([], [])]
 
     def _check(self, eqn: Any) -> None:
-        """Refuses what the replicas cannot do together one after the other."""
-        for inner in with_inner(eqn):
-            if inner is not eqn and names_axis(inner, DATA):
-                raise self._refusal(inner, _INSIDE.format(what=name(inner), body=name(eqn)))
-        if not names_axis(eqn, DATA):
+        """Refuses what the replicas of a device cannot do together."""
+        if not _speaks_of_replicas(eqn):
             return
-        of_vmap = [axis for axis in eqn.params.get("axes", ()) if axis != DATA]
-        if of_vmap:
-            raise self._refusal(eqn, _AXES)
-        if eqn.primitive.name not in _KNOWN or eqn.params.get("axis_index_groups") is not None:
-            raise self._refusal(eqn, _OTHER)
+        for inner in with_inner(eqn):
+            groups = inner.params.get("axis_index_groups") is not None
+            if names_axis(inner, DATA) and (inner.primitive.name not in _KNOWN or groups):
+                raise self._refusal(inner, _OTHER)
+            if draws_by_shape(inner):
+                raise self._refusal(eqn, _DRAWS)
+            within = (
+                one for one in with_inner(inner) if one is not inner and names_axis(one, DATA)
+            )
+            if name(inner) not in _OPENED and (one := next(within, None)):
+                raise self._refusal(one, _INSIDE.format(what=name(one), body=name(inner)))
 
     def _refusal(self, eqn: Any, instead: str) -> LoweringError:
         return LoweringError(
@@ -209,35 +226,34 @@ class InTurn(SplitStep):
         stacked = [v for eqn in scans for v in eqn.outvars[consts_and_carries(eqn)[1] :]]
         return {v: scattered[v] for v in stacked if v in scattered and scattered[v].dim > 0}
 
-    def _collective(self, eqn: Any, values: Values, totals: Values) -> list[Any]:
-        """Runs a collective of all replicas."""
-        if _is_sum(eqn):
-            return [
-                self._added(x, out, eqn.params, totals)
-                for x, out in zip(eqn.invars, eqn.outvars, strict=True)
-            ]
-        operands = [value_of(x, values) for x in eqn.invars]
-        parts = [
-            x.parts if isinstance(x, Stacked) else jnp.stack([x] * self.each) for x in operands
-        ]
-        if eqn.primitive.name == "all_gather":
-            every = jax.lax.all_gather(parts[0], DATA, tiled=True)
-            to = eqn.params["all_gather_dimension"]
-            return [jnp.moveaxis(every, 0, to).reshape(eqn.outvars[0].aval.shape)]
-        if eqn.primitive.name == "pmax":
-            return [jax.lax.pmax(x.max(0), DATA) for x in parts]
-        return [jax.lax.pmin(x.min(0), DATA) for x in parts]
+    def _at_once(self, eqn: Any, values: Values) -> list[Any]:
+        """Runs an equation in which replicas meet for all of this device at once."""
+        reads = variables(eqn.invars)
+        alone = self.jaxpr.replace(constvars=[], invars=reads, outvars=eqn.outvars, eqns=[eqn])
+        operands = self.gathering().whole([values[v] for v in reads])
+        stacked = [isinstance(x, Stacked) for x in operands]
+        outs = jax.vmap(
+            _with_others(ClosedJaxpr(alone, ())),
+            in_axes=[0 if one else None for one in stacked],
+            axis_name=_LOCAL,
+            axis_size=self.each,
+        )(*(x.parts if one else x for x, one in zip(operands, stacked, strict=True)))
+        marks = map(self._marks.get, eqn.outvars)
+        return [Stacked(x) if mark else x[0] for x, mark in zip(outs, marks, strict=True)]
+
+    def _added_up(self, eqn: Any, totals: Values) -> list[Any]:
+        """Runs a sum over all replicas, of what those of each device have added up."""
+        pairs = zip(eqn.invars, eqn.outvars, strict=True)
+        return [self._added(x, out, eqn.params, totals) for x, out in pairs]
 
     def _added(self, x: Any, out: Any, params: Mapping[str, Any], totals: Values) -> Any:
         """Returns the sum over all replicas; of ``psum_scatter``, each replica's part of it."""
         literal = isinstance(x, jex_core.Literal)
         total = jax.lax.psum(value_of(x, totals) * self.each if literal else totals[x], DATA)
-        if (dim := params.get("scatter_dimension")) is None:
+        if "scatter_dimension" not in params:
             return total
-        size = [out.aval.shape[dim]] if params["tiled"] else []
-        shape = [*total.shape[:dim], self.replicas, *size, *total.shape[dim + 1 :]]
-        parts = jnp.moveaxis(total.reshape(shape), dim, 0)
         first = jax.lax.axis_index(DATA) * self.each
+        parts = _parts(total, params, out.aval.shape)
         return Stacked(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
 
 
@@ -271,28 +287,70 @@ def _needs_number(eqn: Any) -> bool:
 
 def _numbered(program: Any, replica: jax.Array) -> Callable[..., list[Any]]:
     """Returns a program as a function that knows the number of its replica."""
+    return _everywhere(program, lambda eqn: (lambda: [replica]) if _is_number(eqn) else None)
 
-    def run(inner: Any, inputs: Sequence[Any]) -> list[Any]:
-        return _numbered(inner, replica)(*inputs)
+
+def _with_others(program: Any) -> Callable[..., list[Any]]:
+    """Returns a program as a function of one replica under ``vmap``, which meets those of all devices."""
 
     def way(eqn: Any) -> Way:
-        if _is_number(eqn):
-            return lambda: [replica]
-        if not _needs_number(eqn):
-            return None
+        return functools.partial(_collective, eqn) if names_axis(eqn, DATA) else None
+
+    return _everywhere(program, way)
+
+
+def _everywhere(program: Any, way: Callable[[Any], Way]) -> Callable[..., list[Any]]:
+    """Returns a program as a function, in which some equations at any depth are run in another way."""
+
+    def run(inner: Any, inputs: Sequence[Any]) -> list[Any]:
+        return _everywhere(inner, way)(*inputs)
+
+    def at(eqn: Any) -> Way:
+        if (other := way(eqn)) or not any(map(way, with_inner(eqn))):
+            return other
         if name(eqn) == "checkpoint":
-            body = _numbered(called_body(eqn), replica)
+            body = _everywhere(called_body(eqn), way)
             return lambda *operands: run_with_body(eqn, body, operands)
 
-        def numbered(*operands: Any) -> list[Any]:
+        def around(*operands: Any) -> list[Any]:
             outs = run_bodies(eqn, run, operands)
             # What is neither a loop nor a condition nor a call is refused later.
             return list(eqn.primitive.bind(*operands, **eqn.params)) if outs is None else outs
 
-        return numbered
+        return around
 
-    return rewritten(program, way)
+    return rewritten(program, at)
+
+
+def _collective(eqn: Any, *operands: Any) -> list[Any]:
+    """Runs a collective over the replicas of a device, which follow each other, and then over the devices."""
+    if "axes" in eqn.params:
+        axes = (*(axis for axis in eqn.params["axes"] if axis != DATA), _LOCAL, DATA)
+        outs = eqn.primitive.bind(*operands, **{**eqn.params, "axes": axes})
+        return list(outs) if eqn.primitive.multiple_results else [outs]
+    (x,), (out,) = operands, eqn.outvars
+    if eqn.primitive.name == "all_gather":
+        every = jax.lax.all_gather(jax.lax.all_gather(x, _LOCAL), DATA, tiled=True)
+        return [jnp.moveaxis(every, 0, eqn.params["all_gather_dimension"]).reshape(out.aval.shape)]
+    parts = _parts(jax.lax.psum(x, (_LOCAL, DATA)), eqn.params, out.aval.shape)
+    number = jax.lax.axis_index(DATA) * jax.lax.axis_size(_LOCAL) + jax.lax.axis_index(_LOCAL)
+    return [jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)]
+
+
+def _parts(total: jax.Array, params: Mapping[str, Any], shape: Sequence[int]) -> jax.Array:
+    """Returns the parts of a sum that ``psum_scatter`` leaves to the replicas, on a leading dim."""
+    dim = params["scatter_dimension"]
+    size = [shape[dim]] if params["tiled"] else []
+    split = total.reshape(*total.shape[:dim], -1, *size, *total.shape[dim + 1 :])
+    return jnp.moveaxis(split, dim, 0)
+
+
+def _speaks_of_replicas(eqn: Any) -> bool:
+    """Returns whether replicas meet in an equation, or in what it runs."""
+    return any(names_axis(inner, DATA) for inner in with_inner(eqn))
 
 
 def _is_sum(eqn: Any) -> bool:
-    return eqn.primitive.name in {"psum", "reduce_scatter"} and names_axis(eqn, DATA)
+    """Returns whether an equation adds up over the replicas, and over no axis of the user's ``vmap``."""
+    is_sum = eqn.primitive.name in {"psum", "reduce_scatter"} and names_axis(eqn, DATA)
+    return is_sum and eqn.params.get("axes", (DATA,)) == (DATA,)

@@ -473,10 +473,10 @@ def _shape(v: Any) -> Any:
 def is_bound_to_replicas(eqn: Any) -> bool:
     """Returns whether an equation communicates, has effects, or draws numbers that depend on its shape."""
     acts = any(collectives(eqn, DATA)) or has_effects(eqn)
-    return acts or any(map(_draws_by_shape, with_inner(eqn)))
+    return acts or any(map(draws_by_shape, with_inner(eqn)))
 
 
-def _draws_by_shape(eqn: Any) -> bool:
+def draws_by_shape(eqn: Any) -> bool:
     """Returns whether an equation draws other numbers where XLA divides it, as ``rbg`` keys do."""
     of_rbg = eqn.primitive.name == "random_bits" and "rbg" in str(eqn.invars[0].aval.dtype)
     return of_rbg or eqn.primitive.name in {"rng_bit_generator", "rng_uniform"}
