@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._absent import foreign
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, DistributeError
 
 
 def path_text(path: KeyPath, root: str = "") -> str:
@@ -59,6 +59,8 @@ def real_array(caller: str, name: str, value: Any) -> jax.Array:
         if isinstance(value, (str, bytes, dict)):
             raise TypeError(f"a {type(value).__name__}")
         array = jnp.asarray(value)
+    except DistributeError:  # a value of several replicas says what to do with it
+        raise
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
             f"{caller} got {name}={leaf_text(value)}, which is not an array of numbers. Pass one array "

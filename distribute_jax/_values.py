@@ -37,13 +37,17 @@ class Layout(enum.Enum):
     """One after the other along dim 0: batches."""
 
 
+_USE = """\
+Use strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) for one array, \
+strategy.experimental_local_results(value) for a tuple of them, or reduce it in the step: \
+dj.get_replica_context().all_reduce('sum', x). A step that computes with it takes it in args, since \
+run divides its arguments alone: strategy.run(step, args=(value,))."""
+
+
 def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
     raise PerReplicaTypeError(
         f"{self._described()} holds one value for each replica, so it cannot be used like one array "
-        "here.\n"
-        "Use strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) for one "
-        "array, strategy.experimental_local_results(value) for a tuple of them, or do the "
-        "arithmetic inside the function given to strategy.run."
+        f"here.\n{_USE}"
     )
 
 
@@ -52,8 +56,7 @@ def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
     graph = " Leave @tf.function out: strategy.run compiles the step." * bool(framework_of(caller))
     raise PerReplicaError(
         f"{self._described()} holds one value for each replica and cannot be turned into one array.{graph}\n"
-        "Say how to combine them: strategy.reduce('mean', value, axis=None), "
-        "strategy.gather(value, axis=0), or strategy.experimental_local_results(value)."
+        f"{_USE}"
     )
 
 
@@ -108,10 +111,7 @@ class DistributedValues:
         if name not in _ARRAY_ATTRIBUTES:
             raise missing("jax.Array", f"{type(self).__name__!r} object", name, self)
         raise PerReplicaAttributeError(
-            f"{self._described()} has no {name!r}: it holds one value for each replica.\n"
-            "For one array: strategy.reduce('mean', value, axis=None) or strategy.gather(value, axis=0); "
-            "for a tuple of them: strategy.experimental_local_results(value). Inside the step: "
-            "dj.get_replica_context().all_reduce('sum', x), whose result is one array outside of it too."
+            f"{self._described()} has no {name!r}: it holds one value for each replica.\n{_USE}"
         )
 
     def _described(self) -> str:

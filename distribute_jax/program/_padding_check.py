@@ -162,7 +162,7 @@ def _check_mirrored_rows(call: Call, entry: BoundProgram) -> None:
         program.results.names, program.plan.mirrored, program.per_example or (), strict=True
     )
     lines = [
-        f"{name} holds rows of all replicas; return them per replica, and use strategy.gather"
+        f"{name} has rows of all replicas, or not in dim 0; return this replica's, and use strategy.gather"
         for name, mirrored, rows in results
         if mirrored and isinstance(rows, Unknown) and rows.is_resized
     ]

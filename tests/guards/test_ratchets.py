@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_007,
-    lines_of_tests: 50_537,
+    lines: 52_009,
+    lines_of_tests: 50_548,
     files: 230,
     pieces: 1,
     private_words: 9,

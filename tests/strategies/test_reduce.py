@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -248,6 +249,16 @@ def test_a_per_replica_value_takes_part_in_no_arithmetic(s2: dj.MirroredStrategy
     for conversion in (np.asarray, jnp.asarray, float, bool, len):
         with pytest.raises(ValueError, match="cannot be turned into one array"):
             conversion(value)
+
+
+@pytest.mark.parametrize(
+    "use", [dj.compute_average_loss, jnp.sum, lambda x: x + 1, lambda x: x.sum()]
+)
+def test_a_step_is_told_to_take_a_batch_that_it_captures_in_args(s2: dj.MirroredStrategy, use: Any):
+    """As ``run(partial(step, batch))``: run divides its arguments, so the step meets the whole value."""
+    (batch,) = s2.distribute_dataset([np.arange(4.0)])
+    with pytest.raises((ValueError, TypeError), match=r"(?s)holds one value for.*args=\(value,\)"):
+        s2.run(partial(use, batch))
 
 
 def test_what_one_array_has_is_refused_in_words_that_say_how_to_get_one(s2: dj.MirroredStrategy):
