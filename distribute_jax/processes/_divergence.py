@@ -26,8 +26,10 @@ from distribute_jax._errors import ProcessesDifferError
 _FOLDER = "news/actions/"
 _KEPT = 2048
 """Actions that are kept to name the first one that differs."""
+_PUBLISHED = 16
+"""The latest actions of process 0, which it publishes."""
 _PENDING = 16
-"""Actions of process 0 that are kept until this process has come as far."""
+"""Those that are kept until this process has come as far."""
 _POLL_SECONDS = 0.05
 _FINISH_SECONDS = 5.0
 _RAISE_SECONDS = 3.0
@@ -102,8 +104,8 @@ class Action:
 class ActionLog:
     """What this process has done, and the result of comparing it.
 
-    Process 0 publishes its latest action. Each of the others compares the chain of the action with
-    the same number; if that differs, it publishes its log, and process 0 names the first difference.
+    Process 0 publishes its latest actions. Each of the others compares the chains of the actions with
+    the same numbers; if one differs, it publishes its log, and process 0 names the first difference.
     """
 
     def __init__(self, index: int, count: int, store: KeyValueStore) -> None:
@@ -116,7 +118,7 @@ class ActionLog:
         self._message: str | None = None
         self._detected = 0.0
         self._is_published = False
-        self._pending: deque[tuple[int, str]] = deque(maxlen=_PENDING)
+        self._pending: deque[list[tuple[int, str]]] = deque(maxlen=_PENDING)
 
     def record(self, text: str, value: bytes = b"") -> None:
         """Adds what this process does now, as an error shows it, and a value that must be the same."""
@@ -164,10 +166,11 @@ class ActionLog:
         self._store.put(f"{_FOLDER}finished/{self._index}", "")
 
     def publish(self) -> None:
-        """Publishes the last action of process 0."""
+        """Publishes the latest actions of process 0."""
         if self._index == 0 and (actions := self._copy()):
-            last = actions[-1]
-            self._store.put(f"{_FOLDER}latest", json.dumps([last.number, last.chain]))
+            # Not the last alone: it may have dispatched more steps than who waits elsewhere ever does.
+            latest = [[action.number, action.chain] for action in actions[-_PUBLISHED:]]
+            self._store.put(f"{_FOLDER}latest", json.dumps(latest))
 
     def _copy(self) -> list[Action]:
         with self._lock:
@@ -175,13 +178,16 @@ class ActionLog:
 
     def _compare(self, entries: dict[str, str], *, is_last: bool = False) -> None:
         if "latest" in entries:
-            number, chain = json.loads(entries["latest"])
-            self._pending.append((number, chain))
+            self._pending.append(json.loads(entries["latest"]))
         actions = self._copy()
         chains = {action.number: action.chain for action in actions}
-        differs = any(chains.get(number, chain) != chain for number, chain in self._pending)
+        differs = any(
+            chains.get(number, chain) != chain
+            for latest in self._pending
+            for number, chain in latest
+        )
         # At the end, one of them may have done more than the other.
-        last = self._pending[-1][0] if self._pending else 0
+        last = self._pending[-1][-1][0] if self._pending else 0
         is_longer = is_last and last != (actions[-1].number if actions else 0)
         if (differs or is_longer) and not self._is_published:
             self._is_published = True

@@ -167,6 +167,17 @@ def test_the_first_difference_is_named_on_both():
             log.record("runs step with x = 4.0")
 
 
+def test_who_waits_elsewhere_is_named_although_process_0_is_steps_ahead():
+    """Process 0 dispatches steps before the one that never ends; process 1 does nothing more."""
+    first, second = two_logs()
+    for number in range(3):
+        first.record(f"runs step {number}")
+    second.record("waiting for all processes at 'barrier'")
+    assert compare((first, second)) == [None] * 4
+    with pytest.raises(RuntimeError, match=r"process 0: runs step 0\n  process 1: waiting for all"):
+        first.record("runs step 3")
+
+
 def test_a_difference_that_is_shown_in_no_number_is_found_too():
     """Another program of the same name."""
     logs = two_logs()
