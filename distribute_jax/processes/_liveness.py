@@ -25,7 +25,7 @@ from distribute_jax._errors import DistributeError, StepFailedError
 from distribute_jax._messages import error_text
 from distribute_jax._supervision import AWAITED, DIVERGED, HUNG, OTHER_FAILED, SAVED
 from distribute_jax.processes._job import Job, current_job
-from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit
+from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit, say
 from distribute_jax.processes._status import COMPILING, RESTORING, Activity, activity, status_writer
 
 _TICK = 0.5
@@ -192,8 +192,7 @@ class HeartbeatMonitor:
         silent = _part(news, _SILENT)
         for process in silent.keys() - self._shown - {f"{self._job.index}"}:
             status_writer().error(silent[process])
-            sys.stderr.write(f"distribute_jax: {silent[process]}\n")
-            sys.stderr.flush()
+            say(silent[process])
         if self._shown and not silent:
             status_writer().error("")
         self._shown = {*silent}
@@ -235,11 +234,11 @@ class ExitHandler:
         if issubclass(kind, jax.errors.JaxRuntimeError):
             # JAX names the socket that failed, and not the process.
             processes = describe_processes()
-            sys.stderr.write(f"distribute_jax: the job cannot go on.{processes}\n")
+            say(f"the job cannot go on.{processes}")
         if cause is not None:
             self._code = OTHER_FAILED
             status_writer().error(cause)
-            sys.stderr.write(f"distribute_jax: {_ends_with(cause, activity().step)}\n")
+            say(_ends_with(cause, activity().step))
 
     def _cause(self) -> str | None:
         """Waits a moment for the failure of another process."""
@@ -370,5 +369,5 @@ def _ends_with(failure: str, step: int) -> str:
 
 
 def _dump_stacks() -> None:
-    sys.stderr.write("distribute_jax: the stacks of all threads follow.\n")
+    say("the stacks of all threads follow.")
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

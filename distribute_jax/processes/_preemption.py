@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import jax
 
 from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._liveness import announce_failure
-from distribute_jax.processes._signals import exit_process, replace_sigterm
+from distribute_jax.processes._signals import exit_process, replace_sigterm, say
 from distribute_jax.processes._status import doing
 
 TERMINATED = 143
@@ -162,8 +161,7 @@ def _in_background(work: Callable[..., None], *args: object) -> None:
 def exit_unsaved(job: Job, message: str) -> None:
     """Ends a process that was asked to stop and has nothing to save, or no time left to."""
     if job.is_alone:
-        sys.stderr.write(f"distribute_jax: {message}\n")
-        sys.stderr.flush()
+        say(message)
         os._exit(TERMINATED)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         announce_failure(job, message)

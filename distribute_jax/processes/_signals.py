@@ -98,6 +98,16 @@ def _start() -> None:
     _stop_listening = stop
 
 
+def _after_fork() -> None:
+    """Gives SIGTERM its usual effect in a forked child, which shares the pipe with this process."""
+    if _stop_listening is not None:
+        _stop_listening()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _listen(reader: int) -> None:
     with open(reader, "rb", buffering=0) as pipe:
         while numbers := pipe.read(1):
@@ -143,6 +153,13 @@ def requested_exit() -> tuple[int, str]:
     return 1, f"sys.exit({str(code)!r:.300})"
 
 
+def say(message: str) -> None:
+    """Writes a line to standard error; one that nobody reads any more, or a full disk, does not matter."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"distribute_jax: {message}\n")
+        sys.stderr.flush()
+
+
 def exit_process(job: Job, code: int, message: str = "") -> NoReturn:
     """Ends the process at once, with a message on its standard error.
 
@@ -151,10 +168,9 @@ def exit_process(job: Job, code: int, message: str = "") -> NoReturn:
     """
     if message:
         status_writer().error(message)
-        sys.stderr.write(f"distribute_jax: {message}\n")
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
+        say(message)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stdout.flush()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         job.store.put(f"{_EXITED}{job.index}", str(code))
         deadline = time.monotonic() + (0 if job.index else _LINGER_SECONDS)

@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_009,
-    lines_of_tests: 50_548,
+    lines: 52_028,
+    lines_of_tests: 50_599,
     files: 230,
     pieces: 1,
-    private_words: 9,
+    private_words: 10,
     private_imports: 31,
 }
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 
+from distribute_jax.processes._job import current_job
+from distribute_jax.processes._preemption import TERMINATED, exit_unsaved
 from distribute_jax.processes._signals import replace_sigterm
 
 
@@ -53,3 +58,38 @@ def test_a_block_ends_after_its_action() -> None:
             assert is_called.wait(20)
             threading.Timer(0.05, may_end.set).start()
         assert seen == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork", "ignore:.*multi-threaded")
+def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing() -> None:
+    """Pools of workers are ended so: one that ignores it is waited for, and may end the job instead."""
+    seen: list[int] = []
+    with replace_sigterm(lambda: seen.append(1)):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writer, b"runs")
+            time.sleep(20)
+            os._exit(0)
+        os.read(reader, 4)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        os.close(reader)
+        os.close(writer)
+        time.sleep(0.1)  # the parent's thread would have heard of it
+    assert not seen
+
+
+def test_a_process_whose_errors_nobody_reads_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever took its output has gone, or the disk of its log is full; it was asked to stop."""
+
+    class Unread(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Unread())
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match=str(TERMINATED)):
+        exit_unsaved(current_job(), "SIGTERM")
