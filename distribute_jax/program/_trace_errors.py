@@ -141,9 +141,10 @@ _OF_MESHES = re.compile(
 _OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
 
 
-# JAX's and Python's words for a value that is not known: of an f-string with a format, of a key of a dict.
+# JAX's and Python's words for a value that is not known: of a slice, an axis, a format, a key of a dict.
 _NEEDED = re.compile(
-    r"concrete values|passed to \w+Tracer\.__format__|unhashable type: '\w+Tracer'"
+    r"concrete values|static (start|integers)|hashable.*Tracer|Tracer(\.__format__| is not JSON)"
+    r"|(number|integer|an int)\b.*Tracer|'(list|tuple|str)' and '\w+Tracer"
 )
 
 
@@ -198,7 +199,9 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
     reason = text.partition("\n")[0]
     if not isinstance(error, DistributeError) and (framework := _foreign_caller(error)):
         return TracedValueError(_FOREIGN.format(fn=name, framework=framework, reason=reason))
-    if isinstance(error, _NEEDS_A_VALUE) or (isinstance(error, TypeError) and _NEEDED.search(text)):
+    if isinstance(error, _NEEDS_A_VALUE) or (
+        isinstance(error, (TypeError, ValueError, IndexError)) and _NEEDED.search(text)
+    ):
         large = _large_numpy(call, error)
         message = _LARGE_NUMPY if large else _MESSAGE
         explanation = message.format(fn=name, names=", ".join(large), reason=reason)

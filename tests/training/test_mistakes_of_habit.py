@@ -120,6 +120,13 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a replica id as a key": (
         lambda s, _: run(s, lambda x: {0: 1}[replica_id()]), "use jnp.where.*also with the replica id"
     ),
+    "an int of args in a slice": (lambda s, _: run(s, lambda x, n: x[:, :n], 2), r"functools.partial\(step"),
+    "an int of args as an axis": (
+        lambda s, _: run(s, lambda x, n: jnp.cumsum(x, n), 1), r"functools.partial\(step"
+    ),
+    "an int of args as a length": (
+        lambda s, _: run(s, lambda x, n: [x] * n, 2), r"functools.partial\(step"
+    ),
     "rows by a condition": (lambda s, _: run(s, lambda x: x[x > 0]), r"arrays use jnp.where\(condition"),
     "an item of the history": (lambda s, _: fit(s)["loss"], r"write history.history\['loss'\]"),
     "a metric as a number": (lambda s, _: float(dj.metrics.Mean()), r"float\(metric.compute\(\)\)"),
