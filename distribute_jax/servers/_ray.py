@@ -7,10 +7,12 @@ coordinator, which knows what was applied.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,18 +20,17 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageError
+from distribute_jax._messages import error_text
 from distribute_jax.cluster_resolver import ClusterSpec
 from distribute_jax.cluster_resolver._base import CHIEF, with_port
 from distribute_jax.servers._roles import role_of
@@ -42,15 +43,24 @@ _TRIES = 3
 _MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Of Ray, on every system: with 0 it listens on the loopback address only, and nobody can join."""
 _SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
-"""Of tasks, when the chief does not answer."""
+_OF_TASKS = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # when the chief does not answer
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # its actor would never have done all
+}
 _SECONDS_TO_JOIN, _SECONDS_TO_START, _MOMENT = 10.0, 60.0, 0.2
 _JOBS = {"worker": "worker", "server": "ps"}
 _JOIN = """
-import ctypes, socket, sys, time
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)  # PR_SET_PDEATHSIG: SIGTERM, with which Ray leaves its cluster
+import os, shutil, signal, socket, sys, tempfile, threading, time
 host, port, *options = sys.argv[1:]
+folder = tempfile.mkdtemp(prefix="dj-")
+if pid := os.fork():
+    def follow():
+        sys.stdin.read()
+        os.kill(pid, signal.SIGTERM)  # with which Ray leaves its cluster
+    threading.Thread(target=follow, daemon=True).start()
+    os.waitpid(pid, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)  # Ray's agents, which would look for the chief for minutes
 while True:
     try:
         with socket.create_connection((host, int(port)), 5) as chief:
@@ -61,10 +71,12 @@ while True:
 import ray._private.services, ray.scripts.scripts
 if ip == "127.0.0.1":  # for which Ray would take an address of the network
     ray._private.services.get_node_ip_address = lambda *_: ip
-sys.argv[1:] = ["start", f"--address={ip}:{port}", "--block", *options]
+# Ray's processes of one machine would take each other's names of files if they start at once. It lets
+# everybody read its folder, which is therefore in another one.
+sys.argv[1:] = ["start", f"--address={ip}:{port}", "--block", f"--temp-dir={folder}/ray", *options]
 ray.scripts.scripts.main()
 """
-"""Ties a process to its parent, waits until the chief listens, and then is ``ray start``."""
+"""Waits until the chief listens, and then is ``ray start``; beside it, ends all with its parent."""
 _LOG = logging.getLogger("distribute_jax")
 
 
@@ -76,7 +88,7 @@ class _Actor:
         if platform == "cpu":
             jax.config.update("jax_platforms", platform)
         self._role: Any = role_of(kind, _Calls)
-        self._lock, self._turn = threading.Lock(), 0
+        self._lock, self._turn, self._error = threading.Lock(), 0, Future[str]()
         self._early: dict[int, tuple[Message, Future[Message | None]]] = {}
 
     def do(self, turn: int, waits: bool, data: bytes, *ends: Any) -> bytes | None:
@@ -88,8 +100,9 @@ class _Actor:
                 self._turn += 1
                 try:
                     job[1].set_result(self._role.do(job[0]))
-                except BaseException:
-                    traceback.print_exc()
+                except BaseException as error:
+                    self._error.set_result(f": {error_text(error)}")
+                    time.sleep(_MOMENT)  # in which it is sent
                     os._exit(1)
         return _bytes(answer.result()) if waits else None
 
@@ -100,9 +113,9 @@ class _Actor:
     def ready(self) -> None:
         """Returns when it has started."""
 
-    def wait(self) -> None:
-        """Returns never."""
-        threading.Event().wait()
+    def wait(self) -> str:
+        """Returns why it ends, if that is an error."""
+        return self._error.result()
 
 
 class _Worker(_Actor):
@@ -167,7 +180,7 @@ class _Child:
     """An actor that is a worker or a server, as the coordinator has it."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self._actor = ray, actor
+        self._ray, self._actor, self._error = ray, actor, ""
         self.control = _Control(actor)
 
     def check(self, answer: Message) -> Message:
@@ -189,11 +202,11 @@ class _Child:
     def wait(self) -> None:
         """Waits until it has ended."""
         with suppress(self._ray.exceptions.RayError):
-            self._ray.get(self._actor.wait.remote())
+            self._error = self._ray.get(self._actor.wait.remote())
 
     def error(self) -> str:
-        """Returns nothing: Ray's log has the error."""
-        return ""
+        """Returns the error of one that has ended, if it said so."""
+        return self._error
 
     def connect(self, number: int, server: _Child) -> None:
         """Lets it, a worker, reach the server of a number."""
@@ -231,6 +244,11 @@ def _resource(task: str) -> str:
     return f"{task}:JAX-{jax.__version__}"  # no comma, which Ray takes for the end
 
 
+def _leave(ray: Any, folder: str) -> None:
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class Cluster:
     """Starts actors: in the cluster that is connected, or that of ``RAY_ADDRESS``, or one of this machine.
 
@@ -251,7 +269,10 @@ class Cluster:
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self._is_new:
-            options.update(address="local", include_dashboard=False, _node_ip_address=self._ip)
+            folder = tempfile.mkdtemp(prefix="dj-")  # Ray's own may be written by everybody
+            atexit.register(_leave, self._ray, folder)
+            options.update(address="local", include_dashboard=False)
+            options.update(_node_ip_address=self._ip, _temp_dir=f"{folder}/ray")
         handler, mask = signal.getsignal(signal.SIGTERM), os.umask(0o077)  # for the token's file
         os.environ["RAY_GCS_SERVER_PORT"] = self._port
         try:
@@ -373,21 +394,17 @@ class Server:
         if self._process is not None:
             return
         _imported()
-        # Ray's processes of one machine would take each other's names of files if they start at once. It lets
-        # everybody read its folder, which is therefore in another one.
-        self._folder = tempfile.TemporaryDirectory(prefix="dj-", ignore_cleanup_errors=True)
-        self._output = Path(self._folder.name) / "output"
-        offered = json.dumps({_resource(self._task): 1})
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         host, _, port = self._chief.rpartition(":")
-        options = [f"--resources={offered}", f"--temp-dir={self._folder.name}/ray"]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _JOIN, host, port, *options],
-                env={**_SETTINGS, **_PATIENCE, **os.environ, _MACHINES: "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        offered = json.dumps({_resource(self._task): 1})
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _JOIN, host, port, f"--resources={offered}"],
+            env={**_SETTINGS, **_OF_TASKS, **os.environ, _MACHINES: "1"},
+            stdin=subprocess.PIPE,  # closed when this process ends, however that does
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,
+        )
 
     def join(self) -> None:
         """Waits until the cluster of the chief has ended.
@@ -406,7 +423,8 @@ class Server:
                             "Waiting for the chief, which does not answer at %s.", self._chief
                         )
                     self._process.wait()
-            text = self._output.read_text(errors="replace")
+            self._output.seek(0)
+            text = self._output.read().decode(errors="replace")
             if "Ray runtime started" in text or not self._chief_listens():
                 return
             self._process = None

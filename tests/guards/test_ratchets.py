@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_031,
-    lines_of_tests: 50_606,
+    lines: 52_049,
+    lines_of_tests: 50_622,
     files: 230,
     pieces: 1,
     private_words: 10,

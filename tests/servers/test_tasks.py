@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -96,7 +98,7 @@ def test_a_task_with_another_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_who_waits_for_another_machine_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A task for a chief that does not listen, and a worker that Ray has no place for."""
     server, waits = dj.Server(CLUSTER, "worker", 0, start=False), []
@@ -106,8 +108,7 @@ def test_who_waits_for_another_machine_says_so(
         if seconds is not None:
             raise subprocess.TimeoutExpired("ray start", seconds)
 
-    server._process, server._output = SimpleNamespace(wait=wait), tmp_path / "output"  # type: ignore[assignment]
-    server._output.touch()
+    server._process, server._output = SimpleNamespace(wait=wait), io.BytesIO()  # type: ignore[assignment]
     monkeypatch.setattr(server, "_chief_listens", lambda: False)
     server.join()
     assert waits[1:] == [None]
@@ -158,13 +159,21 @@ def descendants(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether a process has not ended."""
+    with suppress(OSError, ValueError):
+        return state_and_parent(str(pid))[0] not in "ZX"
+    return False
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
 def test_the_tasks_of_tf_config_have_the_bits_of_one_device() -> None:
     """A chief, two workers and a server; a worker and the server are killed, and others take their places.
 
-    All listen on the loopback address only, and end with the chief.
+    All listen on the loopback address only, and end with the chief: no process and no folder is left.
     """
+    folder = tempfile.TemporaryDirectory()  # with a short name, for Ray's sockets
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     addresses = [f"localhost:{at.getsockname()[1]}" for at in listening]
     for at in listening:
@@ -177,6 +186,7 @@ def test_the_tasks_of_tf_config_have_the_bits_of_one_device() -> None:
         environment = {
             **os.environ,
             "TF_CONFIG": json.dumps(config),
+            "TMPDIR": folder.name,
             "PYTHONPATH": os.pathsep.join(path),
         }
         return subprocess.Popen(
@@ -197,20 +207,26 @@ def test_the_tasks_of_tf_config_have_the_bits_of_one_device() -> None:
         for key in [("worker", 0), ("ps", 0), None]:
             while (line := chief.stdout.readline()) != "joined\n":  # Ray writes there too
                 assert line
+            pids = [pid for task in tasks.values() for pid in descendants(task)]
             if key:
                 gone = descendants(tasks[key])
-                pids = [pid for task in tasks.values() for pid in descendants(task)]
                 assert [x for x in sockets_that_listen(pids) if not re.search(LOCAL, x)] == []
                 os.kill(tasks[key].pid, signal.SIGKILL)
                 tasks[key].wait()
-                while any(Path(f"/proc/{pid}").is_dir() for pid in gone):
+                while any(runs(pid) for pid in gone):
                     time.sleep(0.1)
                 tasks[key] = start(*key)
             chief.stdin.write("\n")
             chief.stdin.flush()
         assert [task.wait(SECONDS) for task in tasks.values()] == [0, 0, 0, 0]
+        end = time.monotonic() + SECONDS / 10
+        while any(runs(pid) for pid in pids):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert os.listdir(folder.name) == []
     finally:
         limit.cancel()
         for task in tasks.values():
             task.kill()
             task.communicate()
+        folder.cleanup()
