@@ -98,3 +98,9 @@ def step_in(count: int) -> int | None:
 def xla_flags(environment: Mapping[str, str]) -> list[str]:
     """Returns the flags of XLA, without the number of simulated CPU devices."""
     return DEVICE_COUNT.sub("", environment.get("XLA_FLAGS", "")).split()
+
+
+def pool_threads(devices: int, environment: Mapping[str, str]) -> str:
+    """Returns NPROC, the size of XLA's pool: with fewer threads, collectives of unread steps deadlock."""
+    before = environment.get("NPROC", "")
+    return str(max(2 * devices, int(before) if before.isdecimal() else 0))

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, Self
 
+from distribute_jax._errors import ClusterError
+
 Sink = Callable[[bytes], None]
 """Takes what a process wrote, line by line; called in a separate thread."""
 
@@ -134,8 +136,16 @@ class ProcessGroup:
         try:
             for spec in specs:
                 self.children.append(ChildProcess(spec, sinks(spec), on_exit))
-        except BaseException:
+        except BaseException as error:
             self.stop(grace=0)
+            if isinstance(
+                error, (OSError, RuntimeError)
+            ):  # no descriptor, process or thread is left
+                raise ClusterError(
+                    f"Process {len(self.children)} of {len(specs)} could not be started: {error}. Start "
+                    "fewer processes, or raise the limit: ulimit -n for open files, -u for processes and "
+                    "threads, -v for memory."
+                ) from error
             raise
 
     @property

@@ -21,7 +21,7 @@ from typing import Any
 
 from distribute_jax import _supervision
 from distribute_jax._errors import ClusterError
-from distribute_jax._supervision import OTHER_FAILED, SAVED, read_status, xla_flags
+from distribute_jax._supervision import OTHER_FAILED, SAVED, pool_threads, read_status, xla_flags
 from distribute_jax.launch._process import (
     ChildProcess,
     Guard,
@@ -304,8 +304,7 @@ def _simulated(devices: int, base: Mapping[str, str]) -> dict[str, str]:
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*xla_flags(base), count]),
-        # Fewer pool threads than devices let collectives of unread steps deadlock.
-        "NPROC": str(max(2 * devices, int(base.get("NPROC") or 0))),
+        "NPROC": pool_threads(devices, base),
     }
 
 

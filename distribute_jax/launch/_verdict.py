@@ -112,7 +112,7 @@ class AttemptOutcome:
     stop_signal: int | None = None
     """The signal that asked the supervisor to stop, if one did."""
     killed: tuple[int, ...] = ()
-    """The processes that had not ended by themselves after the grace period."""
+    """The processes that had not ended by themselves after the grace period, or at a second signal."""
 
 
 def decide(
@@ -163,7 +163,7 @@ def _stopped(outcome: AttemptOutcome, progress: Progress, number: int) -> Verdic
     if outcome.killed:
         some = ", ".join(f"{process}" for process in outcome.killed[:16])
         state = (
-            f"killed, since they had not ended after the grace period: process {some}. What they had not "
+            f"killed after the grace period, or at a second signal: process {some}. What they had not "
             "saved is lost; --grace gives them more time"
         )
     code = SAVED if outcome.all_saved else 128 + number

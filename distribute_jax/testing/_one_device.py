@@ -10,6 +10,7 @@ import jax
 from distribute_jax._checks import check_int
 from distribute_jax._errors import BackendStartedError
 from distribute_jax._messages import StepFunction
+from distribute_jax._supervision import pool_threads
 from distribute_jax._values import DistributedValues
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
@@ -120,8 +121,7 @@ def simulate(n: int) -> None:
         >>> dj.simulate(8)  # doctest: +SKIP
     """
     n = check_int("n", n)
-    # On two cores, fewer pool threads than devices let collectives of unread steps deadlock.
-    os.environ["NPROC"] = str(max(2 * n, int(os.environ.get("NPROC", "0") or 0)))
+    os.environ["NPROC"] = pool_threads(n, os.environ)
     try:
         jax.config.update("jax_num_cpu_devices", n)
         jax.config.update("jax_platforms", "cpu")

@@ -99,12 +99,12 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_049,
-    lines_of_tests: 50_622,
+    lines: 52_064,
+    lines_of_tests: 50_643,
     files: 230,
     pieces: 1,
     private_words: 10,
-    private_imports: 31,
+    private_imports: 33,
 }
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from distribute_jax._errors import ClusterError
+from distribute_jax.launch._process import ProcessGroup, ProcessSpec
 from distribute_jax.launch._supervisor import Inbox, signals_into
 
 
@@ -136,6 +138,18 @@ def test_how_a_process_ended_is_known_although_a_parent_ignores_it():
     assert ended.returncode == 3
 
 
+def test_a_limit_that_the_processes_reach_is_told(tmp_path, monkeypatch):
+    """Where no descriptor or process is left, the launcher says which limit to raise."""
+
+    def refuse(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    spec = ProcessSpec(0, ["program"], {}, tmp_path / "status")
+    with pytest.raises(ClusterError, match=r"Process 0 of 1 .*Too many open files.* ulimit -n"):
+        ProcessGroup([spec], lambda _: (print, print), print)
+
+
 def test_while_there_is_progress_the_job_is_started_again(launch):
     """Five times here, where one restart in a row may bring nothing."""
     launched = launch("step(attempt)\nif attempt < 5: sys.exit(3)", "--max-restarts=1")
@@ -156,7 +170,7 @@ def test_a_signal_to_the_supervisor_ends_what_never_looks_at_it(launch):
     )
     assert launched.code == 128 + signal.SIGTERM
     assert 0.3 < launched.seconds < 30
-    state = "killed, since they had not ended after the grace period: process 0, 1"
+    state = "killed after the grace period, or at a second signal: process 0, 1"
     lost = "What they had not saved is lost; --grace gives them more time"
     assert launched.said == [f"distribute-jax: stopped by SIGTERM: {state}. {lost}"]
 

@@ -61,7 +61,7 @@ def test_pauses_grow_until_there_is_progress():
 def test_a_process_that_had_to_be_killed_after_the_grace_is_named():
     """It may have lost something."""
     text = decide(AttemptOutcome(stop_signal=15, killed=(2, 3)), Progress(), 3).text
-    assert "killed, since they had not ended after the grace period: process 2, 3" in text
+    assert "killed after the grace period, or at a second signal: process 2, 3" in text
 
 
 WORDS = {

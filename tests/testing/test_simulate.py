@@ -13,6 +13,7 @@ import jax
 import pytest
 
 import distribute_jax as dj
+from distribute_jax._supervision import pool_threads
 
 
 def python(code: str, **env: str) -> str:
@@ -101,3 +102,9 @@ def test_simulated_processes_of_a_tf_config_job_meet():
 def test_a_wrong_number_is_refused(n: object):
     with pytest.raises(ValueError, match="n must be an integer"):
         dj.simulate(n)
+
+
+@pytest.mark.parametrize(("before", "threads"), [("64", "64"), ("1", "6"), ("", "6"), ("4.0", "6")])
+def test_a_pool_is_as_large_as_it_was_or_as_the_devices_need(before: str, threads: str) -> None:
+    """A larger pool of the user stays; a variable that is not a number counts as none."""
+    assert pool_threads(3, {"NPROC": before}) == threads
