@@ -91,6 +91,8 @@ class FixedShardsPartitioner(_OnOneAxis):
 class MinSizePartitioner(_OnOneAxis):
     """Divides a variable into as many parts as leave each of them at least so many bytes.
 
+    TensorFlow rounds the number of parts up, so that they may be smaller.
+
     Args:
         min_shard_bytes: the least size of a part.
         max_shards: the most parts.
@@ -117,7 +119,8 @@ class MinSizePartitioner(_OnOneAxis):
         self._string = check_int(f"{name}: bytes_per_string", bytes_per_string)
 
     def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
-        return min(prod(shape) * _bytes_of(dtype, self._string) // self._least, self._most)
+        row = max(1, prod(shape) // max(1, shape[axis]) * _bytes_of(dtype, self._string))
+        return min(shape[axis] // -(-self._least // row), self._most)
 
 
 class MaxSizePartitioner(_OnOneAxis):

@@ -135,12 +135,12 @@ class Fit:
         params = self._list.params
         epoch, self._done = int(params["initial_epoch"]), int(params["initial_batch"])
         self._batches: Batches | None = None
-        if self.steps_per_epoch is None:
-            start_at(self.data, epoch)
-            count = self._done
-        else:  # one pass through the data goes on from epoch to epoch
-            start_at(self.data, self.initial_epoch)
-            count = (epoch - self.initial_epoch) * self.steps_per_epoch + self._done
+        first, count = epoch, self._done
+        if self.steps_per_epoch is not None:  # a pass through the data goes on from epoch to epoch
+            count += (epoch - self.initial_epoch) * self.steps_per_epoch
+            passes, count = divmod(count, self.data.cardinality or count + 1)
+            first = self.initial_epoch + passes
+        start_at(self.data, first)
         if count:
             self._batches = Batches(self.data, self.keys)
             self._batches.resume(count, params.get("position") or "")
@@ -149,7 +149,8 @@ class Fit:
     def _epoch(self, epoch: int) -> dict[str, Any]:
         steps = self.steps_per_epoch
         self._list.call("on_epoch_begin", epoch)
-        if self._batches is None or (steps is None and not self._done):
+        is_over = self._batches is not None and self._batches.count == self.data.cardinality
+        if self._batches is None or is_over or (steps is None and not self._done):
             self._batches = Batches(self.data, self.keys)
         self.trainer.batches = self._batches
         logs: dict[str, Any]
@@ -159,7 +160,8 @@ class Fit:
         self._done = 0
         if steps is not None and done < steps and not self.model.stop_training:
             wanted = steps * (self.epochs - self.initial_epoch)
-            warn_of_early_end("training", self._batches.count, wanted)
+            seen = steps * (epoch - self.initial_epoch) + done
+            warn_of_early_end("training", seen, wanted)
             self.model.stop_training = True
         freq = self.validation_freq
         is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq

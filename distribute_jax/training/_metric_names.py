@@ -119,8 +119,8 @@ _BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 def metric_slots(
     metrics: Any, objective: Objective, weighted: bool
-) -> Iterator[tuple[Any, str, Any]]:
-    """Yields output, name and metric of each metric that compile got."""
+) -> Iterator[tuple[Any, str, str, Any]]:
+    """Yields output, prefix, name and metric of each metric that compile got."""
     if isinstance(metrics, dict):
         outputs = [(key, f"{output_name(key)}_", some) for key, some in metrics.items()]
     else:
@@ -129,7 +129,7 @@ def metric_slots(
     for key, prefix, some in outputs:
         for identifier in some if isinstance(some, (list, tuple)) else [some]:
             name, metric = _named(identifier, objective, key, weighted)
-            yield key, prefix + name, metric
+            yield key, prefix, name, metric
 
 
 def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple[str, Any]:

@@ -56,6 +56,11 @@ class Objective:
         parts = {}
         for key, loss in self.losses.items():
             output = at(outputs, key, "outputs")
+            if getattr(loss, "reduction", "sum") in ("none", None):
+                raise ArgumentError(
+                    f"The loss {loss.name} has reduction={loss.reduction!r}, which leaves one number for "
+                    'each example, and fit needs one for the batch. Leave it out, or pass "sum".'
+                )
             parts[key] = loss(at(y, key, "targets"), output, weight_at(weight, key))
             self.labels.traced(key, output)
         return parts

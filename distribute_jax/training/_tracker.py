@@ -58,13 +58,14 @@ class Tracker(nnx.Module):
         by_name: dict[str, Any] = {}
         self._keys: dict[str, tuple[Any, bool]] = {}
         for argument, is_weighted in ((metrics, False), (weighted, True)):
-            for key, name, metric in metric_slots(argument, objective, is_weighted):
+            for key, prefix, stem, metric in metric_slots(argument, objective, is_weighted):
                 if any(metric is other for other in by_name.values()):
                     raise ArgumentError(
                         f"compile got one {type(metric).__name__} object twice, which would mix its "
                         "numbers. Make an object for each place."
                     )
-                name = _unused(name, by_name)
+                is_second = is_weighted and prefix + stem in by_name
+                name = _unused(f"{prefix}{'weighted_' * is_second}{stem}", by_name)
                 by_name[name] = metric
                 self._keys[name] = (key, is_weighted)
         self.metrics = nnx.Dict(by_name)

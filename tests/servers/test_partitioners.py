@@ -16,6 +16,7 @@ CASES = [
     (P.MinSizePartitioner(256 << 10, 4), {(6, 1): [1, 1]}),
     (P.MinSizePartitioner(max_shards=8), {(1024, 1024): [8, 1]}),
     (P.MinSizePartitioner(1024, 16), {(100, 8): [3, 1]}),
+    (P.MinSizePartitioner(12, 9), {(5, 2): [2, 1], (13, 2): [6, 1]}),
     (P.MaxSizePartitioner(4), {(6, 1): [6, 1]}),
     (P.MaxSizePartitioner(4, 2), {(6, 1): [2, 1]}),
     (P.MaxSizePartitioner(12), {(6, 1): [2, 1]}),

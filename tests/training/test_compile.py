@@ -102,8 +102,8 @@ def test_metrics_of_every_kind(strategy: dj.Strategy):
             "own_metric": apart.mean(),
             "accuracy_1": right.mean(),
             "accuracy_2": right.mean(),
-            "accuracy_3": np.average(right, weights=W),
-            "own_metric_1": np.average(apart, weights=W),
+            "weighted_accuracy": np.average(right, weights=W),
+            "weighted_own_metric": np.average(apart, weights=W),
         },
         rel=1e-5,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -185,6 +186,30 @@ def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredSt
         history = model.fit(list(batches()), steps_per_epoch=2, epochs=2, verbose=0)
     assert len(history.history["loss"]) == 2
     assert int(model.optimizer.step[...]) == 3
+
+
+def test_data_that_ends_between_epochs_begins_again(s4: dj.MirroredStrategy, tmp_path: Path):
+    """Six epochs of one step are two passes of three batches; resumed in the second one too."""
+    passes, steps, resumed = (made(s4) for _ in range(3))
+    options: Any = {"batch_size": 8, "verbose": 0}
+    passes.fit(X, Y, epochs=2, **options)
+    history = steps.fit(X, Y, steps_per_epoch=1, epochs=6, **options).history
+    assert len(history["loss"]) == 6
+    assert np.isfinite(list(history.values())).all()
+    for epochs in (4, 6):
+        backup = dj.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+        resumed.fit(X, Y, steps_per_epoch=1, epochs=epochs, callbacks=[backup], **options)
+    for model in (steps, resumed):
+        assert all(map(np.array_equal, model.get_weights(), passes.get_weights()))
+    with pytest.warns(UserWarning, match="ran out of data after 5 of 6"):
+        steps.fit(X, Y, steps_per_epoch=2, epochs=3, **options | {"batch_size": 5})
+
+
+def test_a_loss_that_is_not_reduced_is_refused(s4: dj.MirroredStrategy):
+    """By its name and what to write, before JAX refuses the gradient of an array."""
+    model = made(s4, loss=dj.losses.MeanSquaredError(reduction=None), metrics=[])
+    with pytest.raises(ValueError, match=r'mean_squared_error has reduction=None(.|\n)*pass "sum"'):
+        model.fit(X, np.eye(2)[Y], verbose=0)
 
 
 @pytest.mark.parametrize("kind", ["one-hot", "column"])
