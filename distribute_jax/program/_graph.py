@@ -251,7 +251,8 @@ class Walker:
         if isinstance(value, DistributedValues):
             return opaque_key(value)
         if isinstance(value, type):
-            return (value, self._class(value, name, every=False, makes=True))
+            made_by = self._class(type(value), name, every=False)
+            return (value, made_by, self._class(value, name, every=False, makes=True))
         is_module = isinstance(value, types.ModuleType)
         module = value.__name__ if is_module else type(value).__module__
         if is_library(module) and not is_whole(value):

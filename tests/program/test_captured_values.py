@@ -185,6 +185,24 @@ def _forwarded_item() -> Way:
     return lambda: held["rate"], lambda new: held._store.update(rate=new)
 
 
+class Single(type):
+    """A class of classes with one object each."""
+
+    objects: dict[type, Any] = {}  # noqa: RUF012
+
+    def __call__(cls) -> Any:
+        if cls not in Single.objects:
+            Single.objects[cls] = super().__call__()
+        return Single.objects[cls]
+
+
+def _single_object() -> Way:
+    class Config(metaclass=Single):
+        rate: Any = 1.0
+
+    return lambda: Config().rate, lambda new: setattr(Config(), "rate", new)
+
+
 def _replaced_dict() -> Way:
     held = Plain(rate=1.0)
     return lambda: held.rate, lambda new: setattr(held, "__dict__", {"rate": new})
