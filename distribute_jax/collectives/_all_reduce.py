@@ -79,11 +79,8 @@ def _summed(
     native = type(ops) is NcclAllReduce
     if native and ops.num_packs < 2 and not options.bytes_per_pack:
         return list(jax.lax.psum(list(arrays), DATA))
-    sum_array = (
-        functools.partial(jax.lax.psum, axis_name=DATA)
-        if native
-        else functools.partial(sum_by, ops)
-    )
+    by_jax = functools.partial(jax.lax.psum, axis_name=DATA)
+    sum_array = by_jax if native else functools.partial(sum_by, ops)
     return sum_packed(
         arrays, sum_array, num_packs=ops.num_packs, bytes_per_pack=options.bytes_per_pack
     )

@@ -133,11 +133,10 @@ class Job:
             # Waits for one of them; by then most others have come too, which takes one look.
             left = deadline - time.monotonic()
             text = self.store.get(f"{folder}{missing[0]}", max(left, 0.001))
-            texts |= (
-                {f"{missing[0]}": text}
-                if text is not None and self.count == 2
-                else self.store.under(folder)
-            )
+            if text is not None and self.count == 2:
+                texts[str(missing[0])] = text
+            else:
+                texts |= self.store.under(folder)
             if text is None and left <= 0:
                 break
         in_order = [texts.get(str(i), "") for i in range(self.count)]

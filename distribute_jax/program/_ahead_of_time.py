@@ -251,11 +251,10 @@ def plan_step(
             'strategy.plan: what RunOptions(lowering="pmap") compiles is made when it runs. Leave it out.'
         )
     check_function(fn)
-    number = (
-        num_replicas(replicas.mesh)
-        if number is None
-        else check_int("replicas", number, below=_MOST_REPLICAS)
-    )
+    if number is None:
+        number = num_replicas(replicas.mesh)
+    else:
+        number = check_int("replicas", number, below=_MOST_REPLICAS)
     mesh = with_replicas(replicas.mesh, number)
     local = [d for d in replicas.mesh.devices.flat if d.process_index == jax.process_index()]
     data = [_on_replicas(value, mesh) for value in arguments.data]
@@ -325,9 +324,8 @@ def _planned(
     state = Counter({"parameters": 0, "optimizer": 0, "other": 0})
     for variable in binding.variables:
         is_stacked = keeps_own_values(variable)
-        for leaf, row in zip(
-            jax.tree.leaves(global_value(variable, call.mesh)), rows, strict=False
-        ):
+        leaves = jax.tree.leaves(global_value(variable, call.mesh))
+        for leaf, row in zip(leaves, rows, strict=False):
             sharding = (
                 split_sharding(call.mesh)
                 if is_stacked

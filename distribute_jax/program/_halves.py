@@ -192,26 +192,12 @@ def build_halves(
     ``of_workers`` arguments differ on each worker; all do if None, in a step of one replica. Such a step
     reads and updates ``sparse`` tables by rows: ``"lazy"`` leaves rows as they are that nobody looked up.
     """
-    _check_state(call.binding)
-    traced = trace(call)
-    _check_types(call, traced)
-    replicas, arguments = num_replicas(call.mesh), len(call.arguments.data)
-    before = input_marks(call, traced, arguments if replicas == 1 else of_workers)
-    decided = plan(call, traced, options, before)
-    order, _, read = input_order(traced)
-    step = _of_one_worker(call, traced, decided, order)
-    body, outs = traced_body(step, _has_parts), sum(traced.written_sizes)
-    if replicas > 1:
-        body, order = of_replica_number(body, replicas), (len(before), *order)
-        before = [*before, frozenset({"the number of the replica"})]
-    marks, equal = [before[k] for k in order], [True] * outs + list(decided.mirrored)
-    first = _First(body, marks, equal, replicas, 1, {}, {})
-    first.check_no_branches()
-    jaxpr, leaves = first.jaxpr, traced.input_starts[-1]
+    traced, decided, body, order, read, first = _proved(call, options, of_workers)
+    replicas, jaxpr, leaves = num_replicas(call.mesh), first.jaxpr, traced.input_starts[-1]
     state = _state(call, traced, order, jaxpr)
     sums = list(filter(_is_sum, jaxpr.eqns)) if replicas > 1 else []
     update = Update(jaxpr, first.equations, first.differs, first.is_for_each, state, sums)
-    results = jaxpr.outvars[outs:]
+    results = jaxpr.outvars[sum(traced.written_sizes) :]
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
     of_servers = functools.partial(parts, partitioner, servers)
     division = update.divide(servers, results, known, of_servers)
@@ -251,6 +237,37 @@ def build_halves(
         arrays=read,
         plan=decided,
     )
+
+
+class _Proved(NamedTuple):
+    """A step as the worker of a replica computes it, with what was proved of it."""
+
+    traced: Traced
+    plan: Plan
+    body: Any
+    """The program of the worker."""
+    order: Sequence[int]
+    """Which input of the step each input of the program is."""
+    arrays: tuple[int, ...]
+    first: _First
+
+
+def _proved(call: Call, options: RunOptions, of_workers: int) -> _Proved:
+    _check_state(call.binding)
+    traced = trace(call)
+    _check_types(call, traced)
+    replicas, arguments = num_replicas(call.mesh), len(call.arguments.data)
+    before = input_marks(call, traced, arguments if replicas == 1 else of_workers)
+    decided = plan(call, traced, options, before)
+    order, _, arrays = input_order(traced)
+    body = traced_body(_of_one_worker(call, traced, decided, order), _has_parts)
+    if replicas > 1:
+        body, order = of_replica_number(body, replicas), (len(before), *order)
+        before = [*before, frozenset({"the number of the replica"})]
+    equal = [True] * sum(traced.written_sizes) + list(decided.mirrored)
+    first = _First(body, [before[k] for k in order], equal, replicas, 1, {}, {})
+    first.check_no_branches()
+    return _Proved(traced, decided, body, order, arrays, first)
 
 
 def _is_sum(eqn: Any) -> bool:

@@ -137,17 +137,11 @@ class ParameterServerStrategy(Strategy):
             engine = _agreed(name, "engine", engine, "ray")
             workers = _agreed(name, "workers", workers, tasks.num_tasks("worker"))
             servers = _agreed(name, "servers", servers, tasks.num_tasks("ps"))
-        number = (
-            min(4, os.cpu_count() or 1)
-            if workers is None
-            else check_int(f"{name}: workers", workers, below=1 << 16)
-        )
-        of_servers = 1 if servers is None else check_int(f"{name}: servers", servers, below=1 << 10)
-        shares = (
-            1
-            if workers_per_update is None
-            else check_int(f"{name}: workers_per_update", workers_per_update)
-        )
+        workers = min(4, os.cpu_count() or 1) if workers is None else workers
+        number = check_int(f"{name}: workers", workers, below=1 << 16)
+        of_servers = check_int(f"{name}: servers", 1 if servers is None else servers, below=1 << 10)
+        shares = 1 if workers_per_update is None else workers_per_update
+        shares = check_int(f"{name}: workers_per_update", shares)
         usual = 4 * number if shares == 1 else 0
         staleness = usual if max_staleness is None else _checked_staleness(name, max_staleness)
         if shares > 1 and staleness:

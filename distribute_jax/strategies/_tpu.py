@@ -90,11 +90,9 @@ class TPUStrategy(Strategy):
         self._resolver = processes.connect(tpu_cluster_resolver, cluster_options, name)
         if experimental_device_assignment is None:
             note_no_tpu(name)
-        replicas: list[Any] = (
-            in_topology_order(jax.devices())
-            if experimental_device_assignment is None
-            else checked_assignment(experimental_device_assignment, name)
-        )
+            replicas: list[Any] = in_topology_order(jax.devices())
+        else:
+            replicas = checked_assignment(experimental_device_assignment, name)
         mesh = replica_mesh(replicas, each)
         super().__init__(
             mesh,

@@ -409,6 +409,17 @@ def exported(
         weights = jax.tree.map(lambda v, like: as_key(jnp.asarray(v), like), values, arrays)
         return forward(nnx.merge(graphdef, weights), x)
 
+    return _serialized(predict, x, platforms, batch_size)
+
+
+def _serialized(
+    predict: Callable[[PyTree], PyTree],
+    x: PyTree,
+    platforms: Sequence[str] | None,
+    batch_size: int | None,
+) -> bytes:
+    """Returns a program for these platforms; by default for all, or those that can compute it."""
+
     def typed(rows: Any) -> PyTree:
         def type_of(array: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, *array.shape[1:]), jnp.result_type(array))

@@ -194,11 +194,9 @@ class Variable(nnx.Variable[Any]):
             return tuple(jax.lax.all_gather(raw, DATA)) if self.is_on_read else (raw,) * n
         if self.is_on_read:
             mesh = _components.mesh_of(raw)
-            return (
-                tuple(_components.uncommitted_copy(raw))
-                if mesh is None
-                else PerReplica(raw, mesh).values
-            )
+            if mesh is None:
+                return tuple(_components.uncommitted_copy(raw))
+            return PerReplica(raw, mesh).values
         if isinstance(raw, PerReplica):  # the variable is part of what a step returned
             return raw.values
         with outside_mesh():
