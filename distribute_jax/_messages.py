@@ -79,6 +79,11 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
+def is_numeric(dtype: Any) -> bool:
+    """Returns whether a dtype is of numbers or bools, which are their bytes: texts and records are not."""
+    return bool(jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
+
+
 def is_key(value: Any) -> bool:
     """Returns whether a value is an array of typed random keys, which JAX lets nobody compute with."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

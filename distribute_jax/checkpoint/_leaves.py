@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import CheckpointError
-from distribute_jax._messages import is_donated, is_key, listed
+from distribute_jax._messages import is_array, is_donated, is_key, is_numeric, listed
 from distribute_jax._values import DistributedValues
 from distribute_jax.data import DistributedIterator
 from distribute_jax.variables import Variable, VariableAggregation
@@ -168,7 +167,7 @@ def spec_of(path: str, value: Any) -> Spec:
     """Describes a leaf, without reading its numbers."""
     if is_key(value):
         return Spec(path, KEY, str(jax.random.key_impl(value)), value.shape)
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)) and _has_bytes(value.dtype):
+    if is_array(value) and is_numeric(value.dtype):
         return Spec(path, ARRAY, value.dtype.name, value.shape)
     if type(value) in (bool, int, float, complex, str, type(None)):
         return Spec(path, PYTHON, type(value).__name__)
@@ -181,11 +180,6 @@ def spec_of(path: str, value: Any) -> Spec:
     else:
         text = f"a {type(value).__module__}.{type(value).__qualname__}"
     return Spec(path, OTHER, text)
-
-
-def _has_bytes(dtype: Any) -> bool:
-    """Returns whether numbers of a dtype are their bytes: objects, texts and records are not."""
-    return bool(jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
 
 
 def saved_value(spec: Spec, value: Any) -> Any:

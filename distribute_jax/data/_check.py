@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError
@@ -17,6 +16,7 @@ from distribute_jax._messages import (
     error_text,
     is_array,
     is_donated,
+    is_numeric,
     leaf_text,
     listed,
     path_text,
@@ -130,7 +130,7 @@ def _is_not_numeric(leaf: Any) -> bool:
         return isinstance(leaf, (str, bytes))
     dtype = leaf.dtype
     # NumPy takes a timedelta64 for a signed integer.
-    numeric = (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_) and dtype.kind != "m"
+    numeric = is_numeric(dtype) and dtype.kind != "m"
     unheld = dtype.name.startswith("float6_") or dtype in _LONG
     return not numeric or unheld
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import local_copy_of_replicated, outside_mesh
+from distribute_jax._messages import is_key
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import equations
 
@@ -45,7 +46,7 @@ def on_host(array: jax.Array) -> Array:
     Of what each replica has for itself the processes of a job hold parts, so all call it together.
     """
     array = local_copy_of_replicated(array)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         return np.asarray(jax.random.key_data(array))
     half = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
     # Not by astype of JAX's, which compiles a program for each shape.
@@ -277,8 +278,7 @@ def copied(flat: Sequence[Any]) -> list[Any]:
 
 def _copied(x: jax.Array) -> jax.Array:
     device: Any = next(iter(x.sharding.device_set))
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    if device.platform == "cpu" and x.is_fully_addressable and not is_key:
+    if device.platform == "cpu" and x.is_fully_addressable and not is_key(x):
         return _changed(np.asarray, x)  # on the host, where nothing is compiled for each shape
     return jnp.copy(x)
 

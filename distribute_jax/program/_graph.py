@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from distribute_jax._absent import foreign, is_foreign
 from distribute_jax._errors import StaleCaptureError
 from distribute_jax._jax_private import HIDDEN_ATTRIBUTES, read_metadata
+from distribute_jax._messages import is_numeric
 from distribute_jax._values import DistributedValues
 from distribute_jax.program._capture import (
     AttributeNames,
@@ -133,7 +133,7 @@ class Walker:
 
     def _numpy(self, array: np.ndarray[Any, Any], name: str, place: CapturePath) -> Any:
         """A small array is watched, and traced through a copy; a large one is an input."""
-        if place.can_set and array.nbytes > _LARGE and _is_numeric(array.dtype):
+        if place.can_set and array.nbytes > _LARGE and is_numeric(array.dtype):
             self.graph.arrays.append((name, place))
             return ("array", array.shape, array.dtype, False)
         self.graph.watch.bytes_of(array)
@@ -321,10 +321,6 @@ def _element(container: Any, place: CapturePath, index: int, item: Any) -> Captu
     if isinstance(container, list):
         return ItemPath(container, index)
     return MemberPath(place, index) if isinstance(container, tuple) else FixedValue(item)
-
-
-def _is_numeric(dtype: np.dtype[Any]) -> bool:
-    return bool(jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_))
 
 
 def _check_holds_no_numpy(holder: Any, name: str) -> None:

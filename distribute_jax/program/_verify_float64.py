@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import put
+from distribute_jax._messages import is_key
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, bodies, opened, run_bodies
 from distribute_jax.program._lowerings import compile_shard_map, flat_step
@@ -56,7 +57,7 @@ def in_float64(
 
 
 def _on_host(x: Any) -> Any:
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    if is_key(x):
         return x
     array = np.asarray(x)
     # An int of Python is a number of 32 bits to the step.

@@ -413,18 +413,14 @@ def exported(
 
 
 def _serialized(
-    predict: Callable[[PyTree], PyTree],
-    x: PyTree,
-    platforms: Sequence[str] | None,
-    batch_size: int | None,
+    predict: Callable[..., PyTree], x: PyTree, platforms: Sequence[str] | None, size: int | None
 ) -> bytes:
     """Returns a program for these platforms; by default for all, or those that can compute it."""
 
     def typed(rows: Any) -> PyTree:
-        def type_of(array: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, *array.shape[1:]), jnp.result_type(array))
-
-        return jax.tree.map(type_of, x)
+        return jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct((rows, *array.shape[1:]), jnp.result_type(array)), x
+        )
 
     def attempt(platforms: Sequence[str], rows: Any) -> bytes | Exception:
         try:
@@ -433,18 +429,18 @@ def _serialized(
         except Exception as error:  # of the user's code, or of any rule of JAX
             return error
 
-    rows = batch_size or export.symbolic_shape("batch")[0]
+    rows = size or export.symbolic_shape("batch")[0]
     first = attempt(platforms or PLATFORMS, rows)
     if isinstance(first, bytes):
         return first
     reason = str(first).partition("\n")[0]
-    jax.eval_shape(predict, typed(batch_size or 2))  # raises where the module does so anyhow
+    jax.eval_shape(predict, typed(size or 2))  # raises where the module does so anyhow
     alone = [p for p in PLATFORMS if platforms is None and isinstance(attempt([p], rows), bytes)]
     if alone and isinstance(some := attempt(alone, rows), bytes):
         warn_user(f"export: the file is for {' and '.join(alone)} only: {reason}")
         return some
-    is_size = batch_size is None and isinstance(attempt(platforms or ("cpu",), 2), bytes)
-    text = _NOT_ANY_SIZE if is_size else "export: JAX cannot export the module: {error}"
+    is_any_size = size is None and isinstance(attempt(platforms or ("cpu",), 2), bytes)
+    text = _NOT_ANY_SIZE if is_any_size else "export: JAX cannot export the module: {error}"
     raise LoweringError(text.format(error=reason)) from first
 
 
