@@ -16,7 +16,6 @@ class Frame:
     """One entry of the thread's stack."""
 
     strategy: Any
-    """The strategy that is current."""
     replica: Any = None
     """The replica context inside ``run``; None in cross-replica context."""
     merging: bool = False

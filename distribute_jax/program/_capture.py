@@ -150,7 +150,6 @@ class Captures:
     key: list[Any]
     """Equal for callables of the same code; of the very same code object, where nothing is recorded."""
     values: list[Any]
-    """The values reached."""
     records: list[tuple[str, CapturePath]] | None
     """The name in the user's code and the place of each value; the call path of ``run`` does without."""
 

@@ -152,11 +152,9 @@ class TerminateOnNaN(Callback):
     def _end(self, when: str) -> None:
         self.model.strategy._settle()
         leaf = _first_bad(self.model.module) or _first_bad(self.model.optimizer, "optimizer.")
-        where = (
-            f"The first leaf that is not finite: {leaf}."
-            if leaf
-            else "Weights and optimizer are still finite: look at the batch and the loss function."
-        )
+        where = "Weights and optimizer are still finite: look at the batch and the loss function."
+        if leaf:
+            where = f"The first leaf that is not finite: {leaf}."
         self.message = (
             f"The loss is not finite any more (seen in {when}); the training ends. {where}"
         )
