@@ -150,13 +150,11 @@ def run_with_kills(
     return leaves(state), [float(x) for x in coordinator.fetch(losses)], killer
 
 
-RAY = pytest.param(
-    "ray", marks=pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
+NEEDS_RAY = pytest.mark.skipif(
+    not find_spec("ray"), reason="needs Ray: dev.py test --sources has it"
 )
+RAY = pytest.param("ray", marks=NEEDS_RAY)
 ENGINES = pytest.mark.parametrize("engine", ["processes", RAY])
-EXHAUSTIVE_WITH_RAY = pytest.mark.parametrize(
-    "engine", ["processes", pytest.param("ray", marks=[*RAY.marks, pytest.mark.exhaustive])]
-)
 LOOPBACK = r": (0100007F|0000000000000000FFFF00000100007F):|/ray/session"
 """Of a line of /proc: an address, or a file."""
 
@@ -200,7 +198,7 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
     [
         "threads",
         pytest.param("processes", marks=pytest.mark.exhaustive),
-        pytest.param("ray", marks=[*RAY.marks, pytest.mark.exhaustive]),
+        pytest.param("ray", marks=[NEEDS_RAY, pytest.mark.exhaustive]),
     ],
 )
 def test_messages_that_are_lost_doubled_or_late_change_nothing(
@@ -284,7 +282,7 @@ def sockets_that_listen(pids: list[int]) -> Iterator[str]:
                 yield line
 
 
-@EXHAUSTIVE_WITH_RAY
+@ENGINES
 def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
     """No other machine reaches a socket; with one worker more and one fewer each closure is applied once."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine=engine)

@@ -14,14 +14,13 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
-from test_processes import LOOPBACK, sockets_that_listen, state_and_parent
+from test_processes import LOOPBACK, NEEDS_RAY, sockets_that_listen, state_and_parent
 
 import distribute_jax as dj
 from distribute_jax.cluster_resolver import ClusterSpec, SimpleClusterResolver
@@ -167,7 +166,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
+@NEEDS_RAY
 def test_the_tasks_of_tf_config_have_the_bits_of_one_device() -> None:
     """A chief, two workers and a server; a worker and the server are killed, and others take their places.
 
