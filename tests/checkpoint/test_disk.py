@@ -188,6 +188,21 @@ def test_a_directory_that_is_a_file_is_told_by_the_policy(name: str, tmp_path: P
         save(tmp_path / name, tree)
 
 
+def test_a_folder_that_may_not_be_looked_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As somebody else's: the error is of the library, where ``Path.exists`` raises its own."""
+    save(tmp_path / "model", {"x": 1})
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(DiskDirectory, "read", refuse)
+    with pytest.raises(dj.CheckpointFileError, match=r"model cannot be read: .*denied"):
+        load(tmp_path / "model", {"x": 1})
+
+
 def test_a_step_that_may_not_be_read_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
