@@ -12,7 +12,7 @@ from flax import nnx
 from distribute_jax._checks import check_choice, check_int, is_real
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting
-from distribute_jax.metrics._metric import Metric, as_array, terms
+from distribute_jax.metrics._metric import Metric, as_array, in_snake_case, terms
 
 
 class Confusion(Metric):
@@ -24,7 +24,7 @@ class Confusion(Metric):
     true_negatives: nnx.Variable[jax.Array]
 
     def __init__(self, thresholds: Sequence[float], name: str | None = None) -> None:
-        self.name = name
+        self.name = name or in_snake_case(self)
         self.thresholds = tuple(float(threshold) for threshold in thresholds)
         for name in ("true_positives", "false_positives", "false_negatives", "true_negatives"):
             zeros = jnp.zeros(len(self.thresholds), jnp.float32)

@@ -17,7 +17,7 @@ from distribute_jax.losses._crossentropy import class_numbers
 from distribute_jax.losses._get import FunctionLoss
 from distribute_jax.losses._shapes import pair, predictions
 from distribute_jax.metrics._means import Average
-from distribute_jax.metrics._metric import Metric
+from distribute_jax.metrics._metric import Metric, in_snake_case
 
 
 class Mean(Average):
@@ -39,7 +39,7 @@ class Mean(Average):
 
     def __init__(self, name: str | None = None, dtype: Any = None) -> None:
         super().__init__()
-        self.name = name
+        self.name = name or in_snake_case(self)
 
 
 class Sum(Mean):
@@ -76,7 +76,7 @@ class MeanMetricWrapper(Average):
         self, fn: Callable[..., Any], name: str | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
         super().__init__()
-        self.name = name
+        self.name = name or in_snake_case(self)
         inspect.signature(fn).bind(None, None, **kwargs)
         self._per_example = FunctionLoss(partial(fn, **kwargs), what="metric").per_example
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,13 @@ from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax._values import DistributedValues
 from distribute_jax.strategies import get_replica_context
+
+_BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def in_snake_case(metric: Any) -> str:
+    """Returns the name that Keras has for a metric without one: that of its class."""
+    return _BEFORE_WORD.sub("_", type(metric).__name__).lower()
 
 
 class Metric(nnx.metrics.Metric):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from distribute_jax.losses import Loss
 from distribute_jax.losses._get import BY_NAME, CLASSES, FunctionLoss, from_name
 from distribute_jax.metrics import AUC, Average, Precision, Recall
 from distribute_jax.metrics._keras import accuracy, binary_accuracy, cosine_similarity, top_k
+from distribute_jax.metrics._metric import in_snake_case
 from distribute_jax.training._objective import Objective, output_name
 
 PerExample = Callable[[Any, Any], jax.Array]
@@ -113,7 +113,6 @@ class FunctionMean(Average):
         self.update(values=function(y, outputs), sample_weight=weight if self.weighted else None)
 
 
-_BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """The start of a word in the name of a class; AUC is one word."""
 
 
@@ -139,8 +138,7 @@ def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple
         raise unknown_metric(metric)
     if isinstance(metric, nnx.metrics.Metric):
         name = getattr(metric, "name", None)
-        in_snake_case = _BEFORE_WORD.sub("_", type(metric).__name__).lower()  # as in Keras
-        return name if isinstance(name, str) else in_snake_case, metric
+        return name if isinstance(name, str) else in_snake_case(metric), metric
     if isinstance(metric, type) and issubclass(metric, nnx.metrics.Metric):
         raise ArgumentError(
             f"metrics got the class {metric.__name__}. Pass an object, with its parentheses: "

@@ -40,6 +40,13 @@ KERAS: dict[str, tuple[Any, Any]] = {
 """What Keras 3.15.1 gives for these numbers: without weights, and with them."""
 
 
+def test_metrics_have_the_names_of_keras() -> None:
+    """That of the class in snake case, so that ``{m.name: m.result()}`` keeps all of them."""
+    metrics = [dj.metrics.Mean(), dj.metrics.AUC(), dj.metrics.TopKCategoricalAccuracy()]
+    assert [m.name for m in metrics] == ["mean", "auc", "top_k_categorical_accuracy"]
+    assert dj.metrics.Precision(name="right").name == "right"
+
+
 def test_they_are_those_of_keras_without_weights():
     @nnx.jit
     def computed(metrics: dict[str, Any]) -> dict[str, Any]:
