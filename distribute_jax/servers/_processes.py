@@ -35,7 +35,7 @@ from distribute_jax.servers._store import Key, ServerProgram, Snapshot
 from distribute_jax.servers._wire import Connection, Message, WireError, pair
 
 _PLATFORM_OF_SERVERS = "cpu"
-_SECONDS_TO_BEGIN, _MOMENT, _PATIENCE = 10.0, 0.01, 10.0
+_SECONDS_TO_BEGIN, _MOMENT, _PATIENCE = 60.0, 0.01, 10.0
 _LOG = logging.getLogger("distribute_jax")
 _STOPPED = "Waiting for %s: process %d is stopped. Let it go on with kill -CONT %d, or kill it."
 
