@@ -137,4 +137,5 @@ def test_several_steps_in_one_dispatch_change_nothing_but_the_callbacks(
     three.fit(batches, verbose=0, callbacks=[ends])
     assert ends.ends == [2, 5]
     assert int(three.optimizer.step[...]) == 6
-    assert w(three) == w(one)
+    # In a loop XLA may round a product and its sum once instead of twice.
+    assert w(three) == pytest.approx(w(one), rel=1e-6)
