@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 52_085,
-    lines_of_tests: 50_948,
+    lines_of_tests: 51_025,
     files: 230,
     pieces: 1,
     private_words: 10,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -77,3 +80,76 @@ def test_dropout_is_that_of_a_run_with_the_same_membership(tmp_path: Path):
         strategy = dj.MirroredStrategy(range(replicas))
         wanted += elastic_program.own_loop(strategy, tmp_path / "alone", 0.3, until)
     assert_same(steps, wanted)
+
+
+IN_TORCHRUN = """
+import json, os, signal, sys, time
+import jax
+import elastic_program
+import distribute_jax as dj
+
+strategy = dj.MultiWorkerMirroredStrategy()
+is_first_time = not os.path.exists(sys.argv[1])
+for step, ids, loss in elastic_program.own_loop(strategy, sys.argv[1], 0.0):
+    if dj.is_chief():
+        with open(sys.argv[2], "a") as file:
+            print(json.dumps([step, jax.process_count(), ids, loss]), file=file)
+    elif is_first_time and step == 11:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.1 if jax.process_count() == 2 else 3)  # until torchrun has taken the other in
+"""
+
+
+def is_open(port: int) -> bool:
+    """Whether something listens."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_torchrun_takes_a_machine_in_again(tmp_path: Path):
+    """Two agents, one, two: the second is killed with its process, and started again."""
+    pytest.importorskip("torch")
+    program = tmp_path / "train.py"
+    program.write_text(IN_TORCHRUN)
+    printed = tmp_path / "steps"
+    printed.touch()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = [
+        *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=10", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+        "XLA_FLAGS": "",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+    def agent() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "torch.distributed.run", *options]
+        return subprocess.Popen(
+            [*command, str(program), str(tmp_path / "job"), str(printed)], env=environment
+        )
+
+    def lines() -> list[list]:
+        return [json.loads(line) for line in printed.read_text().splitlines()]
+
+    agents = [agent()]
+    try:
+        while not is_open(port):
+            time.sleep(0.2)
+        agents += [agent()]
+        while agents[1].poll() is None or lines()[-1][1] == 2:
+            time.sleep(0.2)
+        agents += [agent()]
+        assert [agents[i].wait(timeout=150) for i in (0, 2)] == [0, 0]
+    finally:
+        for one in agents:
+            one.kill()
+            one.wait()
+    steps = lines()
+    assert [of for of, _ in groupby(step[1] for step in steps)] == [2, 1, 2]
+    alone = dj.MirroredStrategy([0, 1])
+    assert_same(steps, list(elastic_program.own_loop(alone, tmp_path / "alone", 0.0)))
