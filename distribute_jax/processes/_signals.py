@@ -99,7 +99,7 @@ def _start() -> None:
 
 
 def _after_fork() -> None:
-    """Gives SIGTERM its usual effect in a forked child, which shares the pipe with this process."""
+    """Sets SIGTERM back to its usual effect in a forked child, which shares the pipe with this process."""
     if _stop_listening is not None:
         _stop_listening()
 

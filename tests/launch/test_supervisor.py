@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distribute_jax._errors import ClusterError
+import distribute_jax as dj
 from distribute_jax.launch._process import ProcessGroup, ProcessSpec
 from distribute_jax.launch._supervisor import Inbox, signals_into
 
@@ -146,7 +146,7 @@ def test_a_limit_that_the_processes_reach_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     spec = ProcessSpec(0, ["program"], {}, tmp_path / "status")
-    with pytest.raises(ClusterError, match=r"Process 0 of 1 .*Too many open files.* ulimit -n"):
+    with pytest.raises(dj.ClusterError, match=r"Process 0 of 1 .*Too many open files.* ulimit -n"):
         ProcessGroup([spec], lambda _: (print, print), print)
 
 
