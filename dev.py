@@ -250,7 +250,8 @@ def test(options: argparse.Namespace, rest: List[str]) -> int:
     if options.command == "docs":
         steps, contents = [SITE + rest], DOCS
     elif options.sources and not rest:
-        steps = [["pytest", "tests/data/sources", "tests/servers/test_processes.py"]]
+        of_ray = ["tests/servers/test_processes.py", "-k", "sources or ray"]
+        steps = [["pytest", "tests/data/sources", *of_ray]]
     elif options.lint or not (options.no_lint or rest):
         steps = LINT + steps * (not options.lint)
     with environment_ready(contents) as python:
