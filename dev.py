@@ -250,8 +250,7 @@ def test(options: argparse.Namespace, rest: List[str]) -> int:
     if options.command == "docs":
         steps, contents = [SITE + rest], DOCS
     elif options.sources and not rest:
-        of_ray = ["tests/servers/test_processes.py", "-k", "sources or ray"]
-        steps = [["pytest", "tests/data/sources", *of_ray]]
+        steps = [["pytest", "tests/data/sources", "tests/servers", "-k", "sources or ray"]]
     elif options.lint or not (options.no_lint or rest):
         steps = LINT + steps * (not options.lint)
     with environment_ready(contents) as python:
