@@ -60,7 +60,8 @@ Run one replica on each device (replicas_per_device=1), or {instead}."""
 _KNOWN = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
 _OPENED = {"scan", "while", "cond", *CALLS}
 _INSIDE = "move {what} out of the {body} around it"
-_DRAWS = "draw the random numbers outside of it, or with keys of threefry"
+_DRAWS = "draw the random numbers of the {body} around it outside, or with keys of threefry"
+_SEVERAL = "move out of the {body} around it what jax.vmap cannot batch: {error}"
 _REF = "make the ref after the collective that comes between it and its use"
 _OTHER = "use one of these in its place, and the default cross_device_ops"
 
@@ -148,7 +149,7 @@ class InTurn(SplitStep):
             if waiting.intersection(variables(eqn.invars)):
                 stages.append(([], []))
                 waiting.clear()
-            is_collective = _speaks_of_replicas(eqn)
+            is_collective = _first_collective(eqn) is not None
             stages[-1][is_collective].append(eqn)
             waiting.update(eqn.outvars if is_collective else ())
         # The last one adds up what a loop in which replicas meet has made.
@@ -156,19 +157,17 @@ class InTurn(SplitStep):
 
     def _check(self, eqn: Any) -> None:
         """Refuses what the replicas of a device cannot do together."""
-        if not _speaks_of_replicas(eqn):
+        if _first_collective(eqn) is None:
             return
         for inner in with_inner(eqn):
             groups = inner.params.get("axis_index_groups") is not None
             if names_axis(inner, DATA) and (inner.primitive.name not in _KNOWN or groups):
                 raise self._refusal(inner, _OTHER)
             if draws_by_shape(inner):
-                raise self._refusal(eqn, _DRAWS)
-            within = (
-                one for one in with_inner(inner) if one is not inner and names_axis(one, DATA)
-            )
-            if name(inner) not in _OPENED and (one := next(within, None)):
-                raise self._refusal(one, _INSIDE.format(what=name(one), body=name(inner)))
+                raise self._refusal(_first_collective(eqn), _DRAWS.format(body=name(eqn)))
+            what = None if name(inner) in _OPENED else _first_collective(inner)
+            if what is not None and what is not inner:
+                raise self._refusal(what, _INSIDE.format(what=name(what), body=name(inner)))
 
     def _refusal(self, eqn: Any, instead: str) -> LoweringError:
         return LoweringError(
@@ -232,12 +231,17 @@ class InTurn(SplitStep):
         alone = self.jaxpr.replace(constvars=[], invars=reads, outvars=eqn.outvars, eqns=[eqn])
         operands = self.gathering().whole([values[v] for v in reads])
         stacked = [isinstance(x, Stacked) for x in operands]
-        outs = jax.vmap(
+        every = jax.vmap(
             _with_others(ClosedJaxpr(alone, ())),
             in_axes=[0 if one else None for one in stacked],
             axis_name=_LOCAL,
             axis_size=self.each,
-        )(*(x.parts if one else x for x, one in zip(operands, stacked, strict=True)))
+        )
+        try:
+            outs = every(*(x.parts if one else x for x, one in zip(operands, stacked, strict=True)))
+        except NotImplementedError as error:
+            several = _SEVERAL.format(body=name(eqn), error=error)
+            raise self._refusal(_first_collective(eqn), several) from error
         marks = map(self._marks.get, eqn.outvars)
         return [Stacked(x) if mark else x[0] for x, mark in zip(outs, marks, strict=True)]
 
@@ -345,9 +349,9 @@ def _parts(total: jax.Array, params: Mapping[str, Any], shape: Sequence[int]) ->
     return jnp.moveaxis(split, dim, 0)
 
 
-def _speaks_of_replicas(eqn: Any) -> bool:
-    """Returns whether replicas meet in an equation, or in what it runs."""
-    return any(names_axis(inner, DATA) for inner in with_inner(eqn))
+def _first_collective(eqn: Any) -> Any:
+    """Returns the first equation in which replicas meet: this one, or in what it runs; None without one."""
+    return next((inner for inner in with_inner(eqn) if names_axis(inner, DATA)), None)
 
 
 def _is_sum(eqn: Any) -> bool:

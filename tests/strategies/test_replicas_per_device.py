@@ -383,6 +383,16 @@ def solved(x: jax.Array) -> jax.Array:
     return jax.scipy.sparse.linalg.cg(lambda v: jax.lax.psum(v, "data"), x, maxiter=2)[0]
 
 
+def called_back(x: jax.Array) -> jax.Array:
+    """A loop in which replicas meet, and which calls Python with one replica's value."""
+
+    def body(i: jax.Array, x: jax.Array) -> jax.Array:
+        x = x * (1 + dj.get_replica_context().replica_id_in_sync_group)
+        return jax.lax.psum(jax.pure_callback(np.sin, x, x), "data")
+
+    return jax.lax.fori_loop(0, 2, body, x)
+
+
 def drawn(x: jax.Array) -> jax.Array:
     """Random numbers in a loop in which replicas meet, of keys that draw others under vmap."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
@@ -397,8 +407,12 @@ def drawn(x: jax.Array) -> jax.Array:
             r"psum at test_repl\S+ cannot run with replicas_per_device=2.*move psum out of the cust",
         ),
         (
+            called_back,
+            r"psum at test_repl\S+ cannot .*of the scan around it what jax.vmap cannot batch: .*vmap_method",
+        ),
+        (
             drawn,
-            r"scan at test_repl\S+ cannot run with .*draw the random numbers outside .*threefry",
+            r"psum at test_repl\S+ cannot .*draw the random numbers of the scan around it .*threefry",
         ),
         (
             read_after,
