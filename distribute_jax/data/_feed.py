@@ -90,8 +90,7 @@ class GlobalBatches(Feed):
         self.cuts_batches = self._rule is Rule.B and worker.count > 1
 
     def open(self, epoch: int) -> Iterator[HostElement]:
-        source = self._source
-        return self._divided(source.open_at(epoch, 0) if source.can_seek else source.open())
+        return self._divided(self._source.open(epoch))
 
     def preview(self) -> Iterator[HostElement]:
         return self._divided(self._source.preview())
@@ -122,10 +121,10 @@ class GlobalBatches(Feed):
         length = length_of(self._source)
         epoch, progress = _read_state(state, self._source, length)
         if length is None and progress.first:
-            elements = self._divided(self._source.open_at(epoch, 0))
+            elements = self._divided(self._source.open(epoch))
             first = next((element.progress.first for element in elements), 0)
             _check_same("first_batch", progress.first, first, _SAME_BATCHES)
-        batches = self._source.open_at(epoch, progress.batches)
+        batches = self._source.open(epoch, progress.batches)
         return epoch, progress, self._divided(batches, progress)
 
     def _divided(
@@ -277,7 +276,7 @@ class PerReplicaFeed(Feed):
         self.is_infinite = any(source.is_infinite for source in sources)
 
     def open(self, epoch: int) -> Iterator[HostElement]:
-        return self._elements([source.open() for source in self._sources])
+        return self._elements([source.open(epoch) for source in self._sources])
 
     def preview(self) -> Iterator[HostElement]:
         return self._elements([source.preview() for source in self._sources])

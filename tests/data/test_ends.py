@@ -32,7 +32,7 @@ class Seekable(Source):
     """Given batches, from any of them on."""
 
     text = "a list of batches"
-    can_seek = True
+    can_resume = True
 
     def __init__(self, source: list[np.ndarray]) -> None:
         self._batches = source
@@ -40,12 +40,7 @@ class Seekable(Source):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def open(self) -> Iterator[np.ndarray]:
-        return self.open_at(0, 0)
-
-    preview = open
-
-    def open_at(self, epoch: int, position: int) -> Iterator[np.ndarray]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[np.ndarray]:
         return iter(self._batches[position:])
 
 

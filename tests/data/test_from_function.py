@@ -11,6 +11,7 @@ from input_helpers import all_values, batches, values
 
 import distribute_jax as dj
 from distribute_jax._errors import ArgumentError
+from distribute_jax.data._dataset import start_at
 
 PER_REPLICA = dj.InputOptions(experimental_replication_mode="per_replica")
 
@@ -26,6 +27,15 @@ def test_replicas_take_the_batches_of_one_dataset_in_turn(s2: dj.MirroredStrateg
     dataset = s2.distribute_datasets_from_function(dataset_fn)
     assert [all_values(dataset) for _ in range(2)] == [[[[0, 1], [2, 3]], [[4, 5], [6]]]] * 2
     assert seen == [dj.InputContext(1, 0, 2)]
+
+
+def test_a_resumed_run_goes_on_in_the_order_of_its_epoch(s2: dj.MirroredStrategy):
+    """A shuffled dataset of the function begins with the epoch that training is in."""
+    rows = dj.data.from_arrays(np.arange(8)).shuffle(seed=0).batch(4)
+    whole, resumed = (s2.distribute_datasets_from_function(lambda context: rows) for _ in range(2))
+    epochs = [all_values(whole) for _ in range(3)]
+    start_at(resumed, 2)
+    assert all_values(resumed) == epochs[2] != epochs[0]
 
 
 def test_per_replica_calls_the_function_for_each_replica(strategy: dj.Strategy):

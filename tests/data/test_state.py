@@ -19,7 +19,7 @@ class Seekable(Source):
     """R(n).batch(size), whose examples come in another order in each epoch, as the seed says."""
 
     text = "a shuffled range"
-    can_seek = True
+    can_resume = True
     seed: int | None = None
 
     def __init__(self, n: int = 22, size: int = 4, seed: int = 0) -> None:
@@ -30,13 +30,7 @@ class Seekable(Source):
     def __len__(self) -> int:
         return -(-self._n // self._size)
 
-    def open(self) -> Iterator[np.ndarray]:
-        raise AssertionError("a source that can seek is told which epoch it is")
-
-    def preview(self) -> Iterator[np.ndarray]:
-        return iter(batches(self._n, self._size))
-
-    def open_at(self, epoch: int, position: int) -> Iterator[np.ndarray]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[np.ndarray]:
         self.opened.append((epoch, position))
         rows = np.random.default_rng([self.seed, epoch]).permutation(self._n)
         return (rows[i : i + self._size] for i in range(position * self._size, self._n, self._size))
@@ -121,10 +115,7 @@ class Fixed(Seekable):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def preview(self) -> Iterator[np.ndarray]:
-        return iter(self._batches)
-
-    def open_at(self, epoch: int, position: int) -> Iterator[np.ndarray]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[np.ndarray]:
         return iter(self._batches[position:])
 
 

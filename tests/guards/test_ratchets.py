@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_089,
-    lines_of_tests: 51_039,
+    lines: 52_061,
+    lines_of_tests: 51_033,
     files: 230,
     pieces: 1,
     private_words: 9,

@@ -14,7 +14,7 @@ from distribute_jax._absent import answering
 from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import PyTree, is_key
-from distribute_jax.data.sources._base import Seekable, on_host, unbatched
+from distribute_jax.data.sources._base import Source, on_host, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 
 
@@ -180,10 +180,11 @@ class ArrayDataset:
         return jax.tree.map(lambda leaf: leaf[rows], self._tree)
 
 
-class ArraySource(Seekable):
+class ArraySource(Source):
     """The batches of ``dj.data.from_arrays``."""
 
     text = "dj.data.from_arrays(…)"
+    can_resume = True
 
     def __init__(self, dataset: ArrayDataset, method: str) -> None:
         if dataset._batches is None:
@@ -192,7 +193,7 @@ class ArraySource(Seekable):
         self.is_infinite = dataset._is_endless()
         self.seed = dataset._seed
 
-    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return self._dataset._read(epoch, position)
 
     def __len__(self) -> int:

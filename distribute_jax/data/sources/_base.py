@@ -1,4 +1,4 @@
-"""Base classes of sources: all of them, those that seek to any batch, and streams; NumPy conversion."""
+"""Base classes of sources: all of them, and streams; NumPy conversion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ class Source(ABC):
     the examples; it comes as from the user's source, unchecked.
     """
 
-    can_seek: bool = False
-    """Whether ``open_at`` can start anywhere."""
+    can_resume: bool = False
+    """Whether ``open`` can start at any batch of any epoch."""
     how_to_resume: str = ""
     """What has to be done for ``can_resume``, as a sentence with a space behind it."""
     is_infinite: bool = False
@@ -42,61 +42,28 @@ class Source(ABC):
         """What messages call it, for example ``a tf.data.Dataset``."""
 
     @property
-    def can_resume(self) -> bool:
-        """Whether ``open_at`` can go on within an epoch; unlike ``can_seek`` it may take a while."""
-        return self.can_seek
-
-    @property
     def batching(self) -> str:
         """How to make it yield batches, for an error about one of single examples."""
         return f"Call .batch(256) on this {self.text[2:]}, which yields single examples."
 
     @abstractmethod
-    def open(self) -> Iterator[PyTree]:
-        """Starts the next epoch; an ArgumentError if an earlier one has used up the source."""
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
+        """Starts at a batch of an epoch; an ArgumentError if an earlier one has used up the source.
+
+        A source that cannot resume starts its next epoch, from its first batch.
+        """
 
     def preview(self) -> Iterator[PyTree]:
-        """Yields the batches that the next ``open`` will yield, and uses nothing up."""
+        """Yields the batches of an epoch, and uses nothing up."""
         return self.open()
 
     def __len__(self) -> int:
         """The number of batches of an epoch; a TypeError if the source does not know it."""
         raise TypeError(f"{self.text} has no length")
 
-    def open_at(self, epoch: int, position: int) -> Iterator[PyTree]:
-        """Starts at batch ``position`` of epoch ``epoch``, both from 0, if it can seek.
-
-        The next ``open`` starts epoch ``epoch + 1``.
-        """
-        raise ArgumentError(f"{self.text} cannot be started at batch {position} of epoch {epoch}.")
-
     def shard_files(self, count: int, index: int) -> Source:
         """Returns a source of the files index, index + count, …, if it reads files."""
         raise ArgumentError(f"{self.text} reads no files that are known.")
-
-
-class Seekable(Source):
-    """A source whose batches follow from the epoch and the position alone."""
-
-    can_seek = True
-    _next_epoch = 0
-
-    @abstractmethod
-    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
-        """Yields the batches of an epoch, from the one at ``position``."""
-
-    @final
-    def open(self) -> Iterator[PyTree]:
-        return self.open_at(self._next_epoch, 0)
-
-    @final
-    def preview(self) -> Iterator[PyTree]:
-        return self.read(self._next_epoch, 0)
-
-    @final
-    def open_at(self, epoch: int, position: int) -> Iterator[PyTree]:
-        self._next_epoch = epoch + 1
-        return self.read(epoch, position)
 
 
 class Stream(Source):
@@ -112,13 +79,11 @@ class Stream(Source):
     def start(self) -> Iterator[PyTree]:
         """Starts the next epoch."""
 
-    @final
-    def open(self) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         rest, previewed = self._start_once(), self._previewed
         self._started = None
         return _drained(previewed, rest)
 
-    @final
     def preview(self) -> Iterator[PyTree]:
         rest, previewed = self._start_once(), self._previewed
         try:

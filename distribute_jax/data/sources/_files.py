@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import KeyPath, PyTree, is_array, is_key, leaf_text, listed, path_text
-from distribute_jax.data.sources._base import Seekable, on_host, unbatched
+from distribute_jax.data.sources._base import Source, on_host, unbatched
 
 Path = str | os.PathLike[str]
 SEED = "shuffle(seed)"
@@ -108,10 +108,11 @@ class FileDataset:
             )
 
 
-class FileSource(Seekable):
+class FileSource(Source):
     """The batches of ``dj.data.from_files``; it seeks by reading what comes before."""
 
     text = "dj.data.from_files(…)"
+    can_resume = True
 
     def __init__(self, dataset: FileDataset, method: str) -> None:
         if dataset._size is None:
@@ -121,7 +122,7 @@ class FileSource(Seekable):
         self.seed = dataset._seed
         self.num_files = len(dataset._paths)
 
-    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return islice(self._dataset._batches(epoch), position, None)
 
     def shard_files(self, count: int, index: int) -> FileSource:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from distribute_jax._messages import PyTree
-from distribute_jax.data.sources._base import Seekable, on_host
+from distribute_jax.data.sources._base import Source, on_host
 
 _AHEAD = 4
 """Batches that Grain's threads read ahead, one thread each; Grain's default of 500 would fill the memory."""
@@ -16,16 +16,17 @@ _INFINITE = 2**40
 """Grain repeats without end by a huge length, which ``batch`` then divides; no data has so many batches."""
 
 
-class GrainMap(Seekable):
+class GrainMap(Source):
     """A ``grain.MapDataset`` of batches; each epoch seeds its random transformations differently."""
 
     text = "a grain.MapDataset"
+    can_resume = True
 
     def __init__(self, dataset: Any, method: str) -> None:
         self._dataset = dataset
         self.is_infinite = len(dataset) >= _INFINITE
 
-    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         import grain
 
         options = grain.ReadOptions(num_threads=_AHEAD, prefetch_buffer_size=_AHEAD)
@@ -44,11 +45,13 @@ class GrainMap(Seekable):
         return len(self._dataset)
 
 
-class GrainIter(Seekable):
+class GrainIter(Source):
     """A ``grain.IterDataset`` or ``grain.DataLoader`` of batches.
 
-    Every epoch is the same, as in Grain, and it seeks by reading what comes before.
+    Every epoch is the same, as in Grain, and it resumes by reading what comes before.
     """
+
+    can_resume = True
 
     def __init__(self, dataset: Any, method: str) -> None:
         self._dataset = dataset
@@ -63,7 +66,7 @@ class GrainIter(Seekable):
             return super().batching
         return f"Add grain.transforms.Batch(256) to the operations of this {self.text[2:]}."
 
-    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return _rest(self._dataset, position)
 
 

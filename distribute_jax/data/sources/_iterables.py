@@ -112,7 +112,7 @@ class _Iterable(Source):
     def text(self) -> str:
         return leaf_text(self._source)
 
-    def open(self) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         batches = self._source if _is_iterable(self._source) else self._source()
         if not _is_iterable(batches):
             raise ArgumentError(

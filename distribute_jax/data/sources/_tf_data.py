@@ -68,10 +68,12 @@ class TfData(Stream):
         return TfData(shard_by_files(self._tf, self._dataset, count, index), self._method)
 
     @cached_property
-    def can_resume(self) -> bool:
+    def can_resume(self) -> bool:  # type: ignore[override]
         return repeats_itself(self._tf, self._dataset)
 
-    def open_at(self, epoch: int, position: int) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
+        if not position:
+            return super().open()
         batches: Iterator[PyTree] = self._dataset.skip(position).as_numpy_iterator()
         return batches
 

@@ -9,7 +9,7 @@ import jax
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree
-from distribute_jax.data.sources._base import Seekable, Source, Stream, on_host
+from distribute_jax.data.sources._base import Source, Stream, on_host
 
 
 class TorchLoader(Stream):
@@ -44,17 +44,18 @@ def refuse_torch_dataset(dataset: Any, method: str) -> NoReturn:
     )
 
 
-class HuggingFaceTable(Seekable):
+class HuggingFaceTable(Source):
     """A batched ``datasets.Dataset``: each row is a batch, and rows can be reached by number."""
 
     text = "a Hugging Face Dataset"
+    can_resume = True
 
     def __init__(self, dataset: Any, method: str) -> None:
         if dataset.format["type"] is None:
             dataset = dataset.with_format("numpy", columns=dataset.format["columns"])
         self._dataset = dataset
 
-    def read(self, epoch: int, position: int) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         rest = range(position, len(self._dataset))
         return map(on_host, self._dataset.select(rest)) if rest else iter(())
 
@@ -70,7 +71,7 @@ class HuggingFaceStream(Source):
     def __init__(self, dataset: Any, method: str) -> None:
         self._dataset = dataset.with_format("numpy")
 
-    def open(self) -> Iterator[PyTree]:
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return iter(self._dataset)
 
 

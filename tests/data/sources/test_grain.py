@@ -46,12 +46,12 @@ def test_batches_keep_structure_order_and_values(strategy, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_resumes_anywhere(kind):
-    """open_at gives what an uninterrupted epoch gives from there."""
+    """open gives what an uninterrupted epoch gives from there."""
     source = find_source(make(kind))
     whole = [batch["x"][0].tolist() for batch in source.open()]
-    assert source.can_seek
+    assert source.can_resume
     for position in range(4):
-        resumed = source.open_at(0, position)
+        resumed = source.open(0, position)
         assert [batch["x"][0].tolist() for batch in resumed] == whole[position:]
 
 
@@ -60,10 +60,10 @@ def test_a_map_dataset_is_shuffled_anew_in_each_epoch():
     dataset = grain.MapDataset.range(11).shuffle(7).batch(4)
     wanted = [batch.tolist() for batch in dataset.repeat(3)]
     source = find_source(dataset)
-    got = [batch.tolist() for _ in range(3) for batch in source.open()]
+    got = [batch.tolist() for epoch in range(3) for batch in source.open(epoch)]
     assert got == wanted
     assert got[:3] != got[3:6]
-    assert [batch.tolist() for batch in source.open_at(1, 2)] == wanted[5:6]
+    assert [batch.tolist() for batch in source.open(1, 2)] == wanted[5:6]
     assert len(source) == 3
 
 
@@ -71,8 +71,8 @@ def test_missing_elements_are_no_batches():
     """A filter after batch leaves batches out: the position counts those that are left."""
     dataset = grain.MapDataset.range(8).batch(2).filter(lambda batch: batch[0] != 2)
     source = find_source(dataset)
-    assert [batch.tolist() for batch in source.open_at(0, 1)] == [[4, 5], [6, 7]]
-    assert [batch.tolist() for batch in source.open_at(1, 2)] == [[6, 7]]
+    assert [batch.tolist() for batch in source.open(0, 1)] == [[4, 5], [6, 7]]
+    assert [batch.tolist() for batch in source.open(1, 2)] == [[6, 7]]
     with pytest.raises(TypeError, match="unknown"):
         len(source)
 
@@ -83,7 +83,7 @@ def test_a_dataset_without_end_says_so():
     assert source.is_infinite
     with pytest.raises(TypeError, match="infinite"):
         len(source)
-    assert next(source.open_at(0, 2)).tolist() == [2, 3, 0]
+    assert next(source.open(0, 2)).tolist() == [2, 3, 0]
     assert next(source.open()).tolist() == [0, 1, 2]
 
 

@@ -38,7 +38,7 @@ def test_batches_of_a_stream_keep_columns_order_and_values(strategy, form):
     dataset = (stream.with_format(form) if form else stream).batch(4)
     assert_two_epochs(strategy, dataset, cut(TABLE, 4))
     source = find_source(dataset)
-    assert not source.can_seek
+    assert not source.can_resume
     with pytest.raises(TypeError, match="no length"):
         len(source)
 
@@ -50,13 +50,13 @@ def test_iter_gives_batches_through_a_function(strategy):
 
 
 def test_a_table_resumes_anywhere():
-    """open_at gives what an uninterrupted epoch gives from there."""
+    """open gives what an uninterrupted epoch gives from there."""
     source = find_source(table().batch(4))
     assert len(source) == 3
-    assert source.can_seek
+    assert source.can_resume
     whole = [batch["x"].tolist() for batch in source.open()]
     for position in range(4):
-        assert [b["x"].tolist() for b in source.open_at(1, position)] == whole[position:]
+        assert [b["x"].tolist() for b in source.open(1, position)] == whole[position:]
 
 
 def test_the_users_choice_of_columns_and_transform_is_kept(s2):
