@@ -1,16 +1,18 @@
 """Closures from ``schedule`` to their results: the queue, the log, errors, and who waits for what.
 
 Workers take work, compute it and hand over what the servers apply; how they are reached is for the engine.
-All that changes is guarded by one lock.
+All that changes is guarded by one lock, which nobody holds while another process is waited for.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -60,7 +62,7 @@ class Closure:
     is_over: bool = False
     is_fetched: bool = False
     losses: int = 0
-    """How many workers were lost while they ran it."""
+    """How many workers were lost after they had been sent it."""
     _data: dict[int, list[Any]] = field(default_factory=dict)
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
@@ -127,12 +129,15 @@ class Coordinator:
         self.workers, self.device = workers, device
         self._log = Log(max_staleness)
         self._stores = stores
-        self.state = State(stores, device, may_go_back=snapshot_every is not None)
-        self._every, self._saved_at = snapshot_every, time.monotonic()
+        self.state = State(stores, device, self._answers, may_go_back=snapshot_every is not None)
+        self._every = math.inf if snapshot_every is None else snapshot_every
+        self._saved_at = time.monotonic()
         self._kept: dict[int, Closure] = {}
         """Closures that are over, and run again if the servers go back."""
         self._lost_servers = 0
         """How many servers are being replaced."""
+        self._is_asking, self._until = False, math.inf
+        """Whether servers have been asked for what they have, and when their answers are late."""
         self._losses: Counter[tuple[int, int]] = Counter()
         """How often each server was lost at each version."""
         self._lock = threading.RLock()
@@ -200,8 +205,16 @@ class Coordinator:
         Raises DeadlineExceededError, or the first error of a closure: those that waited then are cancelled.
         """
         check_not_on_worker()
+        until = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
-            self._with_servers(self._write_back, at_rest=True, timeout=timeout)
+            try:
+                self._with_servers(self._write_back, at_rest=True, until=until)
+            except TimeoutError:
+                left = len(self._closures)
+                what = f"{left} closures are not over" if left else "the servers have not answered"
+                raise DeadlineExceededError(
+                    f"coordinator.join: {what} after {timeout:g} seconds."
+                ) from None
             self._raise_error()
 
     @contextmanager
@@ -217,7 +230,8 @@ class Coordinator:
         try:
             yield recording
             self.join()
-            recording.last = self.state.changing()
+            with self._lock:
+                recording.last = self._with_servers(self.state.changing)
         finally:
             self._recording = self.state.written_to = None
 
@@ -236,18 +250,13 @@ class Coordinator:
         self._forget()
 
     def _with_servers(
-        self, do: Callable[[], Any], *, at_rest: bool = False, timeout: float | None = None
+        self, do: Callable[[], Any], *, at_rest: bool = False, until: float = math.inf
     ) -> Any:
         """Does what needs the servers, maybe all closures over; again if one of them ends meanwhile."""
-        end = None if timeout is None else time.monotonic() + timeout
         # Not `while condition`, at whose jump back an interrupt keeps the lock on Python 3.13.
         while True:
-            left = None if end is None else end - time.monotonic()
-            if not self._wait_until(self._is_settled if at_rest else self._is_served, left):
-                raise DeadlineExceededError(
-                    f"coordinator.join: {len(self._closures)} closures are not over after "
-                    f"{timeout:g} seconds."
-                )
+            self._wait_until(self._is_settled if at_rest else self._is_served, until)
+            self._until = until
             try:
                 return do()
             except WireError:
@@ -256,7 +265,7 @@ class Coordinator:
                 self._changed.wait(_MOMENT)  # a server is gone, which its engine will notice
 
     def _is_served(self) -> bool:
-        return not self._lost_servers or self._stopped
+        return not (self._lost_servers or self._is_asking) or self._stopped
 
     def _is_settled(self) -> bool:
         return self._log.is_idle and self._is_served()
@@ -289,20 +298,38 @@ class Coordinator:
         with self._lock:
             return Stats(self._log.version, dict(self._staleness), tuple(self._applied))
 
-    def _wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits, so that an interrupt is noticed, and returns whether it came in time."""
+    def _answers(self, asked: Sequence[Any]) -> Sequence[Any]:
+        """Waits for the servers that are other processes; meanwhile no run begins, and nobody else asks."""
+        futures = [answer for answer in asked if isinstance(answer, Future)]
+        if not futures:
+            return asked
+        epoch, self._is_asking = self._log.epoch, True
+        try:
+            for future in futures:
+                future.add_done_callback(self._notice)
+            self._wait_until(lambda: all(future.done() for future in futures), self._until)
+        finally:
+            self._is_asking = False
+            self._tell()
+        if epoch != self._log.epoch:
+            raise WireError("the servers have gone back")
+        return [answer.result() if answer in futures else answer for answer in asked]
+
+    def _notice(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._tell()
+
+    def _wait_until(self, is_so: Callable[[], bool], until: float = math.inf) -> None:
+        """Waits, so that an interrupt is noticed; raises TimeoutError when it does not come in time."""
         if is_so():
-            return True
-        end = None if timeout is None else time.monotonic() + timeout
+            return
         self._awaited.append(is_so)
         try:
             while not is_so():
                 self._check_servers()
-                left = 1.0 if end is None else end - time.monotonic()
-                if left <= 0:
-                    return False
+                if (left := until - time.monotonic()) <= 0:
+                    raise TimeoutError
                 self._awaited_changed.wait(min(left, 1.0))
-            return True
         finally:
             self._awaited.remove(is_so)
 
@@ -330,7 +357,7 @@ class Coordinator:
         """Waits for work, of which the servers have set aside the state; None when there will be no more."""
         with self._lock:
             while not self._stopped and worker < self.workers:
-                can_begin = not self._lost_servers
+                can_begin = not (self._lost_servers or self._is_asking)
                 if can_begin and (attempt := self._log.admit(worker)) is not None:
                     closure = self._closures[attempt.closure]
                     read = self.state.prepare(closure.program, attempt.number)
@@ -355,16 +382,18 @@ class Coordinator:
                 for run in update.attempts:
                     self._applied[run.worker] += 1
                 self._kept[work.closure.number] = work.closure
-                if self._every is not None and time.monotonic() - self._saved_at > self._every:
-                    with suppress(WireError):
-                        self.state.save(self._log.version)
-                        self._saved_at = time.monotonic()
                 self._forget()
             shares = [returned[run.number] for run in update.attempts]
             final = work.closure.program.bound.halves.finish(shares)
             if self._recording is not None and update.number is not None:
                 self._recording.updates.append((update, work.closure, final))
             self._over(work.closure, results=final)
+            is_late = time.monotonic() - self._saved_at > self._every
+            if is_late and update.number is not None and not self._is_asking:
+                self._until, self._saved_at = math.inf, time.monotonic()
+                with suppress(WireError):
+                    self.state.save(self._log.version)
+                    self._forget()
 
     def _forget(self) -> None:
         """Drops what is needed only to go back further than the servers may."""

@@ -32,6 +32,11 @@ class Worker(Protocol):
 class WorkerLostError(Exception):
     """A worker has ended, or cannot be reached."""
 
+    def __init__(self, reason: str, *, has_work: bool = True) -> None:
+        """Takes why, and whether the work may be to blame: it was sent, in part at least."""
+        super().__init__(reason)
+        self.has_work = has_work
+
 
 class Engine:
     """The workers of one strategy: a lost one is replaced by another of the same number."""
@@ -88,7 +93,10 @@ class Engine:
                     self._coordinator.give_up(index)
                 except WorkerLostError as error:
                     worker = None
-                    self._coordinator.lose(work, error)
+                    if error.has_work:
+                        self._coordinator.lose(work, error)
+                    else:
+                        self._coordinator.give_up(index)
                 except BaseException as error:
                     self._coordinator.fail(work, error)
                 else:

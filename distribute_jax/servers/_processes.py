@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,7 @@ class _Child:
             poll.poll()
 
     def error(self) -> str:
-        """Returns the error of a process that has ended, if it said so, while nobody else receives."""
+        """Returns the error of a process that has ended, if it said so."""
         with suppress(WireError):
             self.check(self.control.receive())
         return self._error
@@ -154,8 +156,9 @@ class _Nursery:
 class RemoteStore:
     """A server in another process, as the coordinator reaches it; what it is told before it runs is kept.
 
-    Requests of the coordinator arrive in their order. While the process is gone they are dropped: the servers
-    will go back to a snapshot.
+    Requests of the coordinator arrive in their order; a thread sends them, so that nobody waits for a process
+    that computes or is stopped. While the process is gone they are dropped: the servers will go back to a
+    snapshot.
     """
 
     def __init__(self, device: jax.Device) -> None:
@@ -165,17 +168,20 @@ class RemoteStore:
         """The process; None before it is started."""
         self._loads: dict[str, Message] = {}
         self._types: dict[Key, Any] = {}
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        weakref.finalize(self, self._requests.put, None)
 
     def attach(self, child: Any) -> None:
         """Lets a process be this server."""
+        if self.child is None:
+            threading.Thread(target=_do_all, args=(self._requests,), daemon=True).start()
         self.child = child
         for message in list(self._loads.values()):  # more may be loaded meanwhile
             self._tell(message)
 
     def _tell(self, message: Message) -> None:
-        with suppress(WireError):
-            if self.child is not None:
-                self.child.control.send(message)
+        if self.child is not None:
+            self._requests.put((Future(), self.child.control.send, message))
 
     def load(self, name: str, program: ServerProgram) -> None:
         """As of ``Store``, as all that follow."""
@@ -206,17 +212,31 @@ class RemoteStore:
         arrays = list(map(as_numbers, snapshot.state.values()))
         self._tell(Message("restore", [epoch, snapshot.version, list(snapshot.state)], arrays))
 
-    def pull(self, keys: Sequence[Key]) -> list[Any]:
-        """Raises: WireError."""
+    def pull(self, keys: Sequence[Key]) -> Future[list[Any]] | list[Any]:
+        """Returns arrays as they will be when all that was asked before is done."""
         if not keys:
             return []
-        if self.child is None:
+        values, types = Future[list[Any]](), [self._types[key] for key in keys]
+        self._requests.put((values, self._pulled, self.child, keys, types))
+        return values
+
+    def _pulled(self, child: Any, keys: Sequence[Key], types: Sequence[Any]) -> list[Any]:
+        if child is None:
             raise WireError("it was not started")
-        answer = self.child.check(self.child.control.ask(Message("pull", list(keys))))
-        return [
-            as_key(jax.device_put(x, self._device), self._types[key])
-            for key, x in zip(keys, answer.arrays, strict=True)
-        ]
+        answer = child.check(child.control.ask(Message("pull", list(keys))))
+        arrays = jax.device_put(answer.arrays, self._device)
+        return list(map(as_key, arrays, types))
+
+
+def _do_all(requests: queue.SimpleQueue[Any]) -> None:
+    """Does one request after the other."""
+    while (request := requests.get()) is not None:
+        answer, do, *args = request
+        try:
+            answer.set_result(do(*args))
+        except Exception as error:
+            answer.set_exception(error)
+        del request, answer, do, args  # while it waits for the next
 
 
 class _Worker:
@@ -230,7 +250,7 @@ class _Worker:
 
     def run(self, work: Work, data: list[Any]) -> list[Any]:
         program, control = work.closure.program, self._child.control
-        half = program.bound.halves.worker
+        half, has_work = program.bound.halves.worker, False
         try:
             self._link()
             if gone := [name for name, of in self._loaded.items() if of() is None]:
@@ -243,14 +263,17 @@ class _Worker:
                 facts += [] if halves.lookups is None else [halves.lookups[1:]]
                 parts = [np.frombuffer(data, np.uint8) for data in _exported(halves)]
                 control.send(Message("load", facts, parts))
+                has_work = True
                 self._loaded[program.name] = weakref.ref(program)
             control.limit(self._seconds)
             plain: list[Any] = [program.name, *work.order]
             message = Message("run", plain, _as_sent(data, half.values[: len(data)]))
-            answer = self._child.check(control.ask(message))
+            answer_of = control.request(message)
+            has_work = True
+            answer = self._child.check(answer_of())
         except WireError as error:
             self.stop()
-            raise WorkerLostError(str(error)) from error
+            raise WorkerLostError(str(error), has_work=has_work) from error
         if answer.name == "void":  # it has left all servers
             self._linked = [None] * len(self._stores)
             raise WireError("the run counts no more")

@@ -169,8 +169,11 @@ class _Control(_Calls):
             self._turn += 1
         return answer
 
+    def request(self, message: Message) -> Callable[[], Message]:
+        return functools.partial(self._got, self._do(message, True))
+
     def ask(self, message: Message) -> Message:
-        return self._got(self._do(message, True))
+        return self.request(message)()
 
     def limit(self, seconds: float | None) -> None:
         self._seconds = seconds

@@ -55,10 +55,15 @@ class State:
     """
 
     def __init__(
-        self, stores: Sequence[Store], device: jax.Device, *, may_go_back: bool = False
+        self,
+        stores: Sequence[Any],
+        device: jax.Device,
+        answers: Callable[[Sequence[Any]], Sequence[Any]],
+        *,
+        may_go_back: bool = False,
     ) -> None:
-        """Starts with none."""
-        self._stores, self._device = stores, device
+        """Starts with none; ``answers`` waits for what was asked of servers that are other processes."""
+        self._stores, self._device, self._answers = stores, device, answers
         self._keys: dict[tuple[int, int], Key] = {}
         self._numbers = itertools.count()
         self._variables: dict[int, nnx.Variable[Any]] = {}
@@ -269,9 +274,12 @@ class State:
     def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
         """Returns arrays as the servers have them now."""
         values: dict[Key, list[Any]] = {key: [] for key in keys}
-        for number, store in enumerate(self._stores):
-            theirs = [key for key in keys if number in self._sources(key)]
-            for key, value in zip(theirs, store.pull(theirs), strict=True):
+        theirs = [
+            [key for key in keys if n in self._sources(key)] for n in range(len(self._stores))
+        ]
+        asked = [store.pull(of) for store, of in zip(self._stores, theirs, strict=True)]
+        for of, got in zip(theirs, self._answers(asked), strict=True):
+            for key, value in zip(of, got, strict=True):
                 values[key].append(value)
         return {key: joined(parts) for key, parts in values.items()}
 

@@ -90,11 +90,11 @@ def _read(fill: Callable[[Any], None], ends: Sequence[Any]) -> Message:
 
 
 class Connection:
-    """One end of a pair of sockets; one thread at a time receives."""
+    """One end of a pair of sockets."""
 
     def __init__(self, end: socket.socket) -> None:
         """Takes an end of a pair."""
-        self._socket, self._sends = end, threading.Lock()
+        self._socket, self._sends, self._receives = end, threading.Lock(), threading.Lock()
 
     def send(self, message: Message) -> None:
         """Sends a message.
@@ -118,7 +118,7 @@ class Connection:
         """
         ends: list[int] = []
         try:
-            with self._completing():
+            with self._receives, self._completing():
                 return _read(functools.partial(self._fill, ends), ends)
         except BaseException:
             for end in ends:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_061,
-    lines_of_tests: 51_033,
+    lines: 52_132,
+    lines_of_tests: 51_086,
     files: 230,
     pieces: 1,
     private_words: 9,

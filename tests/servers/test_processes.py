@@ -380,6 +380,40 @@ def test_a_stopped_process_is_named(
     assert line.startswith(f"Waiting for {role} 0: process {pid} is stopped.")
 
 
+@pytest.mark.parametrize("size", [1, 1 << 22])
+def test_join_keeps_its_limit_although_a_server_does_nothing(size: int) -> None:
+    """Neither what the server has nor what the user has written is waited for longer; later it is there."""
+    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        weight = dj.Variable(jnp.zeros(size), aggregation=dj.VariableAggregation.SUM)
+    coordinator.schedule(lambda: weight.assign_add(jnp.ones(size)))
+    coordinator.join(SECONDS)
+    server = strategy._coordinator._stores[0].child
+    os.kill(server._pid, signal.SIGSTOP)
+    weight.assign(jnp.full(size, 5.0))
+    raised = list[BaseException]()
+
+    def join() -> None:
+        for _ in range(2):
+            try:
+                coordinator.join(0.5)
+            except dj.DeadlineExceededError as error:
+                raised.append(error)
+
+    joining = threading.Thread(target=join, daemon=True)
+    joining.start()
+    joining.join(SECONDS / 4)
+    was_late = joining.is_alive()
+    os.kill(server._pid, signal.SIGCONT)
+    assert not was_late
+    assert all("the servers have not answered after 0.5 seconds" in str(x) for x in raised)
+    assert len(raised) == 2
+    coordinator.schedule(lambda: weight.assign_add(jnp.ones(size)))
+    coordinator.join(SECONDS)
+    assert (weight[...] == 6).all()
+
+
 def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
     """It could not run in a process that has none of the program's code."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
@@ -432,6 +466,23 @@ def test_a_worker_that_ends_is_lost_and_has_not_done_its_run() -> None:
             worker.run(work, [])  # type: ignore[arg-type]
 
 
+def test_workers_that_ended_while_they_had_nothing_to_do_are_no_fault_of_a_step() -> None:
+    """Three of them are replaced, and the function that each would have run is not given up."""
+    strategy = dj.ParameterServerStrategy(workers=3, max_staleness=0, engine="processes")
+    coordinator = ClusterCoordinator(strategy)
+    (_, _, count), step = build(strategy)
+    others = children("worker")
+    while len(workers := {*children("worker")}.difference(others)) < 3:
+        coordinator.schedule(step, args=(batches(1)[0],))
+        coordinator.join(SECONDS)
+    before = int(count[...])
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert int(count[...]) == before + 1
+
+
 def test_what_is_late_for_the_end_of_a_strategy_starts_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -464,12 +515,14 @@ def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
     """The new process gets those of before and that one."""
     store, sent = _processes.RemoteStore(jax.devices()[0]), list[str]()
 
-    def send(message: Message) -> None:
-        sent.append(message.name)
+    def put(request: Any) -> None:
+        sent.append(request[-1].name)
         store._loads.setdefault("new", Message("new"))
 
+    store._requests = SimpleNamespace(put=put)  # type: ignore[assignment]
     store._loads["old"] = Message("old")
-    store.attach(SimpleNamespace(control=SimpleNamespace(send=send)))
+    store.child = child = SimpleNamespace(control=SimpleNamespace(send=None))
+    store.attach(child)
     assert sent == ["old"]
 
 
