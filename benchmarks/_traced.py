@@ -47,7 +47,7 @@ def activity(run: Callable[[], Any]) -> Activity:
     running = covered(span for line in lines for span in line)
     if not running:
         raise RuntimeError("The trace shows no operation of any device.")
-    # Those of a loop lie inside the loop, which is an operation too.
+    # Those of a loop are inside the loop, which is an operation too.
     return Activity(whole, 1e-9 * running, 1e-9 * sum(map(covered, lines)))
 
 

@@ -378,7 +378,7 @@ def test_of_two_first_runs_one_installs_and_the_other_waits(repository: FakeRepo
     assert len(repository.calls()) == 2
 
 
-def test_the_sources_have_an_environment_of_their_own(repository: FakeRepository) -> None:
+def test_the_sources_have_a_separate_environment(repository: FakeRepository) -> None:
     """On Python 3.11, which alone has their versions; a change of those leaves the suite's as it is."""
     repository.add_python("3.11.7")
     repository.add_python("3.13.0")

@@ -283,7 +283,7 @@ def test_coordination_client_is_none_in_a_process_alone_and_the_state_has_it() -
     assert needed <= set(methods)
 
 
-def test_is_ready_tells_whether_an_array_is_computed() -> None:
+def test_is_ready_returns_whether_an_array_is_computed() -> None:
     """True once it was waited for."""
     array = jnp.ones(3) + 1
     array.block_until_ready()
@@ -353,7 +353,7 @@ def test_array_is_the_type_of_arrays_and_of_no_tracer_or_key() -> None:
         jax.jit(lambda x: None if type(x) is not _jax_private.ARRAY else 1 / 0)(1.0)
 
 
-def test_is_high_tells_what_jax_0_12_has_to_replace_before_it_compiles() -> None:
+def test_is_high_is_true_of_what_jax_0_12_has_to_replace_before_it_compiles() -> None:
     numbers = jnp.arange(4.0)
     with promised("is_high", "JAX"):
         assert not _jax_private.is_high(jax.make_jaxpr(jnp.sin)(numbers))

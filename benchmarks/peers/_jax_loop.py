@@ -64,7 +64,7 @@ def mesh_of(replicas: int) -> Mesh:
 
 
 def shardings_of(replicas: int) -> tuple[Mesh, NamedSharding, NamedSharding]:
-    """Returns the mesh, and how whole and divided arrays lie on it."""
+    """Returns the mesh, and how whole and divided arrays are placed on it."""
     mesh = mesh_of(replicas)
     return mesh, NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 

@@ -196,7 +196,7 @@ class FalseNegatives(TruePositives):
 
 
 _EPSILON = 1e-7
-"""How far the outer thresholds lie outside of 0 to 1, so that every probability is between them."""
+"""How far outside of 0 to 1 the outer thresholds are, so that every probability is between them."""
 
 
 class AUC(Confusion):

@@ -276,7 +276,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_peer_imports_no_framework_but_its_own(name: str):
+def test_a_peer_imports_no_framework_but_the_one_it_measures(name: str):
     """Another one would start threads, and would have to be installed beside it."""
     path = ROOT / "benchmarks" / "peers" / f"{name}.py"
     assert imports_of(path) & FRAMEWORKS == ALLOWED[name]

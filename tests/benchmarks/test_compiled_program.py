@@ -82,7 +82,7 @@ def test_one_replica_sums_nothing(work: Workload) -> None:
     assert ours["temporaries"] <= 1.01 * theirs["temporaries"]
 
 
-def test_a_step_that_does_more_is_told_apart() -> None:
+def test_a_step_that_does_more_is_distinguished() -> None:
     jitted, state, batch = shard_map_parts(MLP, mesh_of(4))
     more = jax.jit(lambda *flat: [*jitted(*flat)[:-1], flat[0] * 2])
     changed = counted(more.lower(*state, *batch).compile())

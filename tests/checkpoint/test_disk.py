@@ -119,7 +119,7 @@ def test_wherever_a_save_fails_the_old_one_stays(
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_failed_save_is_told_at_the_next_call_and_then_over(
+def test_a_failed_save_is_reported_at_the_next_call_and_then_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call after it raises or warns; the one after that saves again."""
@@ -141,7 +141,9 @@ def test_a_failed_save_is_told_at_the_next_call_and_then_over(
         assert manager.all_steps() == [2]
 
 
-def test_the_end_of_the_with_block_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_with_block_reports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It raises; where the block itself failed, that error goes on, and a warning tells of the save."""
     monkeypatch.setattr(_write, "text_of", full)
     with (
@@ -166,7 +168,7 @@ def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_a_directory_that_is_a_file_is_told_by_the_policy(name: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_a_file_is_reported_by_the_policy(name: str, tmp_path: Path) -> None:
     """With its path and the bytes that are needed; also when steps are looked for."""
     (tmp_path / "file").touch()
     tree = {"x": np.ones(5)}

@@ -250,9 +250,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
         dj.CheckpointManager(tmp_path).preemptible(tree, iterator, **options)
 
 
-def test_a_program_with_a_handler_of_its_own_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_program_with_a_handler_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Its handler stays, so the loop cannot hear of SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     Loop(dj.OneDeviceStrategy("cpu:0"))(tmp_path)

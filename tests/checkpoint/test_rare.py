@@ -89,7 +89,7 @@ def failing(code: int) -> Any:
     return fail
 
 
-def test_an_old_step_that_cannot_be_removed_is_told(
+def test_an_old_step_that_cannot_be_removed_is_reported(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new one is there, and the directory grows."""

@@ -71,7 +71,7 @@ def test_a_cluster_that_is_described_wrongly_is_to_be_fixed(monkeypatch, capsys)
     assert "TF_CONFIG" in wrong
 
 
-def test_devices_that_do_not_start_are_told_with_the_reason(monkeypatch):
+def test_devices_that_do_not_start_are_reported_with_the_reason(monkeypatch):
     """Or that nothing was heard of them, instead of a wait without end."""
     monkeypatch.setattr(_doctor, "_PROBE", "raise RuntimeError('no chips')")
     state, fix = by_subject(_doctor.devices())["devices"]

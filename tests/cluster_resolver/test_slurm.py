@@ -159,7 +159,7 @@ GPUS = {  # visible, rank, tasks on the host, arguments: visible afterwards, acc
 
 
 @pytest.mark.parametrize("case", GPUS)
-def test_each_task_sees_its_own_gpus(step, monkeypatch, case):
+def test_each_task_sees_its_gpus(step, monkeypatch, case):
     """Also on a host without any, where TensorFlow's resolver crashes."""
     visible, rank, tasks, arguments, after, count, local = GPUS[case]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -72,7 +72,7 @@ def test_a_loader_may_reuse_its_buffer():
     assert [np.unique(e.global_array).tolist() for e in elements] == [[i] for i in range(20)]
 
 
-def test_a_jax_array_that_lies_right_is_not_touched():
+def test_a_jax_array_in_its_place_is_not_touched():
     """An array with the strategy's own sharding passes as the same object."""
     array = jax.device_put(jnp.arange(4), split_sharding(mesh_of(2)))
     assert first({"x": array})["x"].global_array is array
@@ -225,7 +225,7 @@ def test_keys_that_cannot_be_sorted_are_refused():
     assert "Give the keys of every dict one type" in message({1: np.ones(2), "a": np.ones(2)})
 
 
-def test_faults_of_different_kinds_are_told_at_once():
+def test_faults_of_different_kinds_are_reported_at_once():
     """One message lists a number, a string and a large integer, each with its own rule."""
     text = message({"a": 3, "b": "x", "c": np.array([2**40]), "d": np.ones(3)})
     for part in ("batch['a']: int 3", "batch['b']: str", "batch['c']: int64", "Batch the source"):

@@ -145,7 +145,7 @@ def test_iterators_of_one_dataset_are_independent():
 
 
 @pytest.mark.parametrize("kind", ["list", "function", "generator function", "sequence"])
-def test_iterating_again_starts_anew(kind: str):
+def test_iterating_again_starts_from_the_first_batch(kind: str):
     """Lists, functions, generator functions and old-style sequences give the same epoch twice."""
 
     def generate():
@@ -320,7 +320,7 @@ def test_mask_takes_a_larger_batch_as_the_new_measure():
     assert shapes(distribute(source, 2)) == [(4, None), (8, None), (8, (2, 2))]
 
 
-def test_mask_measures_each_epoch_anew():
+def test_mask_measures_each_epoch_by_itself():
     """The measure is the first batch of the epoch, not of an earlier one."""
     sizes = [8]
     dataset = distribute(lambda: [np.ones(sizes[0], np.float32)], 2)

@@ -71,7 +71,7 @@ def test_dealt_out_batches_keep_each_example_once_and_in_order(
 
 @fast
 @given(sizes=st.lists(st.lists(SIZES, max_size=4), min_size=1, max_size=4), partial=PARTIAL)
-def test_each_replica_keeps_the_examples_of_its_own_dataset(sizes: list[list[int]], partial: str):
+def test_each_replica_keeps_the_examples_of_its_dataset(sizes: list[list[int]], partial: str):
     """PER_REPLICA: whatever the lengths, each replica sees all of its dataset and nothing else."""
     sources = [find_source(lambda mine=mine: examples(mine)) for mine in sizes]
     feed = PerReplicaFeed(sources, InputOptions(partial=partial), len(sizes))

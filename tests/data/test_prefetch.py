@@ -83,7 +83,7 @@ def test_no_more_than_the_bound_is_made_ahead_of_the_loop(depth: int) -> None:
     assert source.made <= 20 + depth
 
 
-def test_an_exception_comes_in_its_place_with_its_own_traceback() -> None:
+def test_an_exception_comes_in_its_place_with_its_traceback() -> None:
     def broken() -> Iterator[int]:
         yield 1
         raise ZeroDivisionError("in the source")
@@ -193,7 +193,7 @@ def test_an_interrupt_before_the_thread_runs_leaves_a_loop_that_goes_on() -> Non
     assert list(prefetcher) == [0, 1, 2]
 
 
-def test_a_loop_that_waits_for_its_data_is_told_once(
+def test_a_loop_that_waits_for_its_data_is_reported_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]

@@ -95,7 +95,7 @@ def test_file_without_a_file_for_each_worker_is_an_error(source: Source):
 
 
 @pytest.mark.parametrize("own", ["hint", "HINT"])
-def test_a_sources_own_hint_is_refused_by_name(own: str):
+def test_a_hint_of_a_source_is_refused_by_name(own: str):
     """A tf.data option says HINT: nothing here could fill it."""
     with pytest.raises(ArgumentError, match=r"a source of files has the option .*HINT"):
         choose_policy(None, Files([[0]], 1, own), 1)

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 52_132,
-    lines_of_tests: 51_086,
+    lines_of_tests: 51_087,
     files: 230,
     pieces: 1,
     private_words: 9,

@@ -138,7 +138,7 @@ def test_how_a_process_ended_is_known_although_a_parent_ignores_it():
     assert ended.returncode == 3
 
 
-def test_a_limit_that_the_processes_reach_is_told(tmp_path, monkeypatch):
+def test_a_limit_that_the_processes_reach_is_reported(tmp_path, monkeypatch):
     """Where no descriptor or process is left, the launcher says which limit to raise."""
 
     def refuse(*_, **__):
@@ -272,7 +272,7 @@ def test_nothing_that_a_process_started_is_left(launch, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells whose a process is")
 @pytest.mark.parametrize("end", ["of a process", "of the supervisor"])
-def test_nothing_is_left_that_has_a_session_of_its_own(tmp_path, end):
+def test_nothing_is_left_that_has_another_session(tmp_path, end):
     """Neither when a process ends nor when the supervisor is killed; its folder goes too."""
     script = tmp_path / "program.py"
     script.write_text(

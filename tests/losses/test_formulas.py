@@ -214,7 +214,7 @@ def test_a_label_that_is_no_class_is_nan_and_never_a_loss_of_zero():
     assert np.isnan(found).tolist() == [False, True, True]
 
 
-def test_narrow_outputs_are_computed_in_float32_unless_told_otherwise():
+def test_narrow_outputs_are_computed_in_float32_unless_asked_otherwise():
     y = jnp.full((4, 3), 1 / 3, jnp.bfloat16)
     assert losses.MeanSquaredError().per_example(y, y).dtype == jnp.float32
     assert losses.MeanSquaredError(dtype="bfloat16").per_example(y, y).dtype == jnp.bfloat16

@@ -163,7 +163,7 @@ def test_an_error_inside_a_function_says_what_it_was_called_with():
     assert "labels float32[3,1] and predictions float32[3,1]" in str(caught.value.__notes__)
 
 
-def test_a_loss_of_your_own_defines_call():
+def test_a_loss_of_the_user_defines_call():
     class Weighted(losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
             return 2 * (y_true["a"] - y_pred["b"])

@@ -18,7 +18,7 @@ CLASSES = 3
 
 
 def batch(n: int) -> dict[str, np.ndarray]:
-    """Labels, logits and weights of a batch; weights lie in every shape that a loss takes."""
+    """Labels, logits and weights of a batch; weights have every shape that a loss takes."""
     rng = np.random.default_rng(n)
     return {
         "x": rng.normal(size=(n, 4, CLASSES)).astype(np.float32),

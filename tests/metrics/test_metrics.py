@@ -111,7 +111,7 @@ def test_accuracy_is_exact_for_several_classes_and_for_two(strategy: dj.Strategy
 
 @FEW
 @pytest.mark.parametrize(("name", "column"), [("spread", "x"), ("spread far from zero", "far")])
-def test_welford_merges_the_replicas_by_its_own_rule(strategy: dj.Strategy, name: str, column: str):
+def test_welford_merges_the_replicas_by_its_rule(strategy: dj.Strategy, name: str, column: str):
     """Mean and deviation of all examples, empty shares and a mean 400 deviations large included."""
     metrics, everything = all_fed(strategy.num_replicas_in_sync)
     x, found = everything[column].astype(np.float64), metrics[name].compute()
@@ -299,7 +299,7 @@ def test_writing_one_part_of_welford_is_refused_where_the_replicas_differ(s4: dj
         fed(s4, step, batches(8))
 
 
-def test_compute_inside_run_sees_all_before_an_update_and_the_own_share_after(
+def test_compute_inside_run_sees_all_before_an_update_and_the_share_of_the_replica_after(
     s4: dj.MirroredStrategy,
 ):
     """The value before is mirrored; the one after is the old state with this replica's values."""
@@ -353,7 +353,7 @@ def test_many_metrics_in_one_call(strategy: dj.Strategy):
     assert int(metrics.flax.count[...]) == 0
 
 
-def test_a_metric_of_ones_own_is_summed(strategy: dj.Strategy):
+def test_a_metric_of_the_user_is_summed(strategy: dj.Strategy):
     class Histogram(Metric):
         def __init__(self):
             self.counts = nnx.metrics.MetricState(jnp.zeros(4, jnp.int32))
@@ -517,7 +517,7 @@ def test_keras_classes_and_methods_are_exact_over_partial_batches(s4: dj.Mirrore
         assert not float(metric(ids[:0]) if isinstance(metric, metrics.Sum) else 0)
 
 
-def test_a_function_of_ones_own_is_averaged_with_weights():
+def test_a_function_of_the_user_is_averaged_with_weights():
     """Its keywords are checked when the metric is made."""
     metric = dj.metrics.MeanMetricWrapper(lambda y_true, y_pred, power: y_pred**power, power=2)
     metric.update_state(jnp.zeros(2), jnp.array([1.0, 3.0]), sample_weight=jnp.array([3.0, 1.0]))

@@ -270,7 +270,7 @@ def trains_and_evaluates():
         ),
     ],
 )
-def test_processes_that_wait_for_each_other_in_two_places_are_told_before_the_timeout(
+def test_processes_that_wait_for_each_other_in_two_places_are_reported_before_the_timeout(
     function, words
 ):
     """What process 0 waits for, and what process 1 does instead, well before step_seconds are over."""

@@ -139,11 +139,11 @@ def save_divided(folder):
     told["files"] = sorted(file for file in manifest["files"] if "parts-" in file)
 
     tree = tree_of(strategy, 5)
-    lay = tree["table"][...].sharding
+    before = tree["table"][...].sharding
     with seen_reads() as names:
         dj.checkpoint.load(folder / "parts", tree)
     told["read"] = sorted(names)
-    told["same layout"] = is_as(tree, 1) and tree["table"][...].sharding == lay
+    told["same layout"] = is_as(tree, 1) and tree["table"][...].sharding == before
     mirrored = tree_of(strategy, 5, divided=False)
     dj.checkpoint.load(folder / "parts", mirrored)
     told["mirrored"] = is_as(mirrored, 1)
@@ -333,7 +333,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_what_one_process_cannot_write_is_told_on_all(two_by_two, case: str):
+def test_what_one_process_cannot_write_is_reported_on_all(two_by_two, case: str):
     """One class, who it was and why; nothing is left over, older steps count, the next save works."""
     for told in two_by_two:
         if case == "no rights" and os.getuid() != 0:

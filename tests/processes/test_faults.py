@@ -41,7 +41,7 @@ def ended_within(results: list[ProcessResult], limit: float) -> None:
     assert not any(result.ended_by_cluster for result in results), "a process did not end by itself"
 
 
-def test_an_exception_ends_all_at_once_with_its_own_text():
+def test_an_exception_ends_all_at_once_with_its_text():
     """Test 12: the text of the error stands last, and the other process names who raised it."""
     results = run(fault_functions.loop, 50, environment={"BAD_BATCH": "1"})
     ended_within(results, 2.0)

@@ -101,7 +101,7 @@ def test_missing_processes_are_named_on_all_that_have_come():
     assert str(errors[0]) == str(errors[1])
 
 
-def test_nobody_at_the_address_of_process_0_is_told_with_host_and_port():
+def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
     """A coordinator that never comes is an error after the time given, naming where it was looked for."""
     port = free_port()
     (error,) = together(other(f"127.0.0.1:{port}", 1, seconds=0.4))
@@ -123,7 +123,7 @@ def test_nobody_at_the_address_of_process_0_is_told_with_host_and_port():
         ),
     ],
 )
-def test_processes_that_disagree_are_told_key_and_both_values(facts: Any, text: str):
+def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: Any, text: str):
     """Test 17: on every process, those included that come a moment later."""
     address = f"127.0.0.1:{free_port()}"
 

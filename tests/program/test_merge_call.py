@@ -67,7 +67,7 @@ def test_variables_show_all_their_components(
     assert float(inside[3][0]) == n * 1.0
 
 
-def test_a_batch_statistic_that_differs_shows_each_replicas_own(s4: dj.MirroredStrategy):
+def test_a_batch_statistic_that_differs_shows_that_of_each_replica(s4: dj.MirroredStrategy):
     """A plain variable may differ within a step; all replicas' values are gathered."""
     with s4.scope():
         stat = nnx.BatchStat(jnp.zeros(()))
@@ -83,7 +83,7 @@ def test_a_batch_statistic_that_differs_shows_each_replicas_own(s4: dj.MirroredS
     assert float(total) == 6.0
 
 
-def test_the_own_scope_may_be_entered_and_the_mesh_is_as_before(
+def test_the_scope_of_the_same_strategy_may_be_entered_and_the_mesh_is_as_before(
     strategy: dj.Strategy, mirrored: dj.Variable, own: dj.Variable
 ):
     """scope() and colocate_vars_with change nothing in merge_call: everything is there already."""
@@ -159,7 +159,7 @@ def test_on_one_replica_components_of_all_are_refused(s2: dj.MirroredStrategy):
             s2.run(read)
 
 
-def test_a_scope_under_the_users_own_jit_is_refused(s2: dj.MirroredStrategy):
+def test_a_scope_under_the_users_jit_is_refused(s2: dj.MirroredStrategy):
     """JAX cannot change the mesh there; the message says so in our words."""
 
     @jax.jit

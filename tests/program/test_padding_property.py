@@ -40,7 +40,7 @@ def test_a_nan_that_only_padding_holds_is_not_taken_for_a_number() -> None:
     assert "undecided" in result.verdicts
 
 
-def test_programs_with_and_without_the_mask_are_told_apart() -> None:
+def test_programs_with_and_without_the_mask_are_distinguished() -> None:
     """The oracle sees a leak, and the proof sees what the mask leaves out."""
     assert judged(("rows>vector", "sum")) == (["refused"], result_where("sum"), [False])
     assert judged(("rows>vector", "real sum"))[::2] == (["proved"], [True])

@@ -362,7 +362,7 @@ def test_counting_the_real_examples_is_right(s4: dj.MirroredStrategy):
     assert int(real) == 5
 
 
-def test_drawing_with_a_key_of_ones_own_is_not_called_leaking(s4: dj.MirroredStrategy):
+def test_drawing_with_a_key_of_the_user_is_not_called_leaking(s4: dj.MirroredStrategy):
     """At another batch size other numbers would be drawn, so only the other padding is tried."""
     _, partial = s4.distribute_dataset(batches(8, 5))
 

@@ -141,7 +141,7 @@ def test_the_step_sees_the_number_of_replicas_that_is_planned() -> None:
     ]
 
 
-def test_collectives_in_a_loop_are_told_apart() -> None:
+def test_collectives_in_a_loop_are_distinguished() -> None:
     """A sum in a scan counts once, and as one in a loop."""
     strategy = dj.MirroredStrategy([0, 1])
 

@@ -124,7 +124,7 @@ def test_recomputation_draws_the_masks_again_that_it_drew_first(s4: dj.Strategy)
     np.testing.assert_allclose(straight.linear.kernel[...], again.linear.kernel[...], rtol=1e-5)
 
 
-def test_rngs_passed_as_an_argument_are_state_and_draw_anew_at_each_step(strategy: dj.Strategy):
+def test_rngs_passed_as_an_argument_are_state_and_draw_again_at_each_step(strategy: dj.Strategy):
     with strategy.scope():
         rngs = nnx.Rngs(params=0, noise=1)
 
@@ -343,7 +343,7 @@ def test_a_seeded_predicate_of_a_collective_is_no_deadlock(s4: dj.Strategy):
     assert float(s4.run(step)) in (0.0, 4.0)
 
 
-def test_the_key_of_a_stream_cannot_be_stored_anew_and_the_message_speaks_of_keys(s4: dj.Strategy):
+def test_the_key_of_a_stream_cannot_be_stored_again_and_the_message_speaks_of_keys(s4: dj.Strategy):
     """Inside run the key differs per replica; the message says how to draw and how to reseed."""
     with s4.scope():
         rngs = nnx.Rngs(noise=0)

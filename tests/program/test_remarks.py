@@ -127,7 +127,7 @@ def test_losses_of_the_library_are_parts_as_well(s4: dj.MirroredStrategy):
         s4.run(step, args=(batch,))
 
 
-def test_a_part_in_a_callback_or_in_state_of_your_own_is_named_once(
+def test_a_part_in_a_callback_or_in_state_of_the_user_is_named_once(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
     """What a sum of parts is used for is not known, so it is not an error."""

@@ -43,7 +43,7 @@ def test_all_reduce_of_a_nest_in_one_call(s2: dj.MirroredStrategy):
     assert (float(mean[0]), mean[1]["inner"][0].tolist()) == (2.0, [21.0, 21.5])
 
 
-def test_mixed_dtypes_in_one_call_keep_their_own(s2: dj.MirroredStrategy):
+def test_mixed_dtypes_in_one_call_keep_their_dtypes(s2: dj.MirroredStrategy):
     def step():
         leaves = {"f": rid(), "b": rid().astype(jnp.bfloat16), "i": jnp.int32(2), "n": 1.5}
         return context().all_reduce("sum", leaves), context().all_reduce("mean", leaves)

@@ -375,7 +375,7 @@ def test_tied_weights_and_clones_are_updated_once_each(s2: dj.MirroredStrategy):
     np.testing.assert_allclose(target.w[...], before + 2, rtol=1e-6)
 
 
-def test_a_value_kept_by_an_unwritten_variable_is_not_given_away(s2: dj.MirroredStrategy):
+def test_a_value_kept_by_an_unwritten_variable_is_not_donated(s2: dj.MirroredStrategy):
     online, target = built(s2), built(s2)
 
     def step():
@@ -418,7 +418,7 @@ def test_a_plain_function_of_params_works_as_arguments_and_results(strategy: dj.
 # Programs
 
 
-def test_a_lambda_made_anew_hits_the_cache(s2: dj.MirroredStrategy):
+def test_a_lambda_made_again_hits_the_cache(s2: dj.MirroredStrategy):
     model = built(s2)
     for _ in range(5):
         s2.run(lambda: model(jnp.ones((1, 2))))
@@ -521,7 +521,7 @@ def test_as_many_programs_are_kept_as_the_limit_says(
 # Mistakes
 
 
-def test_a_step_that_raises_raises_its_own_error_and_leaves_everything_usable(
+def test_a_step_that_raises_raises_its_error_and_leaves_everything_usable(
     s2: dj.MirroredStrategy,
 ):
     model = built(s2)
@@ -546,7 +546,7 @@ def test_a_step_that_raises_raises_its_own_error_and_leaves_everything_usable(
     np.testing.assert_allclose(model.w[...], before + 1)
 
 
-def test_run_under_the_users_own_transformations_raises(s2: dj.MirroredStrategy):
+def test_run_under_the_users_transformations_raises(s2: dj.MirroredStrategy):
     model = built(s2)
     step = lambda x: model(x).sum()  # noqa: E731
     under = {
@@ -567,7 +567,7 @@ def test_run_under_the_users_own_transformations_raises(s2: dj.MirroredStrategy)
         assert not isinstance(model.w[...], jax.core.Tracer), name
 
 
-def test_a_snapshot_that_was_given_away_is_named(s2: dj.MirroredStrategy):
+def test_a_snapshot_that_was_donated_is_named(s2: dj.MirroredStrategy):
     model = built(s2)
     kept = model.w[...]
 
@@ -759,7 +759,7 @@ def test_numpy_arguments_that_devices_cannot_hold_are_refused(
 
 
 @pytest.mark.parametrize("way", ["arguments", "state", "state and argument"])
-def test_nothing_is_given_away_twice(s2: dj.MirroredStrategy, way: str):
+def test_nothing_is_donated_twice(s2: dj.MirroredStrategy, way: str):
     """JAX 0.10 crashes the process on the same memory donated twice."""
     same = jax.device_put(jnp.ones(3), NamedSharding(s2.mesh, PartitionSpec()))
     alias = jax.device_put(same, NamedSharding(s2.mesh, PartitionSpec(None)))
@@ -784,7 +784,7 @@ def test_nothing_is_given_away_twice(s2: dj.MirroredStrategy, way: str):
 
 @pytest.mark.filterwarnings("ignore:2 variables were made outside")
 @pytest.mark.parametrize("device", [0, 1])
-def test_an_array_from_outside_the_scope_stays_the_users_own(s2: dj.MirroredStrategy, device: int):
+def test_an_array_from_outside_the_scope_stays_the_users(s2: dj.MirroredStrategy, device: int):
     array = jax.device_put(jnp.ones(3), jax.devices()[device])
     first, second = nnx.Variable(array), nnx.Variable(array)
 
@@ -803,7 +803,7 @@ def test_an_array_from_outside_the_scope_stays_the_users_own(s2: dj.MirroredStra
 
 
 @pytest.mark.filterwarnings("ignore:2 variables were made outside")
-def test_state_on_one_device_is_not_given_away_twice():
+def test_state_on_one_device_is_not_donated_twice():
     central = dj.CentralStorageStrategy(["cpu:0", "cpu:1"])
     array = jnp.ones(3)
     first, second = nnx.Variable(array), nnx.Variable(array)
@@ -835,7 +835,7 @@ def test_a_model_of_another_strategy_is_refused_until_it_is_moved(
     assert s2.run(lambda: model(x)).shape[0] == 1
 
 
-def test_a_model_of_an_equal_mesh_is_ones_own(s2: dj.MirroredStrategy):
+def test_a_model_of_an_equal_mesh_is_accepted(s2: dj.MirroredStrategy):
     model = built(dj.MirroredStrategy([0, 1]))
     assert s2.run(lambda: model(np.ones((1, 2), np.float32))).shape[0] == 1
 

@@ -1,4 +1,4 @@
-"""What the second call of a step does not do again, and where its results lie."""
+"""What the second call of a step does not do again, and where its results are."""
 
 from __future__ import annotations
 

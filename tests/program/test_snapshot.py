@@ -274,7 +274,7 @@ def test_state_on_another_device_that_was_taken_is_refused_too(s2: dj.MirroredSt
 
 
 @pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_state_that_the_users_own_jit_took_is_refused_by_name(replicas: int):
+def test_state_that_the_users_jit_took_is_refused_by_name(replicas: int):
     """The step meets the very array that it left, and nothing else is lost with it."""
     strategy = dj.MirroredStrategy(range(replicas))
     agent, (first, _) = made(strategy), batches_of(strategy)

@@ -673,7 +673,7 @@ def test_the_collectives_that_jax_writes_when_it_checks_varying_axes_clear_too()
     assert [bool(mark) for mark in marks] == [False, False, True]
 
 
-def test_an_inner_map_that_binds_the_axis_anew_is_opaque() -> None:
+def test_an_inner_map_that_binds_the_axis_again_is_opaque() -> None:
     """JAX refuses to trace one today, so the equation is made from one over another axis."""
     mesh = make_mesh((4, 2), ("data", "model"))
     jaxpr = trace(lambda x: over_model(psum, x), w_value(), mesh=mesh)

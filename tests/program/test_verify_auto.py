@@ -287,7 +287,7 @@ def test_who_says_so_is_not_compared(s4: dj.MirroredStrategy, options: dict[str,
     s4.run(mean_step(model, optimizer), args=batch, options=dj.RunOptions(**options))
 
 
-def test_what_a_step_counts_and_returns_for_each_replica_is_its_own_affair(s4: dj.MirroredStrategy):
+def test_what_a_step_counts_and_returns_for_each_replica_is_not_compared(s4: dj.MirroredStrategy):
     """Metrics, sums over the replicas, results: one device would give other numbers, rightly."""
     model, optimizer = classifier(s4, optax.sgd(0.1))
     with s4.scope():

@@ -40,7 +40,7 @@ def test_a_step_with_an_effect_is_traced_equation_by_equation(step):
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_one_equation_gives_the_numbers_and_the_prints_of_its_own(replicas, capsys):
+def test_one_equation_gives_the_numbers_and_the_prints_of_several(replicas, capsys):
     strategy = dj.MirroredStrategy(list(range(replicas)))
 
     def step(x):

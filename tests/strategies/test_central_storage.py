@@ -104,7 +104,7 @@ def mirrored(replicas: int) -> Any:
 
 
 def state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]:
-    """Shape and dtype of new arrays that look like state and lie on another device than they should."""
+    """Shape and dtype of new arrays that look like state and are on another device than they should be."""
     gc.collect()
     shapes = {(x.shape, x.dtype) for x in arrays(*objects)} - {((), np.dtype("int32"))}
     return [
@@ -168,7 +168,7 @@ def test_state_that_was_sent_does_not_stay_on_the_parameter_device_either(
     assert kept["first"]["kernel"].get_raw_value().devices() == {CENTRE}
 
 
-def test_an_array_that_was_given_away_is_named(central: dj.CentralStorageStrategy):
+def test_an_array_that_was_donated_is_named(central: dj.CentralStorageStrategy):
     """Giving state away means here what it means under the other strategies."""
     with central.scope():
         weights = nnx.Param(jnp.ones(3))
@@ -183,7 +183,7 @@ def test_an_array_that_was_given_away_is_named(central: dj.CentralStorageStrateg
 
 
 @pytest.mark.parametrize("parameter_device", [CENTRE, 0])
-def test_arrays_that_two_variables_share_are_given_away_once(parameter_device: Any):
+def test_arrays_that_two_variables_share_are_donated_once(parameter_device: Any):
     """Clones start from one array; each ends with its own value."""
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device)
     with strategy.scope():
@@ -323,7 +323,7 @@ def test_parameters_passed_and_returned_are_central_too(central: dj.CentralStora
         *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("unpinned_host", "device")),
     ],
 )
-def test_state_may_lie_in_another_memory_of_the_parameter_device(kind: str):
+def test_state_may_be_in_another_memory_of_the_parameter_device(kind: str):
     """Variables stay in that memory; the numbers do not change."""
     if kind not in {memory.kind for memory in CENTRE.addressable_memories()}:
         pytest.skip(f"this JAX has no {kind} memory on {CENTRE.platform} devices")
@@ -374,7 +374,7 @@ def test_unknown_devices_and_memories_are_refused_with_those_there_are(
         dj.CentralStorageStrategy(**arguments)
 
 
-def test_its_repr_says_where_parameters_lie_and_a_deep_copy_works():
+def test_its_repr_says_where_parameters_are_and_a_deep_copy_works():
     """The copy keeps the devices, and compiles its own programs."""
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device=5)
     compute = ", ".join(str(device) for device in jax.devices()[:4])
@@ -387,10 +387,10 @@ def test_its_repr_says_where_parameters_lie_and_a_deep_copy_works():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("aggregation", [dj.VariableAggregation.NONE, dj.VariableAggregation.SUM])
-def test_a_variable_of_each_replicas_own_is_its_own(
+def test_a_variable_with_a_value_of_each_replica_keeps_them(
     central: dj.CentralStorageStrategy, aggregation: dj.VariableAggregation
 ):
-    """ON_READ components lie on the compute devices, and update and colocation take the variable."""
+    """ON_READ components are on the compute devices, and update and colocation take the variable."""
     with central.scope():
         own = dj.Variable(
             6.0, synchronization=dj.VariableSynchronization.ON_READ, aggregation=aggregation

@@ -87,7 +87,7 @@ def test_an_optimizer_of_tensorflow_works_in_merge_call(strategy: dj.Strategy):
 
 
 def test_whose_variable_it_is(s2: dj.MirroredStrategy, s4: dj.MirroredStrategy):
-    """A strategy knows its own variables by where they lie; another's is refused by colocation."""
+    """A strategy knows its own variables by where they are stored; another's is refused by colocation."""
     own, other = made(s2), made(s4)
     assert s2.extended.variable_created_in_scope(own)
     assert not s2.extended.variable_created_in_scope(other)

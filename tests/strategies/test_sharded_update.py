@@ -460,7 +460,7 @@ def test_state_is_read_checked_copied_and_put_back(z4: dj.MirroredStrategy) -> N
 
 @pytest.mark.exhaustive
 def test_checkpoints_go_to_mirrored_state_and_back(z4: dj.MirroredStrategy, tmp_path: Path) -> None:
-    """A checkpoint holds whole arrays, whoever saved it; restored ones lie as the strategy keeps them."""
+    """A checkpoint holds whole arrays, whoever saved it; restored ones are placed by the strategy."""
     first, *later = batches([16, 16, 16])
     share = 2 * DIVIDED + 8 * WHOLE + 8
     for saver in (z4, dj.MirroredStrategy([0, 1, 2, 3])):

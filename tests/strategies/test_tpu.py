@@ -183,7 +183,7 @@ def test_a_dataset_for_each_replica_is_laid_on_all_of_its_cores():
     assert len(batch.global_array.addressable_shards) == 8
 
 
-def test_a_partition_spec_of_the_users_own_names_the_cores():
+def test_a_partition_spec_of_the_user_names_the_cores():
     """The axes of the cores are automatic inside run, so JAX's own constraint works."""
     strategy = tpu(4, 2)
 

@@ -47,7 +47,7 @@ def test_one_device_strategy_passes():
 
 @pytest.mark.exhaustive
 def test_tpu_strategy_passes_on_replicas_of_two_cores():
-    """What depends on where values lie; all checks are exhaustive."""
+    """What depends on where values are stored; all checks are exhaustive."""
     only = ["replica_order", "results", "all_reduce_options"]
     dj.testing.check_strategy(tpu_factories.tpu_two_cores, [4], only=only)
 

@@ -228,9 +228,7 @@ def test_where_there_is_no_float64_what_is_too_small_to_tell_is_said(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_half_precision_is_compared_with_its_own_rounding(
-    s4: dj.MirroredStrategy, dtype: Any, op: str
-):
+def test_half_precision_is_compared_with_its_rounding(s4: dj.MirroredStrategy, dtype: Any, op: str):
     with s4.scope():
         model = nnx.Linear(3, 3, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

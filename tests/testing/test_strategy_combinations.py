@@ -210,7 +210,7 @@ OWN = """
     def strategy():
         return "mine"
 
-    def test_own(strategy):
+    def test_partitioners_of_the_user(strategy):
         assert strategy == "mine"
 
     def test_none():
@@ -252,7 +252,7 @@ def test_pytest_shows_one_test_for_each_combination(tmp_path: Path):
         },
         **{f"test_plain[{name}]": "PASSED" for name in LIBRARY},
         **{f"test_through_another[{name}]": "PASSED" for name in LIBRARY},
-        "test_own": "PASSED",
+        "test_partitioners_of_the_user": "PASSED",
         "test_none": "PASSED",
         "test_bare[central_storage-4]": "FAILED",
         "test_plain[mirrored-2]": "FAILED",

@@ -198,7 +198,7 @@ def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):
     assert [float(r) for r in rates] == pytest.approx([] if make is optax.fromage else [last])
 
 
-def test_an_optimizer_of_ones_own(s4: dj.MirroredStrategy):
+def test_an_optimizer_of_the_user(s4: dj.MirroredStrategy):
     """A dj.Optimizer is taken as it is, with its state; an nnx.Optimizer would not sum, and is refused."""
     with s4.scope():
         model = dj.Model(Net())

@@ -287,7 +287,7 @@ class Own(dj.Model):
         return {"half": loss}
 
 
-def test_a_train_step_of_ones_own(strategy: dj.Strategy):
+def test_a_train_step_of_the_user(strategy: dj.Strategy):
     """It trains, and the numbers that it returns are summed over the replicas."""
     with strategy.scope():
         model = Own(Net())

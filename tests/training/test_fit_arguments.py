@@ -63,7 +63,7 @@ def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
-def test_metrics_that_a_train_step_of_ones_own_leaves_alone_are_not_reported(
+def test_metrics_that_a_train_step_of_the_user_leaves_alone_are_not_reported(
     s4: dj.MirroredStrategy,
 ):
     """Only what it returned; the validation has them all."""
@@ -128,7 +128,7 @@ def test_a_module_that_fails_on_several_inputs_says_what_they_were_taken_for(
         model.predict([X, X, X], verbose=0)
 
 
-def test_data_without_a_batch_is_told(s4: dj.MirroredStrategy):
+def test_data_without_a_batch_is_reported(s4: dj.MirroredStrategy):
     """A filter that leaves nothing: there are no numbers to report, and a warning says why."""
     model = made(s4)
     for run in (model.fit, model.evaluate, model.predict):

@@ -166,7 +166,7 @@ class Stops(dj.callbacks.Callback):
         self.epoch = epoch
 
 
-def test_what_an_own_step_returned_before_an_interruption_counts(
+def test_what_a_step_of_the_user_returned_before_an_interruption_counts(
     s4: dj.Strategy, s2: dj.Strategy, tmp_path: Path
 ):
     """The mean of the epoch that was interrupted is that of all its steps."""

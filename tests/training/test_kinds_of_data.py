@@ -79,7 +79,7 @@ def test_weighted_counts_and_areas_are_those_of_all_the_data(strategy: dj.Strate
     said, right = p > 0.5, Y == 1
     assert logs["precision"] == pytest.approx(W[said & right].sum() / W[said].sum(), rel=1e-5)
     assert logs["recall"] == pytest.approx(W[said & right].sum() / W[right].sum(), rel=1e-5)
-    between = np.floor(p * 199)  # of two that lie between the same thresholds, neither is above
+    between = np.floor(p * 199)  # of two between the same thresholds, neither is above
     above = np.sign(between[right][:, None] - between[~right]) / 2 + 0.5
     area = W[right] @ above @ W[~right] / W[right].sum() / W[~right].sum()
     assert logs["auc"] == pytest.approx(area, rel=1e-4)

@@ -51,7 +51,7 @@ def test_a_name_is_a_formula_with_one_value_for_each_example(case: str):
     np.testing.assert_allclose(value(y_true, y_pred), wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_times_are_values_of_their_own():
+def test_times_are_separate_values():
     """Labels (batch, time) and predictions (batch, time, classes) give (batch, time)."""
     y_true, y_pred = IDS.reshape(2, 2), SCORES.reshape(2, 2, 7)
     for name in ("accuracy", "sparse_top_k_categorical_accuracy"):

@@ -64,7 +64,7 @@ def on_one_device() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.exhaustive), LAYOUTS[2]],
+    [*(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in LAYOUTS[:2]), LAYOUTS[2]],
     ids=["replicas_per_device", "shard_optimizer_state", "FullyShardedStrategy"],
 )
 def test_transformations_train_as_on_one_device(layout: Any, on_one_device: dict[str, Any]):

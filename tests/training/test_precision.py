@@ -132,7 +132,7 @@ def test_the_scale_doubles_after_many_good_updates():
     assert float(fixed.loss_scale.scale[...]) == 8.0
 
 
-def test_a_loop_of_ones_own_has_all_of_it(strategy: dj.Strategy):
+def test_a_loop_of_the_user_has_all_of_it(strategy: dj.Strategy):
     """Policy, scaled loss and accumulation in a step for run: near the float32 loop's weights."""
     nets = []
     for policy, scale in ((dj.DTypePolicy("mixed_float16"), 128.0), (dj.DTypePolicy(), None)):

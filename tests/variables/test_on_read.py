@@ -302,7 +302,7 @@ def test_a_returned_variable_holds_what_each_replica_returned(s4: dj.MirroredStr
         assert float(variable.numpy()) == 8.0
 
 
-def test_written_under_the_users_own_jit_it_reads_right_everywhere(strategy: dj.Strategy):
+def test_written_under_the_users_jit_it_reads_right_everywhere(strategy: dj.Strategy):
     """XLA leaves the components anywhere, on one device or whole on each; all ways to read know them."""
     n = strategy.num_replicas_in_sync
     with strategy.scope():

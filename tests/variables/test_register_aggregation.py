@@ -58,7 +58,7 @@ def test_what_is_no_type_or_no_aggregation_is_refused():
             dj.register_aggregation(kind, aggregation)  # type: ignore[arg-type]
 
 
-def test_a_dj_variable_keeps_its_own_rule(s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch):
+def test_a_dj_variable_keeps_its_rule(s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch):
     """It combines its writes itself: a rule for it is refused, one for its base does not count twice."""
 
     class Own(dj.Variable):

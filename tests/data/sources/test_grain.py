@@ -55,7 +55,7 @@ def test_each_kind_resumes_anywhere(kind):
         assert [batch["x"][0].tolist() for batch in resumed] == whole[position:]
 
 
-def test_a_map_dataset_is_shuffled_anew_in_each_epoch():
+def test_a_map_dataset_is_shuffled_again_in_each_epoch():
     """Epoch e is what Grain gives in the e-th pass of the repeated dataset, from any position."""
     dataset = grain.MapDataset.range(11).shuffle(7).batch(4)
     wanted = [batch.tolist() for batch in dataset.repeat(3)]

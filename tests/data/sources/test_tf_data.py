@@ -39,7 +39,7 @@ def test_bfloat16_keeps_its_dtype(s2):
     assert_same(epoch_of(s2.distribute_dataset(dataset)), [jnp.arange(4, dtype=jnp.bfloat16)])
 
 
-def test_cardinality_is_the_datasets_own():
+def test_cardinality_is_that_of_the_dataset():
     """Known, infinite, unknown."""
     assert len(find_source(numbers())) == 3
     endless = find_source(numbers().repeat())
@@ -120,7 +120,7 @@ def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
 
 
 @pytest.mark.parametrize("name", ["AUTO", "OFF", "FILE", "DATA", "HINT"])
-def test_the_option_of_the_dataset_is_told(name):
+def test_the_option_of_the_dataset_is_reported(name):
     """AUTO is what a dataset has that sets none, so it decides nothing."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]

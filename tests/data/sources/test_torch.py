@@ -57,7 +57,7 @@ def test_batches_keep_structure_order_and_values(strategy):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_start_anew_for_each_epoch(s2, persistent):
+def test_workers_start_again_for_each_epoch(s2, persistent):
     """Two worker processes, kept or not, give every batch in every epoch, also after a look."""
     options = {
         "num_workers": 2,

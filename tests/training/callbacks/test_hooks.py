@@ -67,7 +67,7 @@ def test_fit_calls_keras_hooks_in_keras_order(by_three: Any):
     ]
 
 
-def test_evaluate_and_predict_call_their_own_hooks(by_three: Any):
+def test_evaluate_and_predict_call_their_hooks(by_three: Any):
     """No hook of training is called."""
     recorder = Recorder()
     model = by_three.model
@@ -147,7 +147,7 @@ def test_an_error_in_a_callback_passes_unchanged_and_the_model_goes_on(example: 
     assert example.w == pytest.approx(0.49)
 
 
-def test_what_a_failing_run_holds_is_given_back(example: Any, tmp_path: Any):
+def test_what_a_failing_run_holds_is_released(example: Any, tmp_path: Any):
     """The files of the other callbacks are closed, so that the numbers so far are in them."""
 
     def fail(epoch: int, logs: Any) -> None:
