@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_132,
+    lines: 52_088,
     lines_of_tests: 51_087,
-    files: 230,
+    files: 227,
     pieces: 1,
     private_words: 9,
     private_imports: 32,
