@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
+import multiprocessing  # noqa: F401  # calls the main program __mp_main__ too
 import os
 import pickle
 import queue
@@ -15,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from distribute_jax.testing._fault import START, Fault, Injector
 
 Environment = Mapping[str, str] | Sequence[Mapping[str, str]] | None
 
-_CALL = "call.pickle"
+_CALL, _START = "call.pickle", "start.pickle"
+_MAIN = "__main__"
 _STACKS = signal.SIGURG
 """The signal at which a process prints the stacks of its threads; before it listens, nothing happens."""
 _PRINTING = 0.5
@@ -117,8 +118,8 @@ class LocalCluster:
         Raises:
             ProcessFailedError: a process failed or ran out of time; the message has what each printed. A
                 ``RuntimeError``.
-            ArgumentError: the function cannot be found by its name, or a fault is for no process.
-            ArgumentTypeError: ``pickle`` cannot copy an argument; a ``TypeError``.
+            ArgumentError: a fault is for no process.
+            ArgumentTypeError: ``pickle`` cannot copy the function or an argument; a ``TypeError``.
         """
         faults = list(faults)
         for fault in faults:
@@ -127,14 +128,20 @@ class LocalCluster:
                     f"faults must be dj.testing.Fault with a process from 0 to {self._processes - 1}; "
                     f"got {fault!r}."
                 )
-        call = {"function": _name_of(fn), "arguments": args, "faults": faults}
+        module = str(getattr(fn, "__module__", ""))
+        file = getattr(sys.modules.get(module), "__file__", None)
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            _write(Path(folder) / _START, (faults, module, file))
             try:
-                _write(Path(folder) / _CALL, call)
+                if module == _MAIN and not file:
+                    raise pickle.PicklingError("a notebook has no file to import the function from")
+                _write(Path(folder) / _CALL, (fn, args))
             except Exception as error:  # of the arguments' own classes, or of pickle
-                refuse(
-                    "LocalCluster.run: args", "what pickle can copy", args, error, ArgumentTypeError
+                wanted = (
+                    "a function at the top level of a module or a script, and what pickle can copy"
                 )
+                name = "LocalCluster.run: fn and args"
+                refuse(name, wanted, (fn, *args), error, ArgumentTypeError)
             results = self._results(Path(folder))
         failed = [result for result in results if result.failed]
         if check and failed:
@@ -300,14 +307,13 @@ def run_in_child() -> None:
 
 
 def _call(meeting: Path, process: int) -> None:
-    call = _read(meeting / _CALL)
-    faults = [fault for fault in call["faults"] if fault.process == process]
-    status_writer().listen(Injector(faults))
+    faults, module, file = _read(meeting / _START)
+    status_writer().listen(Injector(fault for fault in faults if fault.process == process))
     status_writer().phase(START)
-    function = _import_function(*call["function"])
+    _import(module, file)
+    function, arguments = _read(meeting / _CALL)
     status_writer().phase("")
-    value = function(*call["arguments"])
-    _write(_result_file(meeting, process), value)
+    _write(_result_file(meeting, process), function(*arguments))
 
 
 class _Pickler(pickle.Pickler):
@@ -333,45 +339,19 @@ def _read(path: Path) -> Any:
         return pickle.load(file)
 
 
-_MAIN = "__main__"
+def _import(module: str, file: str) -> None:
+    """Imports the module in which pickle finds the function, by its name or else from its file.
 
-
-def _name_of(function: Any) -> tuple[str, str, str]:
-    """Returns the module of a function, its file, and the function's name in it, which must lead to it."""
-    module = getattr(function, "__module__", None) or ""
-    name = getattr(function, "__qualname__", None) or ""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    try:
-        is_there = reduce(getattr, name.split("."), sys.modules[module]) is function
-    except (AttributeError, KeyError):
-        is_there = False
-    if not is_there or (module == _MAIN and not file):
-        raise ArgumentError(
-            f"LocalCluster.run({function!r:.80}): the function must be defined at the top level of a module "
-            f"or a script, from which the other processes import it; {module}:{name} does not lead to it."
-        )
-    return module, file or "", name
-
-
-def _import_function(module: str, file: str, name: str) -> Callable[..., Any]:
-    """Imports the function that ``_name_of`` has named."""
-    function: Callable[..., Any] = reduce(getattr, name.split("."), _imported(module, file))
-    return function
-
-
-def _imported(module: str, file: str) -> Any:
+    A script is not run as the main program: the part of it that starts the cluster does not run again.
+    """
     if module != _MAIN:
         try:
-            return importlib.import_module(module)
+            importlib.import_module(module)
+            return
         except ModuleNotFoundError as error:
             if error.name != module or not file:
                 raise
-    # Not as __main__, so that the part of the script that starts the cluster does not run again.
-    name = "__cluster_main__" if module == _MAIN else module
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no module can be loaded from {file}")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
+    name = "__mp_main__" if module == _MAIN else module
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    sys.modules[module] = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[module])

@@ -133,7 +133,7 @@ REFUSED = {
     "argument": (
         lambda: LocalCluster(1, 1).run(_nested, lambda: 1),
         TypeError,
-        r"LocalCluster.run: args must be what pickle can copy; got",
+        r"LocalCluster.run: fn and args must be .* what pickle can copy; got",
     ),
     "random keys": (
         lambda: LocalCluster(1, 1).run(_nested, jax.random.key(0)),
