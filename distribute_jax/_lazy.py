@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -12,28 +14,28 @@ from distribute_jax._absent import missing
 from distribute_jax._checks import check_methods, checked
 
 
+def names_in_stub(file: str) -> dict[str, list[str]]:
+    """Returns the names that the stub of a package imports from each part of the package."""
+    tree = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    return {
+        str(node.module).partition(".")[2]: [alias.name for alias in node.names]
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+    }
+
+
 def lazy_exports(
     namespace: dict[str, Any], parts: Mapping[str, Sequence[str]], core: Sequence[str] = ()
 ) -> Callable[[str], Any]:
     """Returns the ``__getattr__`` of a module that loads others of its package when they are first read.
 
-    ``parts`` are those with the names that the module takes from each; ``core`` are those that hold all other
-    names of its ``__all__``, and load together. A name that was read is kept in the namespace.
+    ``parts`` are those with the names that the module takes from each, under ``""`` those that are modules;
+    the parts of ``core`` load together. A name that was read is kept in the namespace.
     """
     package, module = namespace["__package__"], namespace["__name__"]
-    home = {name: part for part, names in parts.items() for name in names}
+    home = {name: part or name for part, names in parts.items() for name in names}
 
     def load(name: str) -> Any:
-        if name in parts:
-            return importlib.import_module(f"{package}.{name}")
-        if core and name in namespace["__all__"] and name not in home:
-            for part in core:
-                members = vars(importlib.import_module(f"{package}.{part}"))
-                for each in namespace["__all__"]:
-                    if each in members and each not in {*home, *parts}:
-                        namespace.setdefault(each, members[each])
-            publish(namespace, namespace["__all__"], package)
-            return namespace[name]
         if name not in home:
             raise missing(
                 module.replace("distribute_jax", "dj"),
@@ -41,12 +43,15 @@ def lazy_exports(
                 name,
                 sys.modules.get(module),
             )
-        part = load(home[name])
-        namespace[name] = getattr(part, name)
         # An object may come from a class that no one has read yet, as the optimizer of a model.
-        loaded = {each: vars(part)[each] for each in parts[home[name]] if each in vars(part)}
+        loaded: dict[str, Any] = {}
+        for part in core if home[name] in core else (home[name],):
+            members = vars(importlib.import_module(f"{package}.{part}"))
+            loaded |= {each: members[each] for each in parts.get(part, ()) if each in members}
+        found = sys.modules[f"{package}.{home[name]}"]
+        loaded[name] = found if home[name] == name else getattr(found, name)
         namespace.update(loaded)
-        publish(namespace, [name, *loaded], module)
+        publish(namespace, loaded, module)
         return namespace[name]
 
     return load

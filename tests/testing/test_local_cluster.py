@@ -174,6 +174,9 @@ SCRIPT = """
 import sys
 import distribute_jax as dj
 
+class Folder(str):
+    pass
+
 def report(folder):
     import os, subprocess, time
     held = subprocess.Popen(["sleep", "1000"])
@@ -183,13 +186,13 @@ def report(folder):
     time.sleep(1000)
 
 if __name__ == "__main__":
-    dj.testing.LocalCluster(2, 1).run(report, sys.argv[1])
+    dj.testing.LocalCluster(2, 1).run(report, Folder(sys.argv[1]))
 """
 
 
 @pytest.mark.exhaustive
 def test_no_process_outlives_the_one_that_started_it(tmp_path):
-    """Not even where that one is killed; and a script may define the function that it runs."""
+    """Not even where that one is killed; and a script may define what it runs and passes."""
     script, started = tmp_path / "script.py", tmp_path / "started"
     script.write_text(SCRIPT)
     started.mkdir()
