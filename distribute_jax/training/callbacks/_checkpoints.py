@@ -121,8 +121,8 @@ class BackupAndRestore(Callback):
             is damaged.
         delete_checkpoint: whether the backups are deleted when the training ends.
         save_before_preemption: whether to save when a process gets SIGTERM: all processes save after
-            the same batch and exit with ``SystemExit(42)``, after which ``distribute-jax launch``
-            restarts them.
+            the same batch, or the same validation, and exit with ``SystemExit(42)``, after which
+            ``distribute-jax launch`` restarts them.
 
     Raises:
         ValueError: no folder; another ``save_freq``; nothing would ever be saved.
@@ -161,6 +161,7 @@ class BackupAndRestore(Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._schedule.start()
         self._steps, self._last = 0, -1
+        self._epoch, self._boundaries, self._leaves = 0, 0, False
         tree = self._tree(epoch=0, batch=0)
         number = self._manager.restore_latest(tree)
         self._number = 0 if number is None else number + 1
@@ -171,41 +172,50 @@ class BackupAndRestore(Callback):
             self.model.trainer.step_logs["train"].text = tree["own"]
             self.model.trainer.setup.has_averages = bool(tree.get("averaged"))
             self._schedule.resume_at(tree["batch"])
-            self._steps, self._last = tree["steps"], tree["batch"] - 1
+            self._epoch, self._steps, self._last = tree["epoch"], tree["steps"], tree["batch"] - 1
         report_step(self._steps)
         if self.save_before_preemption:
             self._preemption = Preemption(_GRACE_SECONDS)
             self._preemption.__enter__()  # an interrupt of which leaves it to be ended
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._leave_if_asked()  # all callbacks have seen the end of the epoch before
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._steps += batch - self._last
         self._last = batch
         report_step(self._steps)
-        leaves = self._preemption is not None and self._preemption.reached(self._steps)
-        if self._schedule.batch_is_due(batch) or leaves:
-            self._save(self._epoch, batch + 1)
-        if leaves:
-            self._manager.wait()
-            raise SystemExit(SAVED)
+        self._save_if(self._schedule.batch_is_due(batch), self._epoch, batch + 1)
+        self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._schedule.resume_at(0)
         self._last = -1
-        if self._schedule.each_epoch:
-            self._save(epoch + 1, 0)
+        self._epoch = epoch + 1
+        self._save_if(self._schedule.each_epoch, self._epoch, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._leave_preemption(None)
+        self._save_if(False, self._epoch, 0)  # SIGTERM came after the last epoch
+        self._leave_if_asked()
         self._manager.wait()
+        self._leave_preemption(None)
         if self.delete_checkpoint:
             by_chief("BackupAndRestore", lambda: delete_all(self._manager))
 
-    def _save(self, epoch: int, batch: int) -> None:
-        self._manager.save(self._number, self._tree(epoch=epoch, batch=batch))
-        self._number += 1
+    def _save_if(self, is_due: bool, epoch: int, batch: int) -> None:
+        """Saves where it is time to, or the first time that all have agreed to exit."""
+        self._boundaries += 1
+        had_agreed = self._leaves
+        self._leaves = self._preemption is not None and self._preemption.reached(self._boundaries)
+        if is_due or self._leaves > had_agreed:
+            self._manager.save(self._number, self._tree(epoch=epoch, batch=batch))
+            self._number += 1
+
+    def _leave_if_asked(self) -> None:
+        if self._leaves:
+            self._manager.wait()
+            raise SystemExit(SAVED)
 
     def _tree(self, *, epoch: int, batch: int) -> dict[str, Any]:
         """Returns the state of the training, and where it goes on."""

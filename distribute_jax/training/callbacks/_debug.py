@@ -303,7 +303,8 @@ class LossSpike(Callback):
     A loss is a spike if it is not finite, or more than ``factor`` times the median of the last ``window``
     losses, and above all of them; before there are so many, only if it is not finite. (What counts is the
     distance from the median, so that losses may be negative.) What is left out does not enter the window,
-    which is part of what ``BackupAndRestore`` saves.
+    which is part of what ``BackupAndRestore`` saves; the weights to go back to are not, and are then at the
+    earliest those with which the training continued.
 
     Args:
         factor: how many times the median.

@@ -228,6 +228,36 @@ def test_a_checkpoint_of_the_best_epoch_can_be_loaded(example: Any, tmp_path: Pa
     assert example.w == pytest.approx(-1.55)
 
 
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_test_end", "on_train_end"])
+@pytest.mark.parametrize("save_freq", [False, 3])
+def test_sigterm_after_the_last_batch_is_not_too_late(
+    example: Any, tmp_path: Path, save_freq: Any, hook: str
+):
+    """In the last validation and after it: saved, code 42; called again, nothing is left to train.
+
+    All callbacks have seen the end of the epoch.
+    """
+    ends: list[int] = []
+    terminated = dj.callbacks.LambdaCallback(
+        **{hook: lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.3))}
+    )
+
+    def again(*callbacks: Any) -> Any:
+        saved = backup(tmp_path, save_freq=save_freq, save_before_preemption=True)
+        data = {"x": example.x, "y": example.y, "validation_data": (example.x, example.y)}
+        last = dj.callbacks.LambdaCallback(on_epoch_end=lambda epoch, _: ends.append(epoch))
+        return example.model.fit(**data, verbose=0, callbacks=[*callbacks, saved, last])
+
+    with pytest.raises(SystemExit) as left:
+        again(terminated)
+    assert left.value.code == 42
+    assert ends == [0]
+    trained = example.w
+    example.reset()
+    assert again().epoch == []
+    assert example.w == trained
+
+
 @pytest.mark.parametrize("save_freq", [False, "epoch"])
 def test_a_training_that_gets_sigterm_is_saved_and_continues(
     example: Any, tmp_path: Path, save_freq: Any
