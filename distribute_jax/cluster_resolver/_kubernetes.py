@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageError, ServiceError
+from distribute_jax._checks import as_member
+from distribute_jax._errors import ClusterError, MissingPackageError, ServiceError
 from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver
 from distribute_jax.cluster_resolver._http import retry_policy
 from distribute_jax.cluster_resolver._spec import ClusterSpec
@@ -96,16 +97,14 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: Any = None,
         executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
     ) -> None:
-        if not isinstance(executable_location, KubernetesExecutableLocation):
-            raise ArgumentError(
-                "executable_location must be KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER; "
-                f"got {executable_location!r}."
-            )
+        location = as_member(
+            "executable_location", executable_location, KubernetesExecutableLocation
+        )
         self._selectors = job_to_label_mapping or _LABELS
         self._port = tf_server_port
         self._rpc_layer = rpc_layer
         self._client = override_client
-        self._is_off_cluster = executable_location is KubernetesExecutableLocation.OFF_CLUSTER
+        self._is_off_cluster = location is KubernetesExecutableLocation.OFF_CLUSTER
         self._may_be_indexed = not (
             job_to_label_mapping or override_client is not None or self._is_off_cluster
         )
@@ -154,7 +153,7 @@ class KubernetesClusterResolver(ClusterResolver):
         job = self._ask("BatchV1Api", "read_namespaced_job", name, _namespace() or "default")
         pods = job.spec.completions or job.spec.parallelism or 1
         subdomain = job.spec.template.spec.subdomain
-        _check_job(name, index, pods, job.spec.parallelism or 1, subdomain)
+        _check_job(name, pods, job.spec.parallelism or 1, subdomain)
         labels = job.metadata.labels or {}
         if f"{_JOB_SET}job-index" in labels:
             number = int(labels[f"{_JOB_SET}job-index"])
@@ -230,27 +229,21 @@ def _namespace() -> str:
 
 def _running_ip(pod: Any) -> str:
     name, phase, ip = pod.metadata.name, pod.status.phase, pod.status.pod_ip
-    if phase != "Running":
-        raise ClusterError(
-            f'KubernetesClusterResolver: Pod "{name}" is not running; phase: "{phase}". All must run; wait '
-            "for it (kubectl wait), or select the pods by labels that the finished ones lack."
-        )
-    if ip:
+    if phase == "Running" and ip:
         return str(ip)
     raise ClusterError(
-        f'KubernetesClusterResolver: Pod "{name}" is running and has no address yet.'
+        f'KubernetesClusterResolver: Pod "{name}" is not running; phase: "{phase}", address: {ip}. All must '
+        "run; wait for it (kubectl wait), or select the pods by labels that the finished ones lack."
     )
 
 
-def _check_job(name: str, index: int, pods: int, parallelism: int, subdomain: str | None) -> None:
+def _check_job(name: str, pods: int, parallelism: int, subdomain: str | None) -> None:
     text = f"KubernetesClusterResolver: the Job {name!r}"
     if pods != parallelism:
         raise ClusterError(
             f"{text} has {pods} completions and runs {parallelism} at a time, so its pods could never meet. "
             "Set spec.parallelism to spec.completions."
         )
-    if index >= pods:
-        raise ClusterError(f"{text} has {pods} completions, so {INDEX}={index} is not one of them.")
     if not subdomain:
         raise ClusterError(
             f"{text} does not give its pods names that the others can resolve. Add a headless Service "

@@ -31,6 +31,9 @@ class RankClusterResolver(ClusterResolver):
     """The variables with the rank and with the number of processes."""
     _local_rank_name: ClassVar[str]
 
+    def __init__(self, rpc_layer: str | None = None) -> None:
+        self._rpc_layer = rpc_layer
+
     def cluster_spec(self) -> ClusterSpec:
         """Returns the workers, of which only the first has an address."""
         size = self._rank_and_size(*self._rank_names)[1]
@@ -82,9 +85,6 @@ class TorchrunClusterResolver(RankClusterResolver):
     _rank_names = ("RANK", "WORLD_SIZE")
     _local_rank_name = "LOCAL_RANK"
     _hint = "Start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself."
-
-    def __init__(self, rpc_layer: str | None = None) -> None:
-        self._rpc_layer = rpc_layer
 
     def _first_address(self) -> str:
         host, port = self._variable("MASTER_ADDR"), self._number("MASTER_PORT")

@@ -22,8 +22,8 @@ class ClusterSpec:
             dict from the index of a task to its address.
 
     Raises:
-        ArgumentTypeError: ``cluster`` has another type; a ``TypeError``.
-        ArgumentError: an index is negative; at a call: there is no such job or task. A ``ValueError``.
+        ArgumentTypeError: ``cluster`` has another form; a ``TypeError``.
+        ArgumentError: at a call: there is no such job or task. A ``ValueError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -80,7 +80,7 @@ class ClusterSpec:
         if isinstance(other, Mapping):
             try:
                 other = ClusterSpec(other)
-            except (ArgumentTypeError, ArgumentError):
+            except ArgumentError:
                 return False
         return self._jobs == other._jobs if isinstance(other, ClusterSpec) else NotImplemented
 
@@ -103,27 +103,15 @@ class ClusterSpec:
 
 def _tasks(job: object, tasks: object) -> dict[int, str]:
     """Returns the addresses of a job by index, sorted."""
-    if not isinstance(job, str):
-        raise ArgumentTypeError(f"ClusterSpec: the name of a job must be a string; got {job!r}.")
-    if isinstance(tasks, Mapping):
-        pairs = list(tasks.items())
-    elif isinstance(tasks, (list, tuple)):
-        pairs = list(enumerate(tasks))
-    else:
+    by_index = dict(enumerate(tasks)) if isinstance(tasks, (list, tuple)) else tasks
+    if not (
+        isinstance(job, str)
+        and isinstance(by_index, Mapping)
+        and all(type(i) is int and i >= 0 and isinstance(at, str) for i, at in by_index.items())
+    ):
         raise ArgumentTypeError(
-            f"ClusterSpec, job {job!r}: must be a list of addresses, or a dict from the index of a task to "
-            f"its address; got {tasks!r:.200}."
+            f"ClusterSpec, job {job!r}: the name of a job must be a string, and its tasks a list of "
+            "addresses such as 'host:2222', or a dict from the index of a task, an int >= 0, to its address; "
+            f"got {tasks!r:.200}."
         )
-    for index, address in pairs:
-        if not isinstance(index, int) or isinstance(index, bool):
-            raise ArgumentTypeError(
-                f"ClusterSpec, job {job!r}: the index of a task must be an int; got {index!r}."
-            )
-        if index < 0:
-            raise ArgumentError(f"ClusterSpec, job {job!r}: indices must be >= 0; got {index}.")
-        if not isinstance(address, str):
-            raise ArgumentTypeError(
-                f"ClusterSpec, job {job!r}, task {index}: an address must be a string such as 'host:2222'; "
-                f"got {address!r:.200}."
-            )
-    return dict(sorted(pairs))
+    return dict(sorted(by_index.items()))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, TFConfigError
+from distribute_jax._errors import ArgumentError, TFConfigError
 from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
@@ -169,7 +169,7 @@ def _cluster(cluster: Any) -> ClusterSpec:
             jobs[job] = tasks
     try:
         return ClusterSpec(jobs)
-    except (ArgumentTypeError, ArgumentError) as error:
+    except ArgumentError as error:
         raise ArgumentError(
             f"TF_CONFIG, its 'cluster': {error} It must be like {_EXAMPLE}."
         ) from None

@@ -7,7 +7,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,11 +53,7 @@ def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> EpochEnd:
     def next_pass(elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
         topic = f"the batches of dataset {dataset}, pass {next(passes)}"
         job.actions.record(f"reading {topic}")
-
-        def exchange(local: Announcement) -> Sequence[Announcement]:
-            return [Announcement.from_text(text) for text in job.exchange(topic, local.text())]
-
-        end = GlobalEpochEnd(exchange, job.index, replicas, policy, common)
+        end = GlobalEpochEnd(partial(job.exchange, topic), job.index, replicas, policy, common)
         return end.steps(elements, length)
 
     return next_pass
@@ -89,11 +86,10 @@ class Step(NamedTuple):
         return cls(element.counts(replicas), element.division.share, f"{structure} of {kinds}")
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(NamedTuple):
     """What one process announces in a round."""
 
-    steps: tuple[Step, ...] = ()
+    steps: Sequence[Step] = ()
     """Its next steps, fewer than asked for where its data ends."""
     seconds: float = 0.0
     """How long each step of its last round took."""
@@ -104,20 +100,11 @@ class Announcement:
     digest: str | None = None
     """Of the first batch that it reads, where all read the same."""
 
-    def text(self) -> str:
-        """Returns it as JSON."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_text(cls, text: str) -> Announcement:
-        """Reads what ``text`` returned."""
-        fields = json.loads(text)
-        steps = (Step(tuple(counts), share, kind) for counts, share, kind in fields.pop("steps"))
-        return cls(steps=tuple(steps), **fields)
-
-
-Exchange: TypeAlias = Callable[[Announcement], Sequence[Announcement]]
-"""One round: each process calls it once, and gets the announcements of all in order of the processes."""
+    def from_json(cls, text: str) -> Announcement:
+        """Returns the announcement of which this is the JSON."""
+        steps, *others = json.loads(text)
+        return cls([Step(tuple(counts), share, kind) for counts, share, kind in steps], *others)
 
 
 @dataclass(frozen=True)
@@ -130,7 +117,8 @@ class GlobalEpochEnd:
     Where all read the same batches (``common``) and know their number, one round is enough.
     """
 
-    exchange: Exchange
+    exchange: Callable[[str], Sequence[str]]
+    """One round: each process calls it once, and gets the texts of all in order of the processes."""
     process: int
     replicas: int
     policy: PartialPolicy
@@ -140,7 +128,7 @@ class GlobalEpochEnd:
         if self.common:
             first, error = _next(elements, 1)
             digest = first[0].digest if first else None
-            everyone = self.exchange(Announcement(error=_text(error), length=length, digest=digest))
+            everyone = self._announce(error=_text(error), length=length, digest=digest)
             _check_lengths([one.length for one in everyone])
             _raise(error, everyone)
             elements = chain(first, elements)
@@ -156,8 +144,8 @@ class GlobalEpochEnd:
         while True:
             start = time.perf_counter()
             local, error = _next(elements, requested)
-            steps = tuple(Step.of(element, self.replicas) for element in local)
-            everyone = self.exchange(Announcement(steps, seconds, _text(error)))
+            steps = [Step.of(element, self.replicas) for element in local]
+            everyone = self._announce(steps=steps, seconds=seconds, error=_text(error))
             if last is None:
                 _check_all_have_data(everyone)
             _check_steps_match(everyone, self.policy)
@@ -178,6 +166,10 @@ class GlobalEpochEnd:
             # It follows from what all have announced, so that all ask for as many.
             slowest = max(one.seconds for one in everyone)
             requested = min(max(int(_ROUND_SECONDS / slowest), 1), _MOST_STEPS) if slowest else 1
+
+    def _announce(self, **fields: Any) -> list[Announcement]:
+        """Returns the announcements of all processes."""
+        return [*map(Announcement.from_json, self.exchange(json.dumps(Announcement(**fields))))]
 
     def _agreed_steps(self, everyone: Sequence[Announcement]) -> int:
         lengths = [len(one.steps) for one in everyone]

@@ -89,9 +89,6 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
     raise ArgumentError(f"{where} cannot be divided among the replicas:\n{reasons}")
 
 
-_LONG = (np.dtype(np.longdouble), np.dtype(np.clongdouble))
-
-
 def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype that a host array gets on the devices: 32-bit for 64-bit unless x64 is on."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).newbyteorder("=")
@@ -128,11 +125,8 @@ def _is_unbatched(leaf: Any) -> bool:
 def _is_not_numeric(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray):
         return isinstance(leaf, (str, bytes))
-    dtype = leaf.dtype
     # NumPy takes a timedelta64 for a signed integer.
-    numeric = is_numeric(dtype) and dtype.kind != "m"
-    unheld = dtype.name.startswith("float6_") or dtype in _LONG
-    return not numeric or unheld
+    return not is_numeric(leaf.dtype) or leaf.dtype.kind == "m"
 
 
 def _is_too_large(leaf: Any) -> bool:

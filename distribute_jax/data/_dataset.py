@@ -13,12 +13,12 @@ from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
-from distribute_jax._user_frames import frames_hidden, hide_frames
+from distribute_jax._user_frames import frames_hidden, hide_frames, warn_user
 from distribute_jax.data._agreement import EpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, State
 from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher, thread_context
-from distribute_jax.data._split import EpochProgress, warn_of_idle_replicas
+from distribute_jax.data._split import EpochProgress
 from distribute_jax.processes import doing
 
 Observer: TypeAlias = Callable[[PyTree], Any]
@@ -185,7 +185,12 @@ class DistributedDataset:
         is_all = self._feed.cardinality == 1  # there are no more examples to batch with these
         if is_global and not is_all and not self._warned and n and n < replicas:
             self._warned = True
-            warn_of_idle_replicas(n, replicas)
+            warn_user(
+                f"The global batch has {n} examples for {replicas} replicas, so {replicas - n} of the "
+                "replicas get only padding and their work is lost. distribute_dataset takes global batches: "
+                f"batch with at least {replicas}, for example replicas × the batch size of one replica, or "
+                "use fewer devices."
+            )
 
 
 class DistributedIterator(Iterator[Any]):

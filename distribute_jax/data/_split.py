@@ -49,12 +49,6 @@ def share_of(n: int, replicas: int) -> int:
     return -(-n // replicas)
 
 
-def rows_of_worker(n: int, workers: int, worker: int, replicas: int) -> list[range]:
-    """Returns the rows of a batch of n that each replica of one worker takes by rule A."""
-    first = worker * replicas
-    return _runs(shares(n, workers * replicas))[first : first + replicas]
-
-
 def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, ...]:
     """Returns the sizes into which one worker cuts its full batches by rule B.
 
@@ -212,21 +206,11 @@ class Divider:
         if share is None:
             return []
         if self._rule is Rule.A:
-            rows = rows_of_worker(n, count, index, replicas)
+            rows = _runs(counts)[index * replicas :][:replicas]
             return [shard_rows(rows, n, share, counts if self.is_common else None)]
         steps = scheduled_rows(n, largest, count, index, replicas)
         shrinks = self._policy is PartialPolicy.SHRINK
         return [shard_rows(s, n, max(map(len, s)) if shrinks else share) for s in steps]
-
-
-def warn_of_idle_replicas(n: int, replicas: int) -> None:
-    """Warns that a full batch leaves replicas without any example."""
-    warn_user(
-        f"The global batch has {n} examples for {replicas} replicas, so {replicas - n} of the replicas "
-        "get only padding and their work is lost. distribute_dataset takes global batches: batch with "
-        f"at least {replicas}, for example replicas × the batch size of one replica, or use fewer "
-        "devices."
-    )
 
 
 def choose_policy(

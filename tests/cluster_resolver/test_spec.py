@@ -46,11 +46,11 @@ def test_a_spec_does_not_change_with_the_dict_that_made_it():
     ("cluster", "says"),
     [
         (["a:1"], "must be dj.cluster_resolver.ClusterSpec or a dict"),
-        ({"worker": "a:1"}, "must be a list of addresses"),
-        ({"worker": 3}, "must be a list of addresses"),
-        ({"worker": [1]}, "an address must be a string"),
-        ({"worker": {"0": "a:1"}}, "the index of a task must be an int"),
-        ({"worker": {True: "a:1"}}, "the index of a task must be an int"),
+        ({"worker": "a:1"}, "job 'worker': .* got 'a:1'"),
+        ({"worker": 3}, "its tasks a list of addresses"),
+        ({"worker": [1]}, "addresses such as 'host:2222'"),
+        ({"worker": {"0": "a:1"}}, "the index of a task, an int >= 0"),
+        ({"worker": {-1: "a:1"}}, "the index of a task, an int >= 0"),
         ({3: ["a:1"]}, "the name of a job must be a string"),
     ],
 )
@@ -73,5 +73,3 @@ def test_what_is_not_there_is_a_value_error_that_lists_what_is():
         ValueError, match=r"No task with index 2 in job 'worker': its tasks are 0, 1"
     ):
         spec.task_address("worker", 2)
-    with pytest.raises(ValueError, match="indices must be >= 0"):
-        ClusterSpec({"worker": {-1: "a:1"}})

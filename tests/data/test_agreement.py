@@ -15,7 +15,7 @@ from distribute_jax import data
 from distribute_jax._errors import ArgumentError
 from distribute_jax._padding import padded_rows
 from distribute_jax.data import InputContext, InputOptions, PartialPolicy
-from distribute_jax.data._agreement import Announcement, GlobalEpochEnd
+from distribute_jax.data._agreement import GlobalEpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data._split import Worker
@@ -23,18 +23,18 @@ from distribute_jax.data.sources import find_source
 
 
 class Rounds:
-    """Rounds between threads; announcements go through JSON, as between processes."""
+    """Rounds between threads."""
 
     def __init__(self, workers: int) -> None:
         self.count = 0
         self._texts: list[str] = [""] * workers
         self._barrier = threading.Barrier(workers, timeout=60)
 
-    def of(self, worker: int) -> Callable[[Announcement], Sequence[Announcement]]:
-        def exchange(announcement: Announcement) -> Sequence[Announcement]:
-            self._texts[worker] = announcement.text()
+    def of(self, worker: int) -> Callable[[str], Sequence[str]]:
+        def exchange(text: str) -> Sequence[str]:
+            self._texts[worker] = text
             self._barrier.wait()
-            everyone = [Announcement.from_text(text) for text in self._texts]
+            everyone = [*self._texts]
             self.count += worker == 0
             self._barrier.wait()
             return everyone

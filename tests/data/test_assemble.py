@@ -200,10 +200,9 @@ def test_an_unbatched_source_is_told_to_batch(batch: Any):
         (np.array([object()]), "object[1]"),
         (np.array(["2020-01-01"], "M8[D]"), "datetime64[D][1]"),
         (np.zeros(2, [("a", "i4")]), "[2]"),
-        (np.zeros(2, np.longdouble), "float128[2]"),
         ("text", "str 'text'"),
     ],
-    ids=["strings", "bytes", "objects", "dates", "records", "long doubles", "a string"],
+    ids=["strings", "bytes", "objects", "dates", "records", "a string"],
 )
 def test_leaves_that_no_device_holds_are_named(leaf: Any, shown: str):
     """Strings, objects, dates and records are refused, and the good leaf is not listed."""

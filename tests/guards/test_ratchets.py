@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_838,
-    lines_of_tests: 51_120,
+    lines: 51_786,
+    lines_of_tests: 51_109,
     files: 227,
     pieces: 1,
     private_words: 9,

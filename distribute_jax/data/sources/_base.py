@@ -149,7 +149,7 @@ def on_host(batch: PyTree, name: str = "batch") -> PyTree:
 
 
 def _from_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    dense = tensor.detach().cpu().resolve_conj().resolve_neg()
+    dense = tensor.detach().cpu()
     name = str(dense.dtype).removeprefix("torch.")
     dtype: Any = None
     if name == "bfloat16" or name.startswith("float8"):

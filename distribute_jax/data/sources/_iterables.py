@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from distribute_jax._absent import foreign
@@ -74,7 +74,7 @@ class _OneShot(Stream):
 
     batching = f"Batch the source first, for example {_SLICES}."
 
-    def __init__(self, source: Iterator[PyTree], method: str) -> None:
+    def __init__(self, source: Any, method: str) -> None:
         self._source = source
         self._method = method
         self._was_started = False
@@ -94,7 +94,7 @@ class _OneShot(Stream):
         return map(on_host, self._source)
 
     def __len__(self) -> int:
-        return _length(self._source)
+        return len(self._source)
 
 
 class _Iterable(Source):
@@ -132,7 +132,7 @@ class _Iterable(Source):
         return _then(read, ended) if callable(ended) else read  # of Keras's PyDataset
 
     def __len__(self) -> int:
-        return _length(self._source)
+        return len(self._source)
 
 
 def _used_up(what: str, method: str) -> ArgumentError:
@@ -169,12 +169,6 @@ def _items(source: Any) -> Iterator[Any]:
 def _then(batches: Iterator[PyTree], call: Callable[[], Any]) -> Iterator[PyTree]:
     yield from batches
     call()
-
-
-def _length(source: Any) -> int:
-    if not isinstance(source, Sized):
-        raise TypeError(f"{leaf_text(source)} has no length")
-    return len(source)
 
 
 def _reference(iterator: Any) -> Callable[[], Any]:

@@ -127,11 +127,6 @@ def test_every_dtype_keeps_its_name_and_values(name):
         assert on_host(tensor.requires_grad_()).dtype == array.dtype
 
 
-def test_a_conjugated_tensor_gives_its_values():
-    """PyTorch conjugates lazily, by a bit of the tensor."""
-    np.testing.assert_array_equal(on_host(torch.tensor([1 + 2j]).conj()), [1 - 2j])
-
-
 def test_bfloat16_reaches_the_devices_exactly(s2):
     """The bits are the same."""
     dataset = s2.distribute_dataset([torch.linspace(0, 1, 7).bfloat16()])
