@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, check_number, converting, refuse
+from distribute_jax._checks import check_choice, check_int, converting, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, listed
 from distribute_jax.training import _keras_optimizers as keras
@@ -40,15 +40,11 @@ class Setup:
         weighted_metrics: Any = None,
         loss_weights: Any = None,
         steps_per_execution: int | str = 1,
-        gradient_accumulation_steps: int = 1,
-        clip_global_norm: float | None = None,
         dtype_policy: str | None = None,
         verify: str | None = None,
-        skip_nonfinite: bool = False,
         trainable: Any = None,
-        use_ema: bool = False,
-        ema_momentum: float = 0.99,
-        ema_overwrite_frequency: int | None = None,
+        average: tuple[float, int | None] | None = None,
+        **options: Any,
     ) -> None:
         if steps_per_execution != "auto":
             check_int('compile(steps_per_execution), if not "auto",', steps_per_execution)
@@ -60,23 +56,45 @@ class Setup:
             raise ArgumentError(f"compile(optimizer, loss): {loss!r} is an optimizer. Swap them.")
         self.objective = Objective(loss, loss_weights)
         self.policy = DTypePolicy(dtype_policy or "float32")
-        check_number("compile(ema_momentum)", ema_momentum, at_least=0, most=1)
-        if ema_overwrite_frequency is not None:
-            check_int("compile(ema_overwrite_frequency)", ema_overwrite_frequency)
-        self.use_ema, self.has_averages = use_ema, False
-        self.optimizer = build_optimizer(
-            module,
-            optimizer,
-            keras.averaging(ema_momentum, ema_overwrite_frequency) if use_ema else None,
-            gradient_accumulation_steps,
-            clip_global_norm,
-            self.policy,
-            skip_nonfinite,
-            trainable,
-        )
+        self.use_ema, self.has_averages = average is not None, False
+        self.optimizer = self._built(module, optimizer, trainable, average, options)
         self.trained = None if trainable is None else self.optimizer.wrt
         self.tracker = Tracker(self.objective, metrics, weighted_metrics)
         self.tested = nnx.clone(self.tracker)
+
+    def _built(
+        self,
+        module: nnx.Module,
+        optimizer: Any,
+        trainable: Any,
+        average: Any,
+        options: dict[str, Any],
+    ) -> Optimizer:
+        """Builds an ``Optimizer`` of a transformation or a name, or returns the ``Optimizer`` it got."""
+        if not isinstance(optimizer, nnx.Optimizer):
+            tx = keras.optimizer(optimizer)
+            return Optimizer(
+                module,
+                tx if average is None else optax.chain(tx, keras.averaging(*average)),
+                wrt=_trained(module, trainable),
+                loss_scale="dynamic" if self.policy.compute_dtype == jnp.float16 else None,
+                **options,
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(
+                "compile got an nnx.Optimizer, which does not sum the gradients of the replicas. Pass its "
+                "optax transformation, compile(optax.adam(1e-3)), or a dj.Optimizer."
+            )
+        if average is not None:
+            refuse(
+                "compile(optimizer) with use_ema", "an optax transformation or a name", optimizer
+            )
+        if trainable is not None or options != _OPTIONS:
+            raise ArgumentError(
+                "gradient_accumulation_steps, clip_global_norm, skip_nonfinite and trainable (there wrt) are "
+                "arguments of dj.Optimizer, and compile got a dj.Optimizer."
+            )
+        return optimizer
 
     def swap_averages(self, module: nnx.Module, *, averages: bool, keep: bool = False) -> None:
         """Makes the moving averages the weights of the module, to ``keep`` there, or the weights again."""
@@ -98,41 +116,8 @@ class Setup:
             self.class_weight = before
 
 
-def build_optimizer(
-    module: nnx.Module,
-    optimizer: Any,
-    average: optax.GradientTransformation | None,
-    accumulation: int,
-    clip: float | None,
-    policy: DTypePolicy,
-    skip_nonfinite: bool,
-    trainable: Any = None,
-) -> Optimizer:
-    """Builds an ``Optimizer`` of a transformation or a name, or returns the ``Optimizer`` it got."""
-    if not isinstance(optimizer, nnx.Optimizer):
-        tx = keras.optimizer(optimizer)
-        return Optimizer(
-            module,
-            tx if average is None else optax.chain(tx, average),
-            wrt=_trained(module, trainable),
-            gradient_accumulation_steps=accumulation,
-            clip_global_norm=clip,
-            loss_scale="dynamic" if policy.compute_dtype == jnp.float16 else None,
-            skip_nonfinite=skip_nonfinite,
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(
-            "compile got an nnx.Optimizer, which does not sum the gradients of the replicas. Pass its "
-            "optax transformation, compile(optax.adam(1e-3)), or a dj.Optimizer."
-        )
-    if average is not None:
-        refuse("compile(optimizer) with use_ema", "an optax transformation or a name", optimizer)
-    if accumulation != 1 or clip is not None or skip_nonfinite or trainable is not None:
-        raise ArgumentError(
-            "gradient_accumulation_steps, clip_global_norm, skip_nonfinite and trainable (there wrt) are "
-            "arguments of dj.Optimizer, and compile got a dj.Optimizer."
-        )
-    return optimizer
+_OPTIONS = {"gradient_accumulation_steps": 1, "clip_global_norm": None, "skip_nonfinite": False}
+"""Arguments of ``compile`` that are those of ``Optimizer``, by default."""
 
 
 def _trained(module: nnx.Module, trainable: Any) -> Any:

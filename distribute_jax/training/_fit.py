@@ -20,19 +20,27 @@ from distribute_jax.training._trainer import warn_of_early_end
 from distribute_jax.training.callbacks._callback import CallbackList, History
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Fit:
     """One call of ``Model.fit``; the fields are its arguments."""
 
     model: Any
-    callbacks: Any
-    verbose: int | str
+    x: Any
+    y: Any
+    batch_size: int | None
     epochs: int
+    verbose: int | str
+    callbacks: Any
+    validation_split: float
+    validation_data: Any
+    shuffle: bool
+    class_weight: Any
+    sample_weight: Any
     initial_epoch: int
     steps_per_epoch: int | None
     validation_steps: int | None
+    validation_batch_size: int | None
     validation_freq: int | Sequence[int]
-    class_weight: Any
     keys: Keys
 
     def __post_init__(self) -> None:
@@ -48,40 +56,28 @@ class Fit:
         self.trainer = self.model.trainer
         self.validation: DistributedDataset | None = None
 
-    def take_data(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        *,
-        batch_size: int | None,
-        shuffle: bool,
-        validation_split: float,
-        validation_data: Any,
-        validation_batch_size: int | None,
-    ) -> None:
+    def take_data(self) -> None:
         """Distributes the data to train and to validate on."""
-        x, y, self.keys = without_keys(self.keys, x, y)
-        data = arrays_of("fit", x, y, sample_weight)
-        if validation_data is None and validation_split:
+        x, y, self.keys = without_keys(self.keys, self.x, self.y)
+        data, validation_data = arrays_of("fit", x, y, self.sample_weight), self.validation_data
+        if validation_data is None and self.validation_split:
             if data is None:
                 raise ArgumentError(
                     "validation_split is for arrays, and x is a dataset. Pass validation_data=dataset."
                 )
-            data, rest = data.split(validation_split)
+            data, rest = data.split(self.validation_split)
             validation_data = rest.tree
         strategy = self.model.strategy
-        seed = (
-            0 if shuffle and data is not None else None
-        )  # the same order in each run of a program
-        self.data = dataset_of(strategy, "fit", data or x, batch_size, seed=seed)
+        # The same order in each run of a program.
+        seed = 0 if self.shuffle and data is not None else None
+        self.data = dataset_of(strategy, "fit", data or x, self.batch_size, seed=seed)
         check_ends("fit", self.data, self.steps_per_epoch)
         if validation_data is not None:
             if isinstance(validation_data, dict) and self.validation_keys:
                 validation_data = self.validation_keys.arguments(validation_data)
             if isinstance(validation_data, tuple):
                 self.validation_keys = Keys()
-            size = validation_batch_size or batch_size
+            size = self.validation_batch_size or self.batch_size
             self.validation = validation_dataset(
                 strategy, validation_data, size, self.validation_keys
             )

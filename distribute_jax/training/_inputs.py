@@ -16,6 +16,7 @@ from distribute_jax.data import DatasetCreator, DistributedDataset, from_arrays
 from distribute_jax.data.sources._base import on_host
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import MISTAKES
+from distribute_jax.training._objective import variables
 
 _NUMBERS = (int, float, np.number)
 
@@ -203,8 +204,7 @@ def check_placed(module: nnx.Module, strategy: Strategy) -> None:
     devices = set(strategy.mesh.devices.flat) if device is None else {device}
     elsewhere = [
         f"{'.'.join(map(str, path))}: on {', '.join(sorted(map(str, value.sharding.device_set)))}"
-        for path, variable in nnx.iter_graph(module)
-        if isinstance(variable, nnx.Variable)
+        for path, variable in variables(module).items()
         for value in jax.tree.leaves(variable.get_raw_value())
         if isinstance(value, jax.Array) and value.sharding.device_set != devices
     ]

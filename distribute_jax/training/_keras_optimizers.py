@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
-from distribute_jax._absent import answering
-from distribute_jax._checks import brief, check_number
+from distribute_jax._checks import brief
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import put
 from distribute_jax._messages import not_a_name, promoting
+from distribute_jax.training._objective import variables
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 
@@ -154,9 +153,9 @@ def averaging(momentum: float, overwrite: int | None) -> optax.GradientTransform
 
 def swap_averages(module: nnx.Pytree, optimizer: nnx.Pytree, *, keep: bool = False) -> None:
     """Swaps the weights and their moving averages, which both are the average if they ``keep`` it."""
-    weights, name = dict(nnx.iter_graph(module)), "moving_average"
-    for path, average in list(nnx.iter_graph(optimizer)):
-        if isinstance(average, nnx.Variable) and name in path:
+    weights, name = variables(module), "moving_average"
+    for path, average in variables(optimizer).items():
+        if name in path:
             weight = weights[path[path.index(name) + 1 :]]
             old, mean = weight.get_raw_value(), average.get_raw_value()
             weight.set_raw_value(put(jnp.copy(mean) if keep else mean, old.sharding))
@@ -234,51 +233,3 @@ def _inner(update: Any) -> Any:
 def _closure(function: Any) -> Mapping[str, Any]:
     """Returns the variables that a function closes over, by name."""
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-
-
-class LearningRate(float):
-    """A rate that was read, on which Keras's variable has methods."""
-
-    if not TYPE_CHECKING:
-        __getattr__ = answering("dj.Model.learning_rate")
-
-
-def learning_rate(optimizer: nnx.Pytree) -> float:
-    """Returns the rate that the next update uses; of a schedule, the one that the last update used."""
-    return LearningRate(_variable(optimizer)[...])
-
-
-def set_learning_rate(optimizer: nnx.Pytree, rate: float) -> None:
-    """Sets the rate on the devices, so that nothing is compiled again."""
-    check_number("learning_rate", rate, at_least=0)
-    variable = _variable(optimizer)
-    if _find(optimizer, "hyperparams_states"):
-        raise ArgumentError(
-            "The learning rate of this optimizer follows a schedule, which sets it at each update. Compile "
-            "with a number, as optax.adam(1e-3), to set it, or leave out the callback that sets it."
-        )
-    old = variable.get_raw_value()
-    value = jnp.asarray(rate, old.dtype)
-    variable.set_raw_value(put(np.asarray(value), old.sharding))
-
-
-def _variable(optimizer: nnx.Pytree) -> Any:
-    variables = _find(optimizer, "hyperparams")
-    if len(variables) != 1:
-        raise ArgumentError(
-            "The learning rate of this optimizer is not part of its state, so it can be neither read nor "
-            "set. Compile with optax.adam(1e-3) or another optimizer of optax or chain of them, with Keras's "
-            'name, as optimizer="adam", or with optax.inject_hyperparams(make)(learning_rate=1e-3), where '
-            "make(learning_rate) returns your transformation."
-        )
-    return variables[0]
-
-
-def _find(optimizer: nnx.Pytree, kind: str) -> list[Any]:
-    return [
-        variable
-        for path, variable in nnx.iter_graph(optimizer)
-        if isinstance(variable, nnx.Variable)
-        and kind in path
-        and path[path.index(kind) + 1 :][:1] == ("learning_rate",)
-    ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from distribute_jax._absent import answering, missing
-from distribute_jax._checks import check_int, refusing
+from distribute_jax._checks import check_int, check_number, refusing
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._user_frames import frames_hidden
@@ -29,12 +29,11 @@ from distribute_jax.training._inputs import (
     dataset_of,
     several_inputs_hint,
 )
-from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
 from distribute_jax.training._objective import as_nnx
 from distribute_jax.training._progress import progress
 from distribute_jax.training._tracker import as_keras
 from distribute_jax.training._trainer import Trainer
-from distribute_jax.training._weights import Stored, is_trained
+from distribute_jax.training._weights import Stored
 from distribute_jax.training.callbacks._callback import Callback, CallbackList, History
 
 
@@ -167,11 +166,15 @@ class Model(Stored):
         """
         with self.strategy.scope():
             check_placed(self.module, self.strategy)
+            check_number("compile(ema_momentum)", ema_momentum, at_least=0, most=1)
+            if ema_overwrite_frequency is not None:
+                check_int("compile(ema_overwrite_frequency)", ema_overwrite_frequency)
             setup = Setup(
                 self.module, optimizer, loss, metrics, weighted_metrics, loss_weights,
-                steps_per_execution, gradient_accumulation_steps, clip_global_norm,
-                dtype_policy, verify, skip_nonfinite, trainable,
-                use_ema, ema_momentum, ema_overwrite_frequency,
+                steps_per_execution, dtype_policy, verify, trainable,
+                (ema_momentum, ema_overwrite_frequency) if use_ema else None,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                clip_global_norm=clip_global_norm, skip_nonfinite=skip_nonfinite,
             )  # fmt: skip
         self._trainer = self._trainer_of(setup)
 
@@ -269,18 +272,14 @@ class Model(Stored):
             ValueError: data or arguments that do not fit.
         """
         fit = Fit(
-            model=self, callbacks=callbacks, verbose=verbose, epochs=epochs, initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
-            validation_freq=validation_freq, class_weight=class_weight, keys=Keys(x_key, y_key),
+            self, x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
+            class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps,
+            validation_batch_size, validation_freq, Keys(x_key, y_key),
         )  # fmt: skip
         with self.strategy.scope(), hint(partial(several_inputs_hint, "fit", x, y)):
             if not has_strategy():
                 note_default_strategy()
-            fit.take_data(
-                x, y, sample_weight, batch_size=batch_size, shuffle=shuffle,
-                validation_split=validation_split, validation_data=validation_data,
-                validation_batch_size=validation_batch_size,
-            )  # fmt: skip
+            fit.take_data()
             with self.trainer.guard.enter("fit"):
                 return fit.run()
 
@@ -406,11 +405,11 @@ class Model(Stored):
     @property
     def learning_rate(self) -> float:
         """The rate of the optimizer; it can be set if it is part of the optimizer's state."""
-        return learning_rate(self.optimizer)
+        return self.optimizer.learning_rate  # type: ignore[no-any-return]
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        set_learning_rate(self.optimizer, rate)
+        self.optimizer.learning_rate = rate
 
     @property
     def trainer(self) -> Trainer:
@@ -429,15 +428,6 @@ class Model(Stored):
             with self.strategy.scope():
                 self._predictor = self._trainer_of(Setup(self.module, "sgd"))
         return self._predictor
-
-    @property
-    def _trained(self) -> Any:
-        return is_trained if self._trainer is None else self.optimizer.wrt
-
-    def _state(self) -> dict[str, Any]:
-        if self._trainer is None:
-            return {"module": self.module}
-        return {"module": self.module, "optimizer": self.optimizer}
 
     @contextmanager
     def _evaluating(self) -> Iterator[Callable[[nnx.Module, PyTree], PyTree]]:

@@ -295,9 +295,9 @@ def written_in_place(module: nnx.Module) -> Iterator[None]:
     attributes = {
         k: v for k, v in vars(module).items() if not k.startswith(("to_nnx__", "_pytree__"))
     }
-    before = dict(_variables(module))
+    before = variables(module)
     yield
-    after = {path: variable.get_raw_value() for path, variable in _variables(module)}
+    after = {path: variable.get_raw_value() for path, variable in variables(module).items()}
     for name, value in attributes.items():
         setattr(module, name, value)
     for path, variable in before.items():
@@ -305,5 +305,6 @@ def written_in_place(module: nnx.Module) -> Iterator[None]:
             variable.set_raw_value(after[path])
 
 
-def _variables(module: nnx.Module) -> Iterator[tuple[Any, nnx.Variable[Any]]]:
-    return ((path, v) for path, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable))
+def variables(node: nnx.Pytree) -> dict[tuple[Any, ...], Any]:
+    """Returns every variable by its path, each once, in an order that copies keep."""
+    return {tuple(path): v for path, v in nnx.iter_graph(node) if isinstance(v, nnx.Variable)}

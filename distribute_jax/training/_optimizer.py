@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from distribute_jax._absent import answering, missing
 from distribute_jax._checks import check_int, check_number, converting, refuse, refusing
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
+from distribute_jax._mesh import put
 from distribute_jax._messages import leaf_text, promoting
 from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._markers import unreduced
@@ -28,7 +30,7 @@ from distribute_jax.program._undo import (
     replica_now,
 )
 from distribute_jax.strategies import get_strategy
-from distribute_jax.training._keras_optimizers import learning_rate, set_learning_rate
+from distribute_jax.training._objective import variables
 from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 
 
@@ -127,12 +129,43 @@ class Optimizer(nnx.Optimizer[Any]):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate, where it is part of the state, as in what ``Model.compile`` made."""
-        return learning_rate(self)
+        """The learning rate, where it is part of the state, as in what ``Model.compile`` made.
+
+        Of a schedule it is the one that the last update used.
+        """
+        return LearningRate(self._rate[...])
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        set_learning_rate(self, rate)
+        check_number("learning_rate", rate, at_least=0)
+        variable = self._rate
+        if self._rates("hyperparams_states"):
+            raise ArgumentError(
+                "The learning rate of this optimizer follows a schedule, which sets it at each update. "
+                "Compile with a number, as optax.adam(1e-3), to set it, or leave out the callback that "
+                "sets it."
+            )
+        old = variable.get_raw_value()  # changed on the devices, so that nothing is compiled again
+        variable.set_raw_value(put(np.asarray(rate, old.dtype), old.sharding))
+
+    @property
+    def _rate(self) -> Any:
+        rates = self._rates("hyperparams")
+        if len(rates) != 1:
+            raise ArgumentError(
+                "The learning rate of this optimizer is not part of its state, so it can be neither read nor "
+                "set. Compile with optax.adam(1e-3) or another optimizer of optax or chain of them, with "
+                'Keras\'s name, as optimizer="adam", or with optax.inject_hyperparams(make)('
+                "learning_rate=1e-3), where make(learning_rate) returns your transformation."
+            )
+        return rates[0]
+
+    def _rates(self, kind: str) -> list[Any]:
+        return [
+            variable
+            for path, variable in variables(self).items()
+            if kind in path and path[path.index(kind) + 1 :][:1] == ("learning_rate",)
+        ]
 
     def scale_loss(self, loss: jax.Array) -> jax.Array:
         """Returns the loss whose gradients ``update`` takes: scaled if there is a ``loss_scale``.
@@ -223,7 +256,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """Updates from gradients of the global batch, if they are finite."""
 
         def update(optimizer: Optimizer, model: Any) -> Any:
-            with _fitting(model, grads, self.wrt, kwargs), _explained():
+            with _fitting(model, grads, self.wrt, kwargs):
                 return super().update(model, grads, **kwargs)
 
         if self.loss_scale is None and self.guard is None:
@@ -240,10 +273,15 @@ class Optimizer(nnx.Optimizer[Any]):
 
 @contextmanager
 def _fitting(model: Any, grads: Any, wrt: Any, kwargs: Any) -> Iterator[None]:
-    """Refuses gradients that are not those of the model, where an update fails."""
+    """Refuses gradients that are not those of the model, or too few keywords, where an update fails."""
     try:
         yield
     except (TypeError, ValueError, IndexError, AttributeError) as error:
+        name, _, words = str(error).partition("() missing ")
+        if isinstance(error, TypeError) and "required keyword-only argument" in words:
+            raise ArgumentError(
+                _NEEDS.format(name.split(".")[0], words.partition(": ")[2])
+            ) from error
         with converting("Optimizer.update: keywords", kwargs, "trees whose keys can be sorted"):
             jax.tree.leaves(kwargs)
         fits = isinstance(error, DistributeError)
@@ -253,6 +291,14 @@ def _fitting(model: Any, grads: Any, wrt: Any, kwargs: Any) -> Iterator[None]:
         if fits:
             raise
         refuse("Optimizer.update: grads", "those of the model, as of nnx.grad", grads, error)
+
+
+_NEEDS = (
+    "{} of optax needs {} at each update, and got none. In a step of your own pass what the global batch "
+    "has, as optimizer.update(model, grads, value=loss). Model.fit passes none: "
+    "optax.lbfgs(learning_rate=0.1, linesearch=None) needs none, and dj.callbacks.ReduceLROnPlateau lowers "
+    "the learning rate on a plateau."
+)
 
 
 def _check(model: Any, tx: Any) -> None:
@@ -318,6 +364,13 @@ def _is_updated(path: Any, variable: Any) -> bool:
     """Filters what an update may change of the optimizer: not the gradients that are added up."""
     del path
     return not isinstance(variable, PartialGradient) and variable.type is not PartialGradient
+
+
+class LearningRate(float):
+    """A rate that was read, on which Keras's variable has methods."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = answering("dj.Model.learning_rate")
 
 
 class UpdateCount(nnx.OptState):
@@ -428,28 +481,3 @@ def when(
     news = cond(condition, run, lambda olds: olds, olds)
     for (node, _), new in zip(parts, news, strict=True):
         nnx.update(node, new)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Explains the errors of transformations that need more than gradients and one copy of the weights."""
-    try:
-        yield
-    except AttributeError as error:
-        if "'fast'" not in str(error):
-            raise
-        raise ArgumentError(
-            "optax.lookahead updates two copies of the weights, optax.LookaheadParams, and a module has one. "
-            "Keep them in a step of your own, params = optax.LookaheadParams.init_synced(weights), or "
-            "average the weights with compile(use_ema=True)."
-        ) from error
-    except TypeError as error:
-        name, _, words = str(error).partition("() missing ")
-        if "required keyword-only argument" not in words:
-            raise
-        raise ArgumentError(
-            f"{name.split('.')[0]} of optax needs {words.partition(': ')[2]} at each update, and got none. "
-            "In a step of your own pass what the global batch has, as optimizer.update(model, grads, "
-            "value=loss). Model.fit passes none: optax.lbfgs(learning_rate=0.1, linesearch=None) needs none, "
-            "and dj.callbacks.ReduceLROnPlateau lowers the learning rate on a plateau."
-        ) from error

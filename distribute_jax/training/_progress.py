@@ -53,13 +53,12 @@ class Lines(Callback):
         self.title = method
         self._in_fit = method == "fit"
         self._compiles = True
-        """Whether nothing was run yet: the first batch takes as long as compiling does."""
+        """Whether nothing was run yet."""
         self._steps: int | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._start = self._now = _Pace(time.perf_counter(), 0, 0, self._prepared())
-        self._first = None if self._compiles else self._start
         self._is_timed = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -102,17 +101,18 @@ class Lines(Callback):
         del kind
         examples = self.params["examples"]
         self._now = _Pace(time.perf_counter(), batch + 1, examples, self._prepared())
-        self._first, self._compiles = self._first or self._now, False
+        self._compiles = False
 
     def speed(self) -> list[str]:
         """Returns the pace, without what was compiled; empty after a first batch alone."""
-        first = self._first or self._now
-        seconds, done = self._now.seconds - first.seconds, self._now.done - first.done
-        seconds -= self._now.prepared - first.prepared
-        if seconds <= 0 or not done:
+        start, now = self._start, self._now
+        seconds = now.seconds - start.seconds - (now.prepared - start.prepared)
+        if seconds <= 0 or not now.done:
             return []
-        rate = (self._now.examples - first.examples) / seconds
-        return [f"{_short_time(seconds / done)}/step", f"{rate:,.0f} examples/s"]
+        return [
+            f"{_short_time(seconds / now.done)}/step",
+            f"{now.examples / seconds:,.0f} examples/s",
+        ]
 
     def _prepared(self) -> float:
         return 0.0 if self.model is None else self.model._predicting_trainer().clock.seconds

@@ -23,7 +23,7 @@ from distribute_jax.program import results_are_parts
 from distribute_jax.strategies import get_replica_context
 from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
 from distribute_jax.training._compile import Setup
-from distribute_jax.training._objective import MODES, with_added_losses
+from distribute_jax.training._objective import MODES, variables, with_added_losses
 from distribute_jax.training._weights import is_trained
 
 
@@ -178,8 +178,9 @@ def bind_step(
 
 
 @contextmanager
-def watching(kind: str, weights: list[Any]) -> Iterator[None]:
+def watching(kind: str, module: nnx.Module) -> Iterator[None]:
     """Looks at the first call of a user's step, of which ``fit`` sums what it returns."""
+    weights = variables(module).values()
     before = [weight.get_raw_value() for weight in weights]
     token = results_are_parts.set(True)
     try:
@@ -237,9 +238,8 @@ def call_keywords(
     if isinstance(module, nnx.bridge.ToNNX) and training:
         kinds = {
             type(variable)
-            for _, variable in nnx.iter_graph(module)
-            if isinstance(variable, nnx.Variable)
-            and not isinstance(variable, (nnx.Param, nnx.RngState))
+            for variable in variables(module).values()
+            if not isinstance(variable, (nnx.Param, nnx.RngState))
         }
         collections = map(nnx.variablelib.variable_name_from_type, kinds)
         keywords["mutable"] = sorted(collections)  # such as batch_stats

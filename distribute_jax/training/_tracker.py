@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax import metrics as ours
 from distribute_jax._absent import foreign
 from distribute_jax._checks import brief
 from distribute_jax._errors import ArgumentError, NotEqualError, PaddingLeakError, UnsupportedError
@@ -29,7 +28,7 @@ from distribute_jax.metrics import AUC, Average, Metric, Precision, Recall
 from distribute_jax.metrics._keras import accuracy, binary_accuracy, cosine_similarity, top_k
 from distribute_jax.metrics._metric import in_snake_case, keywords, update_with
 from distribute_jax.strategies import Strategy, get_replica_context
-from distribute_jax.training._objective import Objective, at, output_name, weight_at
+from distribute_jax.training._objective import Objective, at, output_name, variables, weight_at
 
 PerExample = Callable[[Any, Any], jax.Array]
 
@@ -206,7 +205,7 @@ class Tracker(nnx.Module):
                 self._keys[name] = (key, is_weighted)
         self.metrics = nnx.Dict(by_name)
         sharding = self.loss.total.get_raw_value().sharding
-        for variable in variables(self.metrics):  # they may be made outside of the scope
+        for variable in variables(self.metrics).values():  # they may be made outside of the scope
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def reset(self) -> None:
@@ -311,7 +310,7 @@ class Snapshot:
     def __init__(self, tracker: Tracker, returned: StepLogs | None = None) -> None:
         self._tracker, self._returned = tracker, returned
         with outside_mesh():
-            self._values = copied([_local_copy(v) for v in variables(tracker)])
+            self._values = copied([_local_copy(v) for v in variables(tracker).values()])
         self._logs: dict[str, Any] | None = None
 
     @property
@@ -324,7 +323,7 @@ class Snapshot:
             tracker = nnx.clone(self._tracker)
             host = jax.device_get(self._values)
             with outside_mesh():
-                for variable, value in zip(variables(tracker), host, strict=True):
+                for variable, value in zip(variables(tracker).values(), host, strict=True):
                     variable.set_raw_value(value)
                 is_empty = self._returned is not None and not tracker.loss.count[...]
                 with np.errstate(divide="ignore", invalid="ignore"):  # NaN, as on devices
@@ -336,11 +335,6 @@ class Snapshot:
 
 def _is_computed(tree: PyTree) -> bool:
     return all(leaf.is_ready() for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_ready"))
-
-
-def variables(tracker: nnx.Pytree) -> list[Any]:
-    """Returns every variable, in an order that copies keep."""
-    return [v for _, v in nnx.iter_graph(tracker) if isinstance(v, nnx.Variable)]
 
 
 def _local_copy(variable: Any) -> Any:
@@ -445,6 +439,12 @@ _UNEQUAL = (
     'replica\'s share alone; batch norm with axis_name="data". Dropout differs too: verify a module that '
     "was made with rate=0."
 )
+_CURE = """\
+These metrics of compile take padding for examples:
+{names}
+Use that of dj.metrics if there is one, or let its update leave out the rows where \
+dj.get_replica_context().batch_mask is False; it is None for a full batch.
+"""
 _MEANT = 'In fit, for a {step} that is meant to differ: compile(..., verify="off").'
 _KINDS = {"train": "train on", "test": "evaluate", "predict": "predict"}
 
@@ -456,25 +456,6 @@ def failure_hint(kind: str, tracker: Tracker, asked: bool, error: Exception) -> 
     if not isinstance(error, PaddingLeakError):
         return ""
     without = f"In fit and evaluate, to leave partial batches out: {_WITHOUT}"
-    cures = [
-        f"{name}: {_cure(metric)}"
-        for name, metric in tracker.metrics.items()
-        if f".metrics.{name}." in str(error)
-    ]
-    if not cures:
-        return without
-    lines = listed(cures)
-    return f"These metrics of compile take padding for examples:\n{lines}\n{without}"
-
-
-def _cure(metric: Any) -> str:
-    """Returns how a metric leaves the padding out."""
-    name = type(metric).__name__
-    if isinstance(metric, ours.Metric):
-        return (
-            f"let {name}.update leave out the rows where dj.get_replica_context().batch_mask is False; "
-            "it is None for a full batch"
-        )
-    if type(metric).__module__.startswith("flax.") and name in ours.__all__:
-        return f"use dj.metrics.{name}"
-    return f"let {name}.update take mask=None and leave out the rows where it is False"
+    names = [name for name in tracker.metrics if f".metrics.{name}." in str(error)]
+    cure = _CURE.format(names=listed(names)) if names else ""
+    return cure + without

@@ -27,7 +27,7 @@ from distribute_jax.program import PreparationClock, RunOptions, library_options
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import Batches, dict_hint, hint
 from distribute_jax.training._compile import Setup
-from distribute_jax.training._objective import at
+from distribute_jax.training._objective import at, variables
 from distribute_jax.training._steps import Step, bind_step, mode, watching
 from distribute_jax.training._tracker import (
     Snapshot,
@@ -35,7 +35,6 @@ from distribute_jax.training._tracker import (
     Tracker,
     copied,
     failure_hint,
-    variables,
 )
 from distribute_jax.training.callbacks._callback import CallbackList
 
@@ -126,14 +125,14 @@ class Trainer:
     def tracked(self, kind: str) -> Tracker:
         """Returns loss and metrics of training or of an evaluation, with the newest numbers there are."""
         tracker = self.tracker(kind)
-        self.strategy._settle(variables(tracker))
+        self.strategy._settle(list(variables(tracker).values()))
         if self.strategy._ahead and not np.asarray(tracker.loss.count.get_raw_value()):
             self.strategy._settle()  # there are no means of no batch
         return tracker
 
     def _wait(self) -> None:
         trackers = self.setup.tracker, self.setup.tested
-        jax.block_until_ready([v.get_raw_value() for t in trackers for v in variables(t)])
+        jax.block_until_ready([v.get_raw_value() for t in trackers for v in variables(t).values()])
 
     def _wait_for_steps(self) -> None:
         with suppress(Exception):  # of a step, which is raised where its results are read
@@ -250,7 +249,7 @@ class Trainer:
         asked = self.setup.verify == "first"
         if asked and is_first:
             options = RunOptions(verify="first")
-        watched = watching(kind, variables(self.module)) if is_own and is_first else nullcontext()
+        watched = watching(kind, self.module) if is_own and is_first else nullcontext()
         with watched, hint(partial(failure_hint, kind, self.tracker(kind), asked)):
             outs = self.strategy._dispatch(step, batches, most, options)
         self._verified.add(kind)
@@ -388,7 +387,7 @@ class ReentrancyGuard:
         self, strategy: Strategy, trackers: Sequence[Tracker], step_logs: Sequence[StepLogs]
     ) -> None:
         self._strategy = strategy
-        self._variables = [v for tracker in trackers for v in variables(tracker)]
+        self._variables = [v for tracker in trackers for v in variables(tracker).values()]
         self._step_logs = step_logs
         self._lock = threading.RLock()
         self._running = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
@@ -35,19 +34,19 @@ from distribute_jax.processes import is_chief
 from distribute_jax.program._part import as_key, as_numbers
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._inputs import arrays_of
+from distribute_jax.training._objective import variables
 from distribute_jax.variables import Variable
 
 
 def weight_variables(module: nnx.Module) -> list[tuple[str, nnx.Variable[Any]]]:
     """Returns trained weights first, then statistics such as batch norm's, each with its path."""
-    variables = [(path, v) for path, v in nnx.iter_graph(module) if isinstance(v, nnx.Variable)]
-    named: list[tuple[str, nnx.Variable[Any]]] = [
+    ordered = sorted(variables(module).items(), key=lambda item: tuple(map(str, item[0])))
+    return [
         (".".join(map(str, path)), v)
         for belongs in (is_trained, _is_kept)
-        for path, v in sorted(variables, key=lambda item: tuple(map(str, item[0])))
+        for path, v in ordered
         if belongs(path, v)
     ]
-    return named
 
 
 def is_trained(path: Any, variable: Any) -> bool:
@@ -183,24 +182,25 @@ def _placement(array: Any) -> str:
     return f"{spec} over {len(devices)} {platform}"
 
 
-class Stored(ABC):
+class Stored:
     """Reads, writes, saves and loads the state of a module that a strategy holds."""
 
     module: nnx.Module
     strategy: Strategy
 
+    _trainer: Any
+    """What ``compile`` made, or None."""
+
+    _evaluating: Callable[[], AbstractContextManager[Callable[[nnx.Module, PyTree], PyTree]]]
+    """Puts the module into evaluation mode; yields what ``predict`` computes with a module."""
+
     @property
-    @abstractmethod
     def _trained(self) -> Any:
-        """A filter of what is trained."""
+        return is_trained if self._trainer is None else self._trainer.setup.optimizer.wrt
 
-    @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Returns the tree of a checkpoint."""
-
-    @abstractmethod
-    def _evaluating(self) -> AbstractContextManager[Callable[[nnx.Module, PyTree], PyTree]]:
-        """Puts the module into evaluation mode; yields what ``predict`` computes with a module."""
+        optimizer = {} if self._trainer is None else {"optimizer": self._trainer.setup.optimizer}
+        return {"module": self.module, **optimizer}
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Returns every weight as a NumPy array: the trained ones first, then statistics."""

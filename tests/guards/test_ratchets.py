@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_786,
-    lines_of_tests: 51_109,
+    lines: 51_699,
+    lines_of_tests: 50_872,
     files: 227,
     pieces: 1,
     private_words: 9,

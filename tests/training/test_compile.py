@@ -31,49 +31,12 @@ class Net(nnx.Module):
         return self.layer(x)
 
 
-class Probability(Net):
-    """The probability of the second class, shape (batch, 1)."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nnx.softmax(super().__call__(x))[:, 1:]
-
-
 def made(strategy: dj.Strategy, module: Callable[[], Any] = Net, **options: Any) -> dj.Model:
     given = {"optimizer": "sgd", "loss": optax.softmax_cross_entropy_with_integer_labels, **options}
     with strategy.scope():
         model = dj.Model(module())
         model.compile(**given)
     return model
-
-
-STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
-    "default": dj.get_strategy,
-    "one device": lambda: dj.OneDeviceStrategy("cpu:3"),
-    "mirrored": lambda: dj.MirroredStrategy([0, 1, 2, 3]),
-    "central storage": lambda: dj.CentralStorageStrategy([0, 1], parameter_device="cpu:2"),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name",
-    [
-        "central storage",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("default", "mirrored")),
-    ],
-)
-def test_the_same_model_under_every_strategy(name: str):
-    """Two epochs with partial batches, momentum and a metric: the numbers of one device."""
-    options = {"optimizer": optax.sgd(0.1, momentum=0.9), "metrics": ["accuracy"]}
-    models = [made(STRATEGIES[kind](), **options) for kind in (name, "one device")]
-    history, expected = (
-        model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-        for model in models
-    )
-    for key, values in expected.items():
-        assert history[key] == pytest.approx(values, rel=1e-5)
-    for weights, wanted in zip(*(model.get_weights() for model in models), strict=True):
-        np.testing.assert_allclose(weights, wanted, rtol=1e-4, atol=1e-6)
 
 
 def own_metric(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
@@ -107,23 +70,6 @@ def test_metrics_of_every_kind(strategy: dj.Strategy):
         },
         rel=1e-5,
     )
-
-
-def test_metrics_of_two_classes(strategy: dj.Strategy):
-    """Precision, recall and the area under the curve are those of the whole data."""
-    model = made(
-        strategy, Probability, loss="binary_crossentropy",
-        metrics=["accuracy", "precision", "recall", "auc"],
-    )  # fmt: skip
-    logs = model.evaluate(X, Y, batch_size=8, return_dict=True)
-    p = model.predict(X, batch_size=8)[:, 0]
-    said = p > 0.5
-    hits = (said & (Y == 1)).sum()
-    assert logs["accuracy"] == pytest.approx((said == (Y == 1)).mean())
-    assert logs["precision"] == pytest.approx(hits / said.sum())
-    assert logs["recall"] == pytest.approx(hits / (Y == 1).sum())
-    pairs = p[Y == 1][:, None] - p[Y == 0][None, :]
-    assert logs["auc"] == pytest.approx(np.mean(pairs > 0), abs=0.02)
 
 
 class Normed(nnx.Module):

@@ -69,7 +69,6 @@ class Probability(Net):
         return nnx.softmax(super().__call__(x))[:, 1]
 
 
-@pytest.mark.exhaustive
 def test_weighted_counts_and_areas_are_those_of_all_the_data(strategy: dj.Strategy):
     """By names and by objects, with Keras's names: each answer counts with the weight of its example."""
     metrics = ["precision", "recall", dj.metrics.AUC()]

@@ -90,10 +90,8 @@ def noted(strategy: dj.Strategy, value: Any) -> None:
     strategy.run(lambda x: variable.assign(x.mean()), args=(batch,))
 
 
-LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 5, 0.5)
 PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
 RAISED: dict[str, tuple[Callable[[dj.Strategy, Path], Any], str]] = {
-    "lookahead": (lambda s, _: fit(s, optimizer=LOOKAHEAD), "two copies of the weights.*use_ema=True"),
     "an optimizer that needs the loss": (
         lambda s, _: fit(s, optimizer=PLATEAU), "reduce_on_plateau of optax needs 'value' at each update"
     ),

@@ -261,12 +261,8 @@ class LambdaCallback(Callback):
         }
         for name, function in hooks.items():
             check_choice("A hook of LambdaCallback", name, HOOKS)
-            if callable(function):
+            if function is not None:
                 setattr(self, name, function)
-            elif function is not None:
-                raise ArgumentError(
-                    f"LambdaCallback({name}=…) must be a function; got {function!r}."
-                )
 
 
 class History(Callback):

@@ -23,6 +23,7 @@ from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
 from distribute_jax.processes import current_job, is_chief
 from distribute_jax.program import snapshot
 from distribute_jax.program._undo import BEHIND, SKIPPED, Guard, copy_of
+from distribute_jax.training._objective import variables
 from distribute_jax.training.callbacks._callback import Callback
 from distribute_jax.training.callbacks._checkpoints import SaveSchedule
 
@@ -164,9 +165,7 @@ class TerminateOnNaN(Callback):
 
 
 def _first_bad(node: nnx.Pytree, root: str = "") -> str | None:
-    for path, variable in nnx.iter_graph(node):
-        if not isinstance(variable, nnx.Variable):
-            continue
+    for path, variable in variables(node).items():
         for leaf in jax.tree.leaves(variable.get_raw_value()):
             if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 continue
@@ -226,8 +225,7 @@ class CheckInSync(Callback):
         self._variables = self._variables or [
             (".".join(map(str, (root, *path))), variable)
             for root, node in self._tree().items()
-            for path, variable in nnx.iter_graph(node)
-            if isinstance(variable, nnx.Variable)
+            for path, variable in variables(node).items()
         ]
         for name, variable in self._variables:
             for leaf in jax.tree.leaves(variable.get_raw_value()):

@@ -327,10 +327,7 @@ class _RunLogger(_BatchLogger):
                 f"dj.callbacks.{type(self).__name__} needs {self._package}, which is not installed: "
                 f"pip install 'distribute-jax[{self._package}]'."
             ) from error
-        self._run = self._active(service)
-        self._is_ours = self._run is None
-        if self._is_ours:
-            self._run = self._begin(service)
+        self._run, self._is_ours = self._begin(service)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._end(code=0)
@@ -353,12 +350,8 @@ class _RunLogger(_BatchLogger):
             self._log(scalars, step)
 
     @abstractmethod
-    def _active(self, service: Any) -> Any:
-        """Returns the run that the program has begun; None if there is none."""
-
-    @abstractmethod
-    def _begin(self, service: Any) -> Any:
-        """Begins a run."""
+    def _begin(self, service: Any) -> tuple[Any, bool]:
+        """Returns the run that the program has begun, or a new one; True if it is new."""
 
     @abstractmethod
     def _log(self, scalars: dict[str, float], step: int) -> None:
@@ -391,11 +384,9 @@ class WandbLogger(_RunLogger):
 
     _package = "wandb"
 
-    def _active(self, service: Any) -> Any:
-        return service.run
-
-    def _begin(self, service: Any) -> Any:
-        return service.init(**self._settings)
+    def _begin(self, service: Any) -> tuple[Any, bool]:
+        is_new = service.run is None
+        return service.init(**self._settings) if is_new else service.run, is_new
 
     def _log(self, scalars: dict[str, float], step: int) -> None:
         self._run.log(scalars, step=step)
@@ -424,12 +415,11 @@ class MLflowLogger(_RunLogger):
 
     _package = "mlflow"
 
-    def _active(self, service: Any) -> Any:
-        return service if service.active_run() else None
-
-    def _begin(self, service: Any) -> Any:
-        service.start_run(**self._settings)
-        return service
+    def _begin(self, service: Any) -> tuple[Any, bool]:
+        is_new = service.active_run() is None
+        if is_new:
+            service.start_run(**self._settings)
+        return service, is_new
 
     def _log(self, scalars: dict[str, float], step: int) -> None:
         self._run.log_metrics(scalars, step=step)

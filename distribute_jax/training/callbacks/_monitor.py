@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -11,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from distribute_jax._checks import brief, check_choice, check_int, check_number, is_real
+from distribute_jax._checks import (
+    brief,
+    check_choice,
+    check_int,
+    check_number,
+    is_real,
+    refuse,
+    takes,
+)
 from distribute_jax._errors import ArgumentError
 from distribute_jax.processes import is_chief
 from distribute_jax.training.callbacks._callback import Callback
@@ -254,7 +260,13 @@ class LearningRateScheduler(Callback):
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
-        self._takes_rate = _takes_rate(schedule)
+        self._takes_rate = takes(schedule, 0, 0.0)  # as Keras finds out by calling it
+        if not self._takes_rate and not takes(schedule, 0):
+            refuse(
+                "LearningRateScheduler: schedule",
+                "a function of (epoch) or of (epoch, learning_rate)",
+                schedule,
+            )
         self.schedule, self.verbose = schedule, verbose
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -271,20 +283,6 @@ class LearningRateScheduler(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["learning_rate"] = self.model.learning_rate
-
-
-def _takes_rate(schedule: Callable[..., float]) -> bool:
-    """True if a schedule takes the rate too, as Keras finds out by calling it."""
-    with contextlib.suppress(TypeError):
-        inspect.signature(schedule).bind(0, 0.0)
-        return True
-    with contextlib.suppress(TypeError):
-        inspect.signature(schedule).bind(0)
-        return False
-    raise ArgumentError(
-        "LearningRateScheduler: schedule must be a function of (epoch) or of (epoch, learning_rate); "
-        f"got {schedule!r:.80}."
-    )
 
 
 class SwapEMAWeights(Callback):

@@ -145,17 +145,17 @@ def test_the_length_of_a_dataset_of_unknown_length_is_known_after_an_epoch(scree
     assert totals == [None] * 4 + [3] * 3
 
 
-def test_the_speed_is_that_of_training_without_compiling(
+def test_the_speed_is_that_of_training_without_validation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Of three batches in nine seconds, of which the first took seven, then a validation of a minute."""
+    """Of three batches in nine seconds, then a validation of a minute."""
     now = [0.0]
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: now[0])
     shown = _progress.Lines("fit")
     shown.set_params({"epochs": 2, "steps": 3, "examples": 0})
     for epoch in range(2):
         shown.on_epoch_begin(epoch)
-        for batch, seconds in enumerate((7.0, 0.5, 0.5)):
+        for batch, seconds in enumerate((3.0, 2.0, 3.0)):
             now[0] += seconds
             shown.params["examples"] = 4 * (batch + 1)
             shown.on_train_batch_end(batch)
@@ -164,11 +164,8 @@ def test_the_speed_is_that_of_training_without_compiling(
         now[0] += 60.0
         shown.on_test_end({"loss": 1.0})
         shown.on_epoch_end(epoch, {"loss": 0.0, "tiny": 1e-5, "many": np.zeros(3)})
-    numbers = "loss: 0.0000 - tiny: 1.0000e-05\n"
-    assert capsys.readouterr().out == (
-        f"Epoch 1/2 - 3 batches - 9.0 s - 1.00 s/step - 4 examples/s - {numbers}"
-        f"Epoch 2/2 - 3 batches - 9.0 s - 3.00 s/step - 1 examples/s - {numbers}"
-    )
+    text = "3 batches - 9.0 s - 3.00 s/step - 1 examples/s - loss: 0.0000 - tiny: 1.0000e-05\n"
+    assert capsys.readouterr().out == f"Epoch 1/2 - {text}Epoch 2/2 - {text}"
 
 
 def test_validation_has_its_progress(example: Any, screen: Console):
