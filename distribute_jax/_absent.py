@@ -13,59 +13,34 @@ _OPTIMIZERS = "optimizers are optax's, as optax.adam(1e-3), or Keras's names in 
 _SCHEDULES = "optax's schedules, as optax.adam(optax.cosine_decay_schedule(1e-3, 1000))"
 _GRADIENTS = "nnx.value_and_grad(loss_fn)(model) computes gradients"
 _SAVING = "dj.Model(module).load(folder) reads what Model.save wrote"
-_DDP = "build the model under dj.MirroredStrategy().scope()"
 _READS_AHEAD = "strategy.distribute_dataset reads ahead by itself, see dj.InputOptions"
-_BEFORE = "call it on the dataset that strategy.distribute_dataset gets"
-_OF_DATA = (
-    *("apply", "batch", "cache", "concatenate", "enumerate", "filter", "interleave", "map"),
-    *("padded_batch", "rebatch", "repeat", "shard", "shuffle", "skip", "take", "unbatch"),
-    *("window", "zip"),
-)
 _OPTIONS = "strategy.distribute_dataset(data, dj.InputOptions(…))"
-_MIRRORED = "dj.MirroredStrategy; dj.MultiWorkerMirroredStrategy for several machines"
-_SHARDED = "dj.FullyShardedStrategy"
 _EQUAL = "nothing: what is made in strategy.scope() is equal on all replicas"
-_SEED = "nnx.Rngs(seed), and shuffle(seed=seed) of the data"
 _RANK = "jax.process_index(), or in a step dj.get_replica_context().replica_id_in_sync_group"
 _WORLD = "strategy.num_replicas_in_sync, or jax.process_count()"
 _ARRAYS = "dj.data.from_arrays((x, y)), as from_tensor_slices; a tf.data.Dataset is taken as it is"
-_FILES = "dj.data.from_files reads files; a tf.data.Dataset is taken as it is"
 _PLACED = "JAX places a model: make it in dj.OneDeviceStrategy('cpu:0').scope()"
 _VALUES = "nothing: gradients are values that nnx.grad returns"
-_BUILT = "nothing: a Flax module has its weights when it is made"
-_CODE = "nothing: your code builds the module, and Model.save writes its arrays"
-_STEP = "compute it in train_step, or call super().train_step(batch)"
-_OF_MODULE = "the layers are attributes of model.module"
-_PAIRS = "it compares examples of a batch, of which no replica has all; see docs/losses.md"
-_EXTENDED = "strategy.extended has it"
 _WEIGHTS = "nnx.state(model.module, nnx.Param), or model.get_weights()"
-_STREAM = "fit reads ahead by itself, see dj.InputOptions"
-_SKLEARN = "pass a function of (y_true, y_pred), or compute it from model.predict(x)"
-_STATE = "self.total = nnx.metrics.MetricState(jnp.zeros(()))"
-_SESSIONS = "nothing: it belongs to the sessions of TensorFlow 1"
+_BUILT = "nothing: a Flax module has its weights when it is made"
 
-ABSENT: dict[str, dict[str, str]] = {
+_ABSENT: dict[str, dict[str, str]] = {
     "dj": {
         "AUTOTUNE": _READS_AHEAD,
-        "Accelerator": _DDP,
+        "Accelerator DistributedDataParallel": "build the model under dj.MirroredStrategy().scope()",
         "CollectiveAllReduceStrategy": "dj.MultiWorkerMirroredStrategy",
-        "DDPStrategy": _MIRRORED,
+        "DDPStrategy DataParallel": "dj.MirroredStrategy, or dj.MultiWorkerMirroredStrategy",
         "DataLoader": "strategy.distribute_dataset takes a torch DataLoader as it is",
-        "DataParallel": _MIRRORED,
         "Dataset": _ARRAYS,
-        "DeepSpeedStrategy": _SHARDED,
+        "DeepSpeedStrategy FSDP FSDPStrategy": "dj.FullyShardedStrategy",
         "DeviceMesh": "strategy.mesh, which the strategy makes of its devices",
-        "DistributedDataParallel": _DDP,
-        "FSDP": _SHARDED,
-        "FSDPStrategy": _SHARDED,
         "Fabric": "strategy.run with a step of your own",
         "GradientTape": _GRADIENTS,
-        "Input": _FLAX,
-        "LayoutMap": "dj.ModelParallelStrategy(model=…, rules=…)",
+        "Input layers nn": _FLAX,
+        "LayoutMap ModelParallel": "dj.ModelParallelStrategy(model=…, rules=…)",
         "LightningDataModule": "strategy.distribute_dataset takes any iterable of batches",
         "LightningModule": "dj.Model(module), with compile and fit",
         "Mesh": "jax.sharding.Mesh",
-        "ModelParallel": "dj.ModelParallelStrategy(model=…, rules=…)",
         "Module": "nnx.Module",
         "NamedSharding": "jax.sharding.NamedSharding",
         "Param": "nnx.Param",
@@ -77,48 +52,37 @@ ABSENT: dict[str, dict[str, str]] = {
         "Trainer": "dj.Model has fit, evaluate and predict",
         "activations": "jax.nn has them",
         "all_gather": "dj.get_replica_context().all_gather(value, axis=0) in a step",
-        "all_reduce": 'dj.get_replica_context().all_reduce("sum", value) in a step',
+        "all_reduce psum": 'dj.get_replica_context().all_reduce("sum", value) in a step',
         "backend": "jax.numpy; model.learning_rate = rate sets a rate",
         "barrier": "nothing: processes wait for each other where they combine values",
-        "broadcast": _EQUAL,
+        "broadcast replicate": _EQUAL,
         "config": "jax.config; dj.simulate(8) simulates devices",
         "constant": "jnp.asarray(value)",
         "cuda": "dj.MirroredStrategy() uses all local GPUs, and jax.devices() lists them",
         "device": _PLACED,
-        "device_count": _WORLD,
+        "device_count get_world_size": _WORLD,
         "distribute": "its names are here, as dj.MirroredStrategy",
         "distribution": "dj.MirroredStrategy, and other strategies",
-        "function": "strategy.run compiles the step",
+        "function jit": "strategy.run compiles the step",
         "get_rank": _RANK,
-        "get_world_size": _WORLD,
         "init_process_group": "making a dj.MultiWorkerMirroredStrategy connects the processes",
         "initializers": "nnx.initializers",
-        "jit": "strategy.run compiles the step",
         "keras": "dj.Model, dj.losses, dj.metrics and dj.callbacks have its names; " + _FLAX,
-        "layers": _FLAX,
-        "load": _SAVING,
-        "load_model": _SAVING,
-        "load_state_dict": _SAVING,
-        "manual_seed": _SEED,
+        "load load_model load_state_dict": _SAVING,
+        "manual_seed random seed_everything": "nnx.Rngs(seed), and shuffle(seed=seed) of the data",
         "mixed_precision": 'compile(dtype_policy="mixed_bfloat16"), or dj.DTypePolicy',
         "models": _FLAX + "; " + _SAVING,
         "multi_process_runner": "dj.testing.LocalCluster",
-        "nn": _FLAX,
         "no_grad": _VALUES,
         "ops": "jax.numpy, jax.nn and jax.lax",
         "optimizers": _OPTIMIZERS,
-        "pmap": "strategy.run runs a step on every replica",
+        "pmap shard_map": "strategy.run runs a step on every replica",
         "pmean": 'dj.get_replica_context().all_reduce("mean", value) in a step',
-        "psum": 'dj.get_replica_context().all_reduce("sum", value) in a step',
-        "random": _SEED,
         "regularizers": "dj.AddedLoss, sown by a module, or optax.adamw",
-        "replicate": _EQUAL,
         "save": "Model.save, or dj.CheckpointManager",
         "saved_model": "Model.export writes a program that JAX alone runs, Model.save the arrays",
-        "seed_everything": _SEED,
         "set_distribution": "dj.experimental_set_strategy(strategy)",
         "shard": "strategy.distribute_dataset divides batches",
-        "shard_map": "strategy.run runs a step on every replica",
         "train": "dj.CheckpointManager saves and restores",
         "unreplicate": "nothing: an array that is equal on all replicas reads as one",
         "utils": "dj.DatasetCreator, dj.SidecarEvaluator and dj.unpack_x_y_sample_weight",
@@ -129,13 +93,10 @@ ABSENT: dict[str, dict[str, str]] = {
         "GradientAccumulationScheduler": "compile(gradient_accumulation_steps=n)",
         "ModelSummary": "model.summary()",
         "OrbaxCheckpoint": "ModelCheckpoint, or BackupAndRestore to resume",
-        "ProgbarLogger": "fit(verbose=1) shows a bar",
+        "ProgbarLogger RichProgressBar TQDMProgressBar": "fit(verbose=1) shows a bar",
         "RemoteMonitor": "LambdaCallback(on_epoch_end=function)",
-        "RichProgressBar": "fit(verbose=1) shows a bar",
         "StochasticWeightAveraging": "compile(use_ema=True), and SwapEMAWeights",
-        "TQDMProgressBar": "fit(verbose=1) shows a bar",
-        "WandbCallback": "WandbLogger",
-        "WandbMetricsLogger": "WandbLogger",
+        "WandbCallback WandbMetricsLogger": "WandbLogger",
         "experimental": "BackupAndRestore is in dj.callbacks",
     },
     "dj.data": {
@@ -144,71 +105,53 @@ ABSENT: dict[str, dict[str, str]] = {
         "Dataset": "dj.data.from_arrays(…), as from_tensor_slices; a tf.data.Dataset is taken as it is",
         "DistributedSampler": "strategy.distribute_dataset divides batches",
         "Options": _OPTIONS,
-        "TFRecordDataset": _FILES,
+        "TFRecordDataset TextLineDataset": "dj.data.from_files; a tf.data.Dataset is taken as it is",
         "TensorDataset": _ARRAYS,
-        "TextLineDataset": _FILES,
         "experimental": "dj.AutoShardPolicy is an argument of dj.InputOptions",
     },
     "dj.experimental": {
         "CollectiveHints": "dj.experimental.CommunicationOptions",
         "ParameterServerStrategy": "dj.ParameterServerStrategy",
         "PreemptionWatcher": "dj.experimental.PreemptionCheckpointHandler",
-        "coordinator": "dj.coordinator",
-        "rpc": "dj.coordinator",
+        "coordinator rpc": "dj.coordinator",
     },
     "dj.losses": {
         "BCELoss": "BinaryCrossentropy()",
         "BCEWithLogitsLoss": "BinaryCrossentropy(from_logits=True)",
-        "CTC": "a function that calls optax.ctc_loss",
-        "Circle": _PAIRS,
+        "CTC ctc": "a function that calls optax.ctc_loss",
+        "Circle Dice Tversky": "it compares examples of a batch, of which no replica has all: docs/losses.md",
         "CrossEntropyLoss": "SparseCategoricalCrossentropy(from_logits=True)",
-        "Dice": _PAIRS,
         "HuberLoss": "Huber()",
         "KLDivLoss": "KLDivergence()",
         "L1Loss": "MeanAbsoluteError()",
-        "MAE": "mean_absolute_error",
-        "MSE": "mean_squared_error",
+        "MAE mae": "mean_absolute_error",
+        "MSE mse": "mean_squared_error",
         "MSELoss": "MeanSquaredError()",
         "Reduction": 'the names themselves: reduction="sum_over_batch_size", "sum" or None',
-        "Tversky": _PAIRS,
         "bce": "binary_crossentropy",
-        "ctc": "a function that calls optax.ctc_loss",
         "deserialize": "dj.losses.get(name)",
         "kld": "kl_divergence",
         "logcosh": "log_cosh",
-        "mae": "mean_absolute_error",
-        "mse": "mean_squared_error",
         "serialize": "the name itself: dj.losses.get(name)",
     },
     "dj.metrics": {
-        "BinaryIoU": _SKLEARN,
-        "ConcordanceCorrelation": _SKLEARN,
-        "F1Score": _SKLEARN,
-        "FBetaScore": _SKLEARN,
-        "IoU": _SKLEARN,
-        "MeanIoU": _SKLEARN,
-        "MeanRelativeError": _SKLEARN,
-        "OneHotIoU": _SKLEARN,
-        "PearsonCorrelation": _SKLEARN,
-        "PrecisionAtRecall": _SKLEARN,
-        "R2Score": _SKLEARN,
-        "RecallAtPrecision": _SKLEARN,
-        "SensitivityAtSpecificity": _SKLEARN,
-        "SpecificityAtSensitivity": _SKLEARN,
+        (
+            "BinaryIoU ConcordanceCorrelation F1Score FBetaScore IoU MeanIoU MeanRelativeError "
+            "OneHotIoU PearsonCorrelation PrecisionAtRecall R2Score RecallAtPrecision "
+            "SensitivityAtSpecificity SpecificityAtSensitivity"
+        ): "pass a function of (y_true, y_pred), or compute it from model.predict(x)",
         "get": "compile(metrics=[name]) takes names",
     },
     "dj.tpu.experimental": {"shutdown_tpu_system": "nothing: a TPU is free when its program ends"},
     "dj.metrics.Metric": {
-        "add_variable": _STATE,
-        "add_weight": _STATE,
+        "add_variable add_weight": "self.total = nnx.metrics.MetricState(jnp.zeros(()))",
         "reset_states": "reset_state()",
     },
     "jax.Array": {
         "backward": _GRADIENTS,
         "clone": "nothing: an array does not change",
         "contiguous": "nothing: JAX lays arrays out",
-        "cpu": "nothing: JAX places the step",
-        "cuda": "nothing: JAX places the step",
+        "cpu cuda": "nothing: JAX places the step",
         "detach": "jax.lax.stop_gradient(x)",
         "expand": "jnp.broadcast_to(x, shape)",
         "float": "x.astype(jnp.float32)",
@@ -223,18 +166,13 @@ ABSENT: dict[str, dict[str, str]] = {
     "dj.Optimizer": {
         "apply": "update(model, grads)",
         "build": _BUILT,
-        "compute_gradients": _GRADIENTS,
-        "get_gradients": _GRADIENTS,
-        "get_weights": "nnx.state(optimizer)",
+        "compute_gradients get_gradients": _GRADIENTS,
+        "get_weights state_dict variables weights": "nnx.state(optimizer)",
         "iterations": "step",
-        "lr": "learning_rate",
+        "lr param_groups": "learning_rate",
         "minimize": _GRADIENTS + "; then update(model, grads)",
-        "param_groups": "learning_rate",
         "set_weights": "nnx.update(optimizer, state)",
         "state": "opt_state",
-        "state_dict": "nnx.state(optimizer)",
-        "variables": "nnx.state(optimizer)",
-        "weights": "nnx.state(optimizer)",
         "zero_grad": _VALUES,
     },
     "dj.Model": {
@@ -243,56 +181,41 @@ ABSENT: dict[str, dict[str, str]] = {
         "add_metric": "compile(metrics=[…])",
         "build": _BUILT,
         "call": "the forward pass is __call__ of the module",
-        "compute_loss": _STEP,
-        "compute_metrics": _STEP,
+        "compute_loss compute_metrics": "compute it in train_step, or call super().train_step(batch)",
         "count_params": "model.summary()",
-        "cpu": _PLACED,
-        "cuda": _PLACED,
+        "cpu cuda to": _PLACED,
         "distribute_strategy": "strategy",
         "eval": "nothing: evaluate and predict set the mode; model.module.eval() for calls of your own",
-        "evaluate_generator": "evaluate takes generators",
-        "fit_generator": "fit takes generators",
+        "evaluate_generator fit_generator predict_generator": "fit, evaluate and predict take generators",
         "forward": "model(x)",
-        "freeze": "compile(trainable='^head') freezes all other weights",
-        "from_config": _CODE,
-        "get_config": _CODE,
-        "get_layer": _OF_MODULE,
-        "layers": "the layers are attributes of model.module",
+        "freeze trainable": "compile(trainable='^head') freezes all other weights",
+        "from_config get_config to_json": "nothing: your code builds the module, and save writes its arrays",
+        "get_layer layers": "the layers are attributes of model.module",
         "load_state_dict": "load_weights(folder)",
         "log": "return a dict of numbers from train_step",
-        "metrics": "model.evaluate(x, y, return_dict=True) has their values by name",
-        "metrics_names": "the keys of model.evaluate(x, y, return_dict=True)",
-        "named_parameters": _WEIGHTS,
-        "non_trainable_variables": "nnx.state(model.module, nnx.Not(nnx.Param))",
-        "non_trainable_weights": "nnx.state(model.module, nnx.Not(nnx.Param))",
-        "parameters": _WEIGHTS,
+        "metrics metrics_names": "model.evaluate(x, y, return_dict=True) has their values by name",
+        "named_parameters parameters trainable_variables trainable_weights weights": _WEIGHTS,
+        "non_trainable_variables non_trainable_weights": "nnx.state(model.module, nnx.Not(nnx.Param))",
         "predict_classes": "model.predict(x).argmax(-1)",
-        "predict_generator": "predict takes generators",
         "predict_proba": "predict(x)",
-        "reset_metrics": "nothing: every epoch and evaluation starts them",
-        "reset_states": "nothing: every epoch and evaluation starts its metrics",
+        "reset_metrics reset_states": "nothing: every epoch and evaluation starts its metrics",
         "state_dict": "nnx.state(model.module), or save_weights(folder)",
-        "to": _PLACED,
-        "to_json": _CODE,
         "train": "fit; model.module.train() for calls of your own",
-        "trainable": "compile(trainable='^head') freezes all other weights",
-        "trainable_variables": _WEIGHTS,
-        "trainable_weights": _WEIGHTS,
         "variables": "nnx.state(model.module)",
-        "weights": _WEIGHTS,
         "zero_grad": _VALUES,
     },
     "dj.Model.learning_rate": {
         "assign": "model.learning_rate = rate",
-        "numpy": "nothing: it is a float",
-        "value": "nothing: it is a float",
+        "numpy value": "nothing: it is a float",
     },
-    "dj.DistributedDataset": dict.fromkeys(_OF_DATA, _BEFORE)
-    | {
+    "dj.DistributedDataset": {
+        (
+            "apply batch cache concatenate enumerate filter interleave map padded_batch rebatch repeat "
+            "shard shuffle skip take unbatch window zip"
+        ): "call it on the dataset that strategy.distribute_dataset gets",
         "as_numpy_iterator": "strategy.gather(value, axis=0) of each value",
-        "options": _OPTIONS,
+        "options with_options": _OPTIONS,
         "prefetch": _READS_AHEAD,
-        "with_options": _OPTIONS,
     },
     "dj.data.ArrayDataset": {
         "cache": "the arrays are in memory",
@@ -312,26 +235,19 @@ ABSENT: dict[str, dict[str, str]] = {
     "dj.Strategy": {
         "batch_reduce": "strategy.extended.batch_reduce_to",
         "broadcast": _EQUAL,
-        "configure": _SESSIONS,
+        "configure group": "nothing: it belongs to the sessions of TensorFlow 1",
         "device_mesh": "mesh",
         "experimental_run_v2": "run",
-        "global_rank": _RANK,
-        "group": _SESSIONS,
+        "global_rank local_rank": _RANK,
         "is_global_zero": "dj.is_chief()",
-        "local_rank": _RANK,
-        "num_replicas": "num_replicas_in_sync",
-        "num_towers": "num_replicas_in_sync",
-        "reduce_to": _EXTENDED,
+        "num_replicas num_towers": "num_replicas_in_sync",
+        "reduce_to update value_container worker_devices": "strategy.extended has it",
         "root_device": "mesh.devices",
-        "update": _EXTENDED,
-        "value_container": _EXTENDED,
-        "worker_devices": _EXTENDED,
         "world_size": _WORLD,
     },
 }
-"""By the module or class that is asked."""
 
-KEYWORDS: dict[str, dict[str, str]] = {
+_KEYWORDS: dict[str, dict[str, str]] = {
     "dj.Model.compile": {
         "auto_scale_loss": 'dtype_policy="mixed_float16" scales the loss',
         "jit_compile": "leave it out: the step is always compiled",
@@ -339,20 +255,14 @@ KEYWORDS: dict[str, dict[str, str]] = {
     },
     "dj.Model.fit": {
         "dataset": "x=dataset",
-        "epoch": "epochs",
-        "max_epochs": "epochs",
-        "max_queue_size": _STREAM,
-        "nb_epoch": "epochs",
-        "num_epochs": "epochs",
-        "use_multiprocessing": _STREAM,
-        "workers": _STREAM,
+        "epoch max_epochs nb_epoch num_epochs": "epochs",
+        "max_queue_size use_multiprocessing workers": "fit reads ahead by itself, see dj.InputOptions",
     },
     "dj.callbacks.ModelCheckpoint": {
         "dirpath": "filepath",
-        "every_n_epochs": "save_freq, in batches, or a callback of your own",
+        "every_n_epochs period": "save_freq, in batches, or a callback of your own",
         "every_n_train_steps": "save_freq",
         "filename": "filepath, as 'folder/{epoch:02d}'",
-        "period": "save_freq, in batches, or a callback of your own",
         "save_format": "leave it out: a checkpoint is a folder",
         "save_last": "leave it out, or BackupAndRestore to resume",
         "save_top_k": "save_best_only=True",
@@ -364,6 +274,19 @@ KEYWORDS: dict[str, dict[str, str]] = {
         "write_images": "leave it out, or write them with dj.summary",
     },
 }
+
+
+def _by_name(table: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Returns what to type for each name, of a table that has it for several names, with spaces between."""
+    return {
+        owner: dict(sorted((name, text) for names, text in of.items() for name in names.split()))
+        for owner, of in table.items()
+    }
+
+
+ABSENT = _by_name(_ABSENT)
+"""By the module or class that is asked."""
+KEYWORDS = _by_name(_KEYWORDS)
 """By the function or class that gets them."""
 
 

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_699,
+    lines: 51_622,
     lines_of_tests: 50_872,
     files: 227,
     pieces: 1,
