@@ -89,6 +89,15 @@ def is_key(value: Any) -> bool:
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
+def on_bits(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+    """Returns a function of an array of numbers; of random keys it is computed of their bits."""
+    if not is_key(array):
+        return function(array)
+    bits = function(jax.random.key_data(array))
+    keys: jax.Array = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(array))
+    return keys
+
+
 def is_donated(value: Any) -> bool:
     """Returns whether a step has taken the memory of an array: to use it crashes JAX 0.10."""
     concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)

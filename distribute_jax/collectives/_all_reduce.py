@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
-from distribute_jax._messages import PyTree, check_int_range, is_key, leaf_text, listed, path_text
+from distribute_jax._messages import PyTree, check_int_range, leaf_text, listed, on_bits, path_text
 from distribute_jax.collectives._algorithms import RingAllReduce
 from distribute_jax.collectives._cross_device_ops import CrossDeviceOps, NcclAllReduce, sum_by
 from distribute_jax.collectives._dtypes import (
@@ -137,11 +137,7 @@ def _check_joinable(tree: PyTree) -> None:
 
 def stacked_over_replicas(value: jax.Array) -> jax.Array:
     """Stacks all replicas' values of one array on a leading dim: numbers, bools or random keys."""
-    if is_key(value):
-        data = jax.lax.all_gather(jax.random.key_data(value), DATA)
-        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-        return keys
-    return jnp.asarray(jax.lax.all_gather(value, DATA))
+    return on_bits(lambda numbers: jnp.asarray(jax.lax.all_gather(numbers, DATA)), value)
 
 
 SumArray = Callable[[jax.Array], jax.Array]

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, DonatedError, OutOfSyncError
 from distribute_jax._mesh import computable, outside_mesh
-from distribute_jax._messages import PyTree, is_key, leaf_text, listed, path_text
+from distribute_jax._messages import PyTree, is_key, leaf_text, listed, on_bits, path_text
 from distribute_jax._values import PerReplica
 
 _AXIS = "device"
@@ -208,14 +208,15 @@ def heal(tree: PyTree) -> None:
 def _healed(name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array):
         return value
-    array = as_bits(value)
-    copies = _copies(array.sharding, array.shape)
+    if is_key(value):
+        return on_bits(functools.partial(_healed, name), value)
+    copies = _copies(value.sharding, value.shape)
     if copies is None:
         return value
     devices = list(copies.mesh.devices.flat)
     source = list(range(len(devices)))
-    hashes = np.asarray(copies.hashes([(name, array)]))[:, 0]
-    for odd, rest in _differing(copies.mesh, array, hashes):
+    hashes = np.asarray(copies.hashes([(name, value)]))[:, 0]
+    for odd, rest in _differing(copies.mesh, value, hashes):
         if len(rest) <= len(odd):
             lines = [f"{name}: {_names(odd)} not as on {_names(rest)}, which are not the majority"]
             raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
@@ -224,12 +225,9 @@ def _healed(name: str, value: Any) -> Any:
     if source == list(range(len(devices))):
         return value
     with outside_mesh():
-        healed = _taking(copies.mesh)(copies.of(array), np.asarray(source))
+        healed = _taking(copies.mesh)(copies.of(value), np.asarray(source))
     parts = [shard.data for shard in healed.addressable_shards]
-    whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
-    if is_key(value):
-        return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(value))
-    return whole
+    return jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from distribute_jax._absent import foreign, is_foreign
-from distribute_jax._checks import brief, is_function
+from distribute_jax._checks import brief, is_function, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import error_text, leaf_text, not_a_name
 from distribute_jax.losses import _crossentropy, _regression
@@ -97,8 +97,6 @@ PREDICTIONS = (
     *("logits", "outputs", "output"),
 )
 
-_COLLECT = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
 
 class FunctionLoss(Loss):
     """A function of labels and predictions; ``what`` it is to the user is for messages."""
@@ -143,42 +141,19 @@ def ordered(function: Callable[..., Any], what: str) -> tuple[Callable[[Any, Any
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         parameters = []  # written in C: nothing is known of it
-    named = [p for p in parameters if p.kind not in _COLLECT]
-    # Keywords that a partial has filled in, or that have a default, are no place for an array.
-    places = [p for p in named if p.kind is not p.KEYWORD_ONLY or p.default is p.empty]
-    predicted_first, logits = _is_of_optax(function), False
-    names: tuple[str, str] | None = None
-    if len(places) >= 2:
-        labels, predicted = _chosen(places, predicted_first)
-        predicted_first, logits = places[0] is predicted, predicted.name == "logits"
-        if inspect.Parameter.POSITIONAL_ONLY not in (labels.kind, predicted.kind):
-            names = labels.name, predicted.name
-        fits = all(p in (labels, predicted) or p.default is not p.empty for p in places)
-    else:
-        fits = len(named) < len(parameters) or not parameters
-    if not fits:
+    first, second, *others = (*(p.name for p in parameters), "", "")
+    if not takes(function, None, None) or {*others} & {*LABELS, *PREDICTIONS}:
         signature = ", ".join(map(str, parameters))
         raise ArgumentError(
             f"{what} takes ({signature}). It is called with labels and predictions and nothing else: write "
             "lambda y_true, y_pred: ..., or fill the other arguments in with functools.partial."
         )
-
-    def call(y_true: Any, y_pred: Any) -> Any:
-        if names is not None:
-            return function(**{names[0]: y_true, names[1]: y_pred})
-        return function(y_pred, y_true) if predicted_first else function(y_true, y_pred)
-
-    return call, logits
-
-
-def _chosen(places: list[Any], is_of_optax: bool) -> tuple[Any, Any]:
-    """Picks the parameters for labels and predictions."""
-    labels = next((p for p in places if p.name in LABELS), None)
-    predicted = next((p for p in places if p.name in PREDICTIONS), None)
-    if labels is None and predicted is None:
-        labels, predicted = reversed(places[:2]) if is_of_optax else places[:2]
-    labels = labels or next(p for p in places if p is not predicted)
-    return labels, predicted or next(p for p in places if p is not labels)
+    predicted_first = first in PREDICTIONS or second in LABELS
+    if not predicted_first and first not in LABELS and second not in PREDICTIONS:
+        predicted_first = _is_of_optax(function)
+    if predicted_first:
+        return lambda y_true, y_pred: function(y_pred, y_true), first == "logits"
+    return function, second == "logits"
 
 
 def _unwrapped(function: Any) -> Any:

@@ -99,12 +99,10 @@ def kill(
     """
     if (worker is None) == (server is None):
         raise ArgumentError("dj.testing.kill: pass worker= or server=.")
-    if worker is None:
-        number = check_int("dj.testing.kill: server", server, 0, strategy.servers)
-        strategy._runner.kill("server", number)
-    else:
-        number = check_int("dj.testing.kill: worker", worker, 0, strategy.workers)
-        strategy._runner.kill("worker", number)
+    kind, number, count = ("server", server, strategy.servers)
+    if worker is not None:
+        kind, number, count = "worker", worker, strategy.workers
+    strategy._runner.kill(kind, check_int(f"dj.testing.kill: {kind}", number, 0, count))
 
 
 @contextmanager

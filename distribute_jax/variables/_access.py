@@ -22,7 +22,7 @@ from distribute_jax import _context, _frames
 from distribute_jax._errors import ContextError, DonatedError, MixedStrategiesError
 from distribute_jax._jax_private import at_top_level
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import is_donated, is_key
+from distribute_jax._messages import is_donated, is_key, on_bits
 from distribute_jax._values import Mirrored, mark_mirrored, step_of
 from distribute_jax.variables._components import uncommitted_copy
 
@@ -151,8 +151,7 @@ def _copied(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     if is_key(leaf):
-        data = _copied(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return on_bits(_copied, leaf)
     kind = leaf.sharding.memory_kind
     shards = [(s.device, np.array(s.data)) for s in leaf.addressable_shards]
     parts = [

@@ -21,7 +21,7 @@ from distribute_jax._mesh import (
     put,
     split_sharding,
 )
-from distribute_jax._messages import is_key
+from distribute_jax._messages import on_bits
 from distribute_jax._values import Mirrored, PerReplica
 from distribute_jax.variables._rules import VariableAggregation
 
@@ -91,9 +91,7 @@ def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> 
 
 def uncommitted_copy(value: jax.Array) -> jax.Array:
     """Returns the same numbers, or random keys, in an array that is not committed to a device."""
-    if is_key(value):
-        return _key_like(value, jnp.asarray(np.asarray(jax.random.key_data(value))))
-    return jnp.asarray(np.asarray(value))
+    return on_bits(lambda numbers: jnp.asarray(np.asarray(numbers)), value)
 
 
 def from_result(raw: Any) -> Any:
@@ -108,15 +106,12 @@ def from_result(raw: Any) -> Any:
 
 def first_replica(value: jax.Array) -> jax.Array:
     """Returns the value of replica 0 on every replica: numbers, bools or random keys."""
-    if is_key(value):
-        return _key_like(value, first_replica(jax.random.key_data(value)))
-    first = jnp.where(jax.lax.axis_index(DATA) == 0, value, jnp.zeros_like(value))
-    return jnp.asarray(jax.lax.psum(first, DATA), value.dtype)
 
+    def first(numbers: jax.Array) -> jax.Array:
+        mine = jnp.where(jax.lax.axis_index(DATA) == 0, numbers, jnp.zeros_like(numbers))
+        return jnp.asarray(jax.lax.psum(mine, DATA), numbers.dtype)
 
-def _key_like(key: jax.Array, data: jax.Array) -> jax.Array:
-    new: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
-    return new
+    return on_bits(first, value)
 
 
 def cores_of(mirrored: jax.Array) -> int:

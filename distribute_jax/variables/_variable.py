@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -157,17 +156,6 @@ class Variable(nnx.Variable[Any]):
     def read_value(self) -> Any:
         """Returns the value, as ``v[...]`` does."""
         return self.get_value()
-
-    @property
-    def value(self) -> Any:
-        """The value, as in ``nnx.Variable``: deprecated there, and not a method as TensorFlow's."""
-        warnings.warn(_VALUE, DeprecationWarning, stacklevel=2)
-        return self.get_value()
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        warnings.warn(_VALUE, DeprecationWarning, stacklevel=2)
-        self.set_value(value)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Returns the value as a NumPy array; outside of ``run`` only."""
@@ -422,12 +410,6 @@ class Variable(nnx.Variable[Any]):
         if not name.startswith("_") and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
-
-
-_VALUE = (
-    "v.value is deprecated. Read a dj.Variable as v[...] or v.read_value() (TensorFlow's v.value()), and set "
-    "it with v.assign(x) or v[...] = x."
-)
 
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:

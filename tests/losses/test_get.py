@@ -71,17 +71,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "optax's names": lambda predictions, targets: targets - predictions,
     "one known, second": lambda x, labels: labels - x,
     "one known, first": lambda pred, x: x - pred,
-    "an option between": lambda logits, scale=1.0, labels=None: scale * (labels - logits),
     "no names": lambda a, b: a - b,
     "anything": lambda *args: args[0] - args[1],
     "by place": only_by_place,
     "jit": jax.jit(lambda logits, labels: labels - logits),
-    "jit of no names": jax.jit(lambda a, b: a - b),
     "partial": functools.partial(
         lambda outputs, target, scale: scale * (target - outputs), scale=1.0
     ),
     "partial of the first": functools.partial(with_option, 1.0),
-    "partial by name of the first": functools.partial(with_option, scale=1.0),
     "callable": Difference(),
     "bound method": Difference().method,
     "written in C": np.subtract,
@@ -132,6 +129,10 @@ REFUSED = {
     "a number": (3, "not a loss"),
     "a class": (Difference, "not a loss"),
     "one argument": (lambda y: y, r"takes \(y\)"),
+    "an option between": (
+        lambda logits, scale=1.0, labels=None: labels - logits,
+        r"takes \(logits, scale=1.0, labels=None\)",
+    ),
     "three arguments": (lambda y_true, y_pred, w: y_true, r"takes \(y_true, y_pred, w\)"),
 }
 

@@ -401,7 +401,7 @@ def weights(model: nnx.Linear) -> list[jax.Array]:
 
 
 def test_a_variable_takes_the_arguments_of_tensorflow():
-    """``initial_value`` and ``dtype``; ``value`` is Flax's property, whose warning names read_value()."""
+    """``initial_value`` and ``dtype``."""
     v = dj.Variable(initial_value=0, name="n", dtype=jnp.float32)
     assert (v.read_value().dtype, float(v.numpy())) == (jnp.float32, 0.0)
     for wrong in (dj.Variable, lambda: dj.Variable(1, initial_value=2)):
@@ -409,5 +409,3 @@ def test_a_variable_takes_the_arguments_of_tensorflow():
             wrong()
     with pytest.raises(ValueError, match="would be changed"):
         dj.Variable(0.5, dtype=jnp.int32)
-    with pytest.warns(DeprecationWarning, match=r"v\.read_value\(\) \(TensorFlow's v\.value\(\)\)"):
-        assert float(v.value) == 0.0
