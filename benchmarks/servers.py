@@ -1,4 +1,4 @@
-"""What parameter servers cost beside a loop of threads written by hand, and what staleness buys.
+"""What parameter servers cost beside loops written by hand, and what staleness buys.
 
     python -m benchmarks.servers             measures, and prints JSON lines
     python -m benchmarks.servers --report    also writes a dated report to benchmarks/reports/
@@ -6,16 +6,22 @@
 
 The loop by hand has as many threads: each takes the weights under a lock, computes gradients, and updates
 weights and moments under the lock. It numbers nothing, bounds nothing, and loses a batch with its thread.
+Beside servers in other processes, and with Ray where it is installed, a socket only echoes as many numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -27,10 +33,15 @@ from flax import nnx
 import distribute_jax as dj
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, Ratio, in_turns, interval_text, ratio, table
+from distribute_jax.servers._processes import _Nursery
+from distribute_jax.servers._ray import Cluster, _Calls
+from distribute_jax.servers._wire import Connection, Message, pair
 
-CLOSURES, BY_HAND = "closures", "by hand"
+CLOSURES, BY_HAND, SOCKET = "closures", "by hand", "a plain socket"
 RATIO, MICROSECONDS, TWICE = 1.05, 150, 0.5
 """The targets: of steps of some milliseconds, of an empty closure, of staleness 4 by staleness 1."""
+TRANSFERS = {1: 1.0, 100: 150.0}
+"""Milliseconds in which so many MB are read of a server that is a process, and handed to it."""
 SOME = 4.0
 """Milliseconds of a step by hand for which the first target holds."""
 
@@ -63,6 +74,8 @@ class Options:
     """Empty closures in one turn."""
     slow: int = 60
     """Steps in one turn with a slow worker."""
+    engines: tuple[str, ...] = ("processes", "ray") if find_spec("ray") else ("processes",)
+    """The servers that numbers are read of and handed to."""
     rounds: int = 30
     """Paired rounds; at least 30 for an interval worth stating."""
 
@@ -95,6 +108,17 @@ def measure(options: Options) -> Log:
     for bound, times in timings.items():
         log.add("staleness", bound=bound, rate=1 / statistics.median(times),
                 ratio=ratio(times, timings[str(options.staleness[0])]))  # fmt: skip
+    for size, target in TRANSFERS.items():
+        with ExitStack() as started:
+            turns = {
+                way: started.enter_context(of_server(way, size << 20)) for way in options.engines
+            }
+            turns[SOCKET] = started.enter_context(of_socket(size << 20))
+            timings = timed(turns, max(1, 64 // size), options.rounds)
+        for way, times in timings.items():
+            log.add("transfer", way=way, size=size, ms=1e3 * statistics.median(times),
+                    ratio=ratio(times, [target / 1e3] * len(times)),
+                    by_socket=ratio(times, timings[SOCKET]))  # fmt: skip
     return log
 
 
@@ -211,6 +235,65 @@ def with_a_slow_worker(bound: int, seconds: tuple[float, float]) -> Turn:
     return scheduling(coordinator, step, iter(coordinator.create_per_worker_dataset(dataset)))
 
 
+@contextmanager
+def of_server(engine: str, size: int) -> Iterator[Turn]:
+    """Yields what reads so many bytes of a server in another process, and hands it as many."""
+    engines: Any = Cluster() if engine == "ray" else _Nursery("cpu")
+    server = engines.child("server", 0)
+    if engine == "ray":
+        link: Any = _Calls(server._actor)
+    else:
+        here, there = pair()
+        with there:
+            server.control.send(Message("link", ends=[there.fileno()]))
+        link = Connection(here)
+    data, runs = np.ones(size, np.uint8), itertools.count()
+    server.control.send(Message("assign", [0], [data]))
+
+    def turn(calls: int) -> None:
+        for run in itertools.islice(runs, calls):
+            server.control.send(Message("prepare", [run, [0]]))
+            (read,) = link.request(Message("fetch", [0, run, []]))().arrays
+            assert read.size == size
+            link.request(Message("stage", [0, run, ""], [data]))()
+            server.control.send(Message("drop", [run]))
+
+    yield turn
+    link.close()
+    server.end()
+    engines.close()
+
+
+ECHO = """
+import socket, sys
+end, data = socket.socket(fileno=int(sys.argv[1])), memoryview(bytearray(int(sys.argv[2])))
+while True:
+    left = data
+    while left:
+        left = left[end.recv_into(left) or sys.exit() :]
+    end.sendall(data)
+"""
+
+
+@contextmanager
+def of_socket(size: int) -> Iterator[Turn]:
+    """Yields what sends so many bytes to another process, which sends them back."""
+    here, there = pair()
+    command = [sys.executable, "-c", ECHO, str(there.fileno()), str(size)]
+    with subprocess.Popen(command, pass_fds=[there.fileno()]), here:
+        there.close()
+        data = memoryview(bytearray(size))
+
+        def turn(calls: int) -> None:
+            for _ in range(calls):
+                here.sendall(data)
+                left = data
+                while left:
+                    left = left[here.recv_into(left) :]
+
+        yield turn
+
+
 def report(log: Log) -> str:
     """Writes the records as a page."""
     steps = [
@@ -221,6 +304,10 @@ def report(log: Log) -> str:
     empty = [[r["workers"], f"{r['us']:.0f}"] for r in log.of("empty")]
     stale = [
         [r["bound"], f"{r['rate']:.0f}", interval_text(r["ratio"])] for r in log.of("staleness")
+    ]
+    transfers = [
+        [r["size"], r["way"], f"{r['ms']:.2f}", interval_text(r["by_socket"])]
+        for r in log.of("transfer")
     ]
     parts = [
         "# Parameter servers",
@@ -233,6 +320,11 @@ def report(log: Log) -> str:
         "Two workers, of which one takes ten times as long. The ratio is that of the times of a step to "
         f"those with the first bound; the target is {TWICE} for a bound of 4.",
         table(["max_staleness", "steps/s", "ratio of times"], stale),
+        "What a worker reads of a server in another process and hands to it, and as much over a socket that "
+        "only echoes it. The targets of processes are "
+        + " and ".join(f"{ms:.0f} ms for {size} MB" for size, ms in TRANSFERS.items())
+        + ".",
+        table(["MB", "way", "ms", "ratio to the socket"], transfers),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -257,6 +349,15 @@ def headline(log: Log) -> list[Row]:
         )
         for r in log.of("empty")
     ]
+    rows += [
+        Row(
+            f"{r['size']} MB read and handed over, {r['way']}",
+            f"ms / {TRANSFERS[r['size']]:.0f}",
+            Ratio(**r["ratio"]),
+            1.0 if r["way"] == "processes" else None,
+        )
+        for r in log.of("transfer")
+    ]
     of_stale = list(log.of("staleness"))
     return rows + [
         Row(
@@ -271,7 +372,7 @@ def headline(log: Log) -> list[Row]:
 
 BENCHMARK = Benchmark(
     name="servers",
-    question="What closures cost, and what staleness buys with a slow worker.",
+    question="What closures and transfers cost, and what staleness buys with a slow worker.",
     quick=QUICK,
     full=FULL,
     minutes=(1, 8),

@@ -27,6 +27,8 @@ _MAGIC = b"dj 1"
 _SMALL = 1 << 16
 _LONGEST_HEAD = 1 << 26
 _LARGEST_ARRAY = 1 << 40
+_ALIGNMENT = 64
+"""Of arrays that JAX uses where they are; it copies those of NumPy."""
 
 
 class WireError(Exception):
@@ -171,9 +173,11 @@ def _empty(dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
     kind = jnp.dtype(dtype)
     if kind.hasobject or not all(type(n) is int and n >= 0 for n in shape):
         raise TypeError
-    if prod(shape) * kind.itemsize > _LARGEST_ARRAY:
+    if (size := prod(shape) * kind.itemsize) > _LARGEST_ARRAY:
         raise MemoryError
-    return np.empty(shape, kind)
+    space = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -space.ctypes.data % _ALIGNMENT
+    return space[start : start + size].view(kind).reshape(shape)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -20,8 +20,13 @@ def test_a_measurement_has_steps_empty_closures_and_bounds() -> None:
     assert [r["workers"] for r in log.of("step")] == [r["workers"] for r in log.of("empty")]
     assert [r["bound"] for r in log.of("staleness")] == ["1", "0", "4", "16"]
     assert min(r["rate"] for r in log.of("staleness")) > 0
-    assert [row.target for row in rows] == [None, None, 1.0, 1.0, None, servers.TWICE, None]
+    assert {(r["way"], r["size"]) for r in log.of("transfer")} >= {
+        (way, size) for way in ("processes", servers.SOCKET) for size in servers.TRANSFERS
+    }
+    targets = [row.target for row in rows if "ray" not in row.question]
+    assert targets == [None, None, 1.0, 1.0, 1.0, None, 1.0, None, None, servers.TWICE, None]
     assert "| max_staleness |" in page
+    assert "| 100 | processes |" in page
 
 
 def test_counts_that_measure_nothing_are_refused() -> None:

@@ -10,11 +10,12 @@ import struct
 import threading
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distribute_jax.servers._wire import Connection, Message, WireError, pair
+from distribute_jax.servers._wire import Connection, Message, WireError, pair, unpacked
 
 SECONDS = 10
 
@@ -47,6 +48,15 @@ def test_a_message_comes_as_it_was_sent(size: int) -> None:
         os.close(descriptor)
     here.close()
     there.close()
+
+
+@pytest.mark.parametrize("size", [1, 77, 1 << 18])
+def test_an_array_that_has_come_is_used_where_it_is(size: int) -> None:
+    """JAX does not copy it to a CPU, which would take longer than the message."""
+    array = np.arange(size, dtype=np.float32)
+    got = unpacked(b"".join(Message("name", [], [array, array]).packed())).arrays[1]
+    on_cpu = jax.device_put(got, jax.devices("cpu")[0])
+    assert on_cpu.unsafe_buffer_pointer() == got.ctypes.data
 
 
 def frames(number: int) -> list[bytes]:
