@@ -10,7 +10,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -189,8 +189,7 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/scalar
     """
-    current = _current_writer("scalar", step)
-    if current is None:
+    if (write := _writing("scalar", "scalars", name, step, description)) is None:
         return False
     array = _numbers("scalar", name, data)
     if array.ndim:
@@ -198,8 +197,7 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
             f"dj.summary.scalar({name!r}) got {leaf_text(array)}. A scalar is one number: take its mean, "
             "or call dj.summary.histogram."
         )
-    writer, step = current
-    return writer._write(step, name, "scalars", array.astype(np.float32), description)
+    return write(array.astype(np.float32))
 
 
 def histogram(
@@ -222,8 +220,7 @@ def histogram(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/histogram
     """
-    current = _current_writer("histogram", step)
-    if current is None:
+    if (write := _writing("histogram", "histograms", name, step, description)) is None:
         return False
     check_int("dj.summary.histogram: buckets", buckets)
     array = _numbers("histogram", name, data).astype(np.float64).ravel()
@@ -232,8 +229,7 @@ def histogram(
             f"dj.summary.histogram({name!r}): {int((~np.isfinite(array)).sum())} of {array.size} numbers "
             "are NaN or infinite and have no bucket. Leave them out, as in data[isfinite(data)]."
         )
-    writer, step = current
-    return writer._write(step, name, "histograms", _count(array, buckets), description)
+    return write(_count(array, buckets))
 
 
 def image(
@@ -261,8 +257,7 @@ def image(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/image
     """
-    current = _current_writer("image", step)
-    if current is None:
+    if (write := _writing("image", "images", name, step, description)) is None:
         return False
     array = _numbers("image", name, data)
     is_float = np.issubdtype(array.dtype, np.floating)
@@ -277,8 +272,7 @@ def image(
     _, height, width, _ = array.shape
     files = [_png(pixels) for pixels in images.astype(np.uint8)]
     strings = np.array([str(width).encode(), str(height).encode(), *files], object)
-    writer, step = current
-    return writer._write(step, name, "images", strings, description)
+    return write(strings)
 
 
 def text(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
@@ -298,32 +292,33 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/text
     """
-    current = _current_writer("text", step)
-    if current is None:
+    if (write := _writing("text", "text", name, step, description)) is None:
         return False
     array = np.asarray(data)
     if array.dtype.kind not in "US":
         raise ArgumentError(f"dj.summary.text({name!r}) got {leaf_text(data)}. Pass str(…) of it.")
-    writer, step = current
     if array.dtype.kind == "U":
         array = np.char.encode(array, "utf-8")
-    return writer._write(step, name, "text", array.astype(object), description)
+    return write(array.astype(object))
 
 
-def _current_writer(function: str, step: object) -> tuple[SummaryWriter, int] | None:
-    """Returns the current writer and the step; None without a writer."""
+def _writing(
+    function: str, plugin: str, name: str, step: object, description: str | None
+) -> Callable[[Array], bool] | None:
+    """Returns what writes an array with the current writer; None without a writer."""
     current = _current.get()
     if current is None:
         return None
     writer, default = current
     step = default if step is None else step
     try:
-        return writer, operator.index(step)  # type: ignore[arg-type]
+        number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         raise ArgumentError(
             f"dj.summary.{function}: step must be an int; got {step!r}. Pass it here, or to "
             "writer.as_default(step=…)."
         ) from None
+    return lambda array: writer._write(number, name, plugin, array, description)
 
 
 def _numbers(function: str, name: str, data: Any) -> Array:

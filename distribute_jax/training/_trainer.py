@@ -451,12 +451,11 @@ class StepsPerExecution:
         self,
         steps: int | str,
         wait: Callable[[], None],
-        clock: Callable[[], float] = time.perf_counter,
         agree: Callable[[float], float] = float,
     ) -> None:
         self.size = 1 if isinstance(steps, str) else steps
         self.is_settled = not isinstance(steps, str)
-        self._wait, self._clock, self._agree = wait, clock, agree
+        self._wait, self._agree = wait, agree
         self._best: float | None = None
         self._started: float | None = None
         self._batches = self._dispatches = 0
@@ -467,17 +466,17 @@ class StepsPerExecution:
             return  # the rest of an epoch is not representative
         if self._started is None:  # the first one compiles
             self._wait()
-            self._started = self._clock()
+            self._started = time.perf_counter()
             self._batches = self._dispatches = 0
             return
         self._batches += batches
         self._dispatches += 1
         if self._dispatches & (self._dispatches - 1):
             return  # after 1, 2, 4, 8, … only, so that what processes exchange does not count
-        if self._agree(self._clock() - self._started) < _WINDOW:
+        if self._agree(time.perf_counter() - self._started) < _WINDOW:
             return
         self._wait()
-        self._judge(self._agree(self._clock() - self._started) / self._batches)
+        self._judge(self._agree(time.perf_counter() - self._started) / self._batches)
 
     def _judge(self, seconds: float) -> None:
         """Goes on to the next size, or settles on the one before."""

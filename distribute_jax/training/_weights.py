@@ -28,6 +28,7 @@ from distribute_jax._errors import (
 from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
 from distribute_jax._user_frames import warn_user
+from distribute_jax.checkpoint._disk import sync
 from distribute_jax.checkpoint._orbax import assign, flax_folder, load_flax
 from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.processes import is_chief
@@ -450,10 +451,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
     try:
-        with open(draft, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        draft.write_bytes(data)
+        sync(draft)
         draft.replace(place)
     finally:
         draft.unlink(missing_ok=True)

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_578,
-    lines_of_tests: 50_886,
+    lines: 51_548,
+    lines_of_tests: 50_809,
     files: 227,
     pieces: 1,
     private_words: 9,

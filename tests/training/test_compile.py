@@ -158,15 +158,6 @@ def test_an_optimizer_of_the_user(s4: dj.MirroredStrategy):
         model.compile(plain, "mse")
 
 
-def test_a_loss_that_is_a_number_is_refused(s4: dj.MirroredStrategy):
-    """No replica knows the whole batch, so it could not be exact."""
-    model = made(s4, loss=lambda y_true, y_pred: jnp.mean((y_pred[:, 0] - y_true) ** 2))
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="one number for the whole batch"):
-        model.fit(X, Y, verbose=0)
-    np.testing.assert_array_equal(before[1], model.get_weights()[1])
-
-
 def test_what_a_loss_captures_is_read_at_each_step(s4: dj.MirroredStrategy):
     """A Python number that a loss function reads may change between steps."""
     factor = [1.0]

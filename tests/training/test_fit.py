@@ -166,13 +166,6 @@ def test_data_that_ends_between_epochs_begins_again(s4: dj.MirroredStrategy, tmp
         steps.fit(X, Y, steps_per_epoch=2, epochs=3, **options | {"batch_size": 5})
 
 
-def test_a_loss_that_is_not_reduced_is_refused(s4: dj.MirroredStrategy):
-    """By its name and what to write, before JAX refuses the gradient of an array."""
-    model = made(s4, loss=dj.losses.MeanSquaredError(reduction=None), metrics=[])
-    with pytest.raises(ValueError, match=r'mean_squared_error has reduction=None(.|\n)*pass "sum"'):
-        model.fit(X, np.eye(2)[Y], verbose=0)
-
-
 @pytest.mark.parametrize("kind", ["one-hot", "column"])
 def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, kind: str):
     """As sample weights of the class's examples do, with others beside, in fit and train_on_batch."""
@@ -367,11 +360,17 @@ class Mean(Net):
 
 
 def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
-    """Every message names the argument and the remedy."""
+    """Every message names the argument and the remedy; nothing is trained."""
     model = made(s4)
     unweighted: Any = {"weighted_metrics": [nnx.metrics.Average("y_pred")]}
+    y, metric, unknown = {"a": Y, "b": Y}, dj.metrics.Accuracy(), {"zz": "binary_crossentropy"}
+    twice: Any = {"metrics": [metric], "weighted_metrics": [metric]}
+    both: Any = {"loss": {"a": "mse", "b": "mse"}, "metrics": None}
+    other: Any = both | {"metrics": {"zz": ["mae"]}}
+    unreduced = dj.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
     with s4.scope():
         fresh = dj.Model(Net())
+    before = model.get_weights()
     cases: list[tuple[Any, str]] = [
         (lambda: fresh.fit(X, Y), "compile"),
         (lambda: model.fit(X, Y[:5]), "x.* has 22.*y.* has 5"),
@@ -384,7 +383,21 @@ def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit([(X, Y, Y, Y)]), "tuple of 4"),
         (lambda: model.fit(list(batches()), validation_split=0.5), "split is for arrays"),
         (lambda: model.fit({"a": X, "b": Y}, Y, x_key="a", y_key="b"), "leave out y, or them"),
-        (lambda: model.set_weights([X]), "takes 4 arrays.*got 1"),
+        (lambda: model.fit(X), "needs targets"),
+        (lambda: model.fit(X, Y, batch_size=0), "batch"),
+        (lambda: model.fit(X, Y, validation_freq=0, validation_data=(X, Y)), "integer >= 1; got 0"),
+        (lambda: model.fit(X, [Y]), "single loss"),
+        (lambda: made(s4, loss=unreduced).fit(X, Y), r'reduction=None(.|\n)*pass "sum"'),
+        (
+            lambda: made(s4, loss=lambda y, p: jnp.mean(p[:, 0] - y)).fit(X, Y),
+            "for the whole batch",
+        ),
+        (lambda: made(s4, **twice), "one Accuracy object twice"),
+        (lambda: made(s4, TwoHeads, loss=unknown).fit(X, y), "'zz'.*a dict of"),
+        (lambda: made(s4, loss=unknown).fit(X, y), "'zz'.*one array"),
+        (lambda: made(s4, TwoHeads, **other).fit(X, y), "metric for 'zz'"),
+        (lambda: made(s4, TwoHeads, **both).fit(X, y, class_weight={0: 2.0}), "class_weight"),
+        (lambda: made(s4, metrics=[nnx.metrics.Average()]).fit(X, Y), "values="),
         (lambda: made(s4, metrics=[loss]), "'loss', which is the name of the loss"),
         (
             lambda: made(s4, metrics=[nnx.metrics.Average("z")]).fit(X, Y),
@@ -403,6 +416,7 @@ def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
     for call, text in cases:
         with pytest.raises((ValueError, RuntimeError), match=text):
             call()
+    assert all(map(np.array_equal, model.get_weights(), before))
 
 
 class TwoOutputs(nnx.Module):
@@ -453,27 +467,6 @@ def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
     first = model.predict(X, verbose=0)
     model.compile("sgd", "mse")
     np.testing.assert_array_equal(first, model.predict(X, verbose=0))
-
-
-def test_outputs_that_are_not_rows_are_refused(strategy: dj.Strategy):
-    """Joined in order they would have another shape on each number of replicas."""
-
-    class Mean(Net):
-        def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
-            rows = super().__call__(x)
-            return {"rows": rows, "mean": rows[:, :1].mean(axis=0)}
-
-    model = made(strategy, Mean, loss={"rows": optax.softmax_cross_entropy_with_integer_labels},
-                 metrics=None)  # fmt: skip
-    with pytest.raises(ValueError, match="one row for each example"):
-        model.predict(X[:16], batch_size=16)
-
-
-def test_one_metric_object_in_two_places_is_refused(s4: dj.MirroredStrategy):
-    """It would add up both."""
-    metric = dj.metrics.Accuracy()
-    with pytest.raises(ValueError, match="one Accuracy object twice"):
-        made(s4, metrics=[metric], weighted_metrics=[metric])
 
 
 def test_batch_norm_on_a_partial_batch_says_what_to_do_in_fit(s4: dj.MirroredStrategy):

@@ -35,24 +35,6 @@ def made(strategy: dj.Strategy, kind: type = dj.Model, **options: Any) -> dj.Mod
     return model
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"y": None}, "needs targets"),
-        ({"batch_size": 0}, "batch"),
-        ({"validation_freq": 0, "validation_data": (X, Y)}, "integer >= 1; got 0"),
-        ({"y": [Y]}, "single loss"),
-    ],
-)
-def test_mistakes_are_refused_in_words(options: dict[str, Any], words: str):
-    """A ValueError, before anything is trained."""
-    model = made(dj.MirroredStrategy([0, 1]))
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=words):
-        model.fit(**{"x": X, "y": Y, "verbose": 0, **options})
-    assert all(map(np.array_equal, model.get_weights(), before))
-
-
 def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
     """Nested lists too."""
     model = made(s4)

@@ -13,16 +13,6 @@ from distribute_jax.training import _trainer
 from distribute_jax.training._trainer import StepsPerExecution
 
 
-class Clock:
-    """A made-up clock: a dispatch costs a fixed time, and each batch its own."""
-
-    def __init__(self, dispatch: float, batch: float) -> None:
-        self.now, self._dispatch, self._batch = 0.0, dispatch, batch
-
-    def run(self, batches: int) -> None:
-        self.now += self._dispatch + self._batch * batches
-
-
 @pytest.mark.parametrize(
     ("dispatch", "batch", "size"),
     [
@@ -31,19 +21,22 @@ class Clock:
         (1.0, 1e-6, 32),  # the dispatch is all there is
     ],
 )
-def test_the_group_doubles_while_it_is_worth_it(dispatch: float, batch: float, size: int):
-    """With a made-up clock the size is the one that the costs imply, and it stays."""
-    clock = Clock(dispatch, batch)
-    steps = StepsPerExecution("auto", wait=lambda: None, clock=lambda: clock.now)
+def test_the_group_doubles_while_it_is_worth_it(
+    dispatch: float, batch: float, size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A dispatch costs a fixed time, and each batch its own: the size is what these imply, and stays."""
+    now = [0.0]
+    monkeypatch.setattr(_trainer.time, "perf_counter", lambda: now[0])
+    steps = StepsPerExecution("auto", wait=lambda: None)
     for _ in range(1000):
-        clock.run(steps.size)
+        now[0] += dispatch + batch * steps.size
         steps.note(steps.size)
     assert (steps.size, steps.is_settled) == (size, True)
 
 
 def test_the_rest_of_an_epoch_is_not_measured():
     """Dispatches of fewer batches than the group tell nothing about it."""
-    steps = StepsPerExecution("auto", wait=lambda: None, clock=lambda: 0.0)
+    steps = StepsPerExecution("auto", wait=lambda: None)
     steps.size = 4
     steps.note(3)
     assert steps._started is None

@@ -107,13 +107,8 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 
-SLOW = {"fit", "losses", "sgd, scaled", "adamw, accumulated", "auc", "recall"}
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in SLOW else n for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_the_library_computes_the_same_under_strict_promotion(s2: dj.MirroredStrategy, name: str):
     """Full and partial batches; the user's own code is left to the setting."""
