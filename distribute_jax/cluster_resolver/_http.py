@@ -86,13 +86,13 @@ def metadata_server(timeout: float) -> Service:
         from requests import RequestException, Session
     except ImportError as error:
         raise _missing("requests") from error
-    host = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_IP")
+    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
     session = Session()
     session.headers["Metadata-Flavor"] = "Google"
     session.trust_env = False  # no proxy: the server is beside this machine
     return Service(
         name="The metadata server",
-        root=f"http://{host or 'metadata.google.internal'}/computeMetadata/v1",
+        root=f"http://{host}/computeMetadata/v1",
         hint="It answers only on machines of Google Cloud; elsewhere pass the values as arguments.",
         timeout=timeout,
         session=_with_retries(session),

@@ -219,7 +219,7 @@ def choose_policy(
     """Returns the policy that applies: the user's option, else the source's, else AUTO's choice."""
     policy = requested
     if policy is None:
-        policy = AutoShardPolicy[(source.auto_shard_policy or "auto").upper()]
+        policy = AutoShardPolicy[source.auto_shard_policy or "AUTO"]
     if policy is AutoShardPolicy.HINT:
         raise ArgumentError(f"{source.text} has the option auto_shard_policy=HINT. {HINT_REFUSED}")
     if policy is AutoShardPolicy.FILE and workers > 1 and (source.num_files or 0) < workers:

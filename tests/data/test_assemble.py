@@ -1,7 +1,5 @@
 """From one host batch to the devices: what is refused, what is converted, where it lands."""
 
-import dataclasses
-from collections import namedtuple
 from typing import Any
 
 import jax
@@ -100,29 +98,6 @@ def test_random_keys_are_batches_too():
     assert element.counts == (2, 1)
     joined = jnp.concatenate([jax.random.key_data(part) for part in element.values])
     np.testing.assert_array_equal(joined, jax.random.key_data(keys))
-
-
-Point = namedtuple("Point", ["x", "y"])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Example:
-    image: object
-    label: object
-
-
-def test_structures_survive():
-    """Nested dicts, tuples, named tuples, dataclasses and None come back as they were."""
-    x = np.arange(3, dtype=np.float32)
-    batch = {"a": (x, None), "b": [Point(x, {"c": x})], "e": Example(image=x, label=None)}
-    element = first(batch)
-    plain = jax.tree.map(lambda leaf: leaf.counts, element, is_leaf=lambda e: hasattr(e, "counts"))
-    assert jax.tree.structure(plain, is_leaf=lambda e: e == (2, 1)) == jax.tree.structure(batch)
-    assert isinstance(element["b"][0], Point)
-    assert isinstance(element["e"], Example)
-    assert element["a"][1] is None
-    assert values(element["e"].image) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The distributed dataset as a user iterates it: the reference's cases and the errors."""
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,28 +13,48 @@ from input_helpers import all_values, batches, distribute, values
 
 from distribute_jax._errors import ArgumentError, ContextError
 
+RULE_A, RULE_B = ["auto", "data"], ["off", "file"]
+BOTH = RULE_A + RULE_B
+FULL = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
 
 @pytest.mark.parametrize(
-    ("replicas", "source", "expected"),
+    ("replicas", "source", "expected", "policies"),
     [
-        (2, batches(9, 2), [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]], [[8], []]]),
-        (2, batches(9, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
-        (2, batches(9, 4, drop_remainder=True), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
-        (2, batches(10, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]),
-        (2, batches(11, 5), [[[0, 1, 2], [3, 4]], [[5, 6, 7], [8, 9]], [[10], []]]),
-        (4, batches(10, 8), [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8], [9], [], []]]),
-        (4, batches(6, 6), [[[0, 1], [2, 3], [4, 5], []]]),
-        (1, batches(5, 4), [[[0, 1, 2, 3]], [[4]]]),
-        (2, batches(0, 4), []),
+        (2, batches(9, 2), [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]], [[8], []]], BOTH),
+        (2, batches(9, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]], BOTH),
+        (2, batches(9, 4, drop_remainder=True), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], BOTH),
+        (2, batches(10, 4), [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]], RULE_A),
+        (2, batches(11, 5), [[[0, 1, 2], [3, 4]], [[5, 6, 7], [8, 9]], [[10], []]], BOTH),
+        (4, batches(10, 8), [FULL, [[8], [9], [], []]], RULE_A),
+        (4, batches(10, 8), [FULL, [[8, 9], [], [], []]], RULE_B),
+        (4, batches(6, 6), [[[0, 1], [2, 3], [4, 5], []]], RULE_A),
+        (4, batches(6, 6), [[[0, 1], [2, 3], [4], [5]]], RULE_B),
+        (1, batches(5, 4), [[[0, 1, 2, 3]], [[4]]], BOTH),
+        (2, batches(0, 4), [], BOTH),
     ],
-    ids=["83", "84", "84 drop_remainder", "85", "85 odd", "87", "rule A", "one device", "90"],
+    ids=[
+        "83",
+        "84",
+        "84 drop",
+        "85",
+        "85 odd",
+        "87",
+        "87 off",
+        "rule A",
+        "rule B",
+        "one device",
+        "90",
+    ],
 )
 @pytest.mark.parametrize("partial", ["mask", "shrink"])
 def test_examples_are_spread_as_tensorflow_spreads_them(
-    replicas: int, source: Any, expected: Any, partial: str
+    replicas: int, source: Any, expected: Any, policies: list[str], partial: str
 ):
-    """Acceptance 83-90: each replica's real examples are those of tf.distribute."""
-    assert all_values(distribute(source, replicas, partial)) == expected
+    """Acceptance 83-90: each replica's real examples are those of tf.distribute, by each policy."""
+    for policy in policies:
+        dataset = distribute(source, replicas, partial, auto_shard_policy=policy)
+        assert all_values(dataset) == expected
 
 
 def test_an_empty_share_keeps_shape_and_dtype():
@@ -130,15 +149,6 @@ def test_every_way_to_advance_an_iterator():
         iterator.get_next()
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-def test_iterators_of_one_dataset_are_independent():
-    """Two iterators over one list each begin at the first batch."""
-    dataset = distribute(batches(6, 2), 2)
-    one, other = iter(dataset), iter(dataset)
-    next(one)
-    assert values(next(other)) == [[0], [1]]
-    assert values(next(one)) == [[2], [3]]
 
 
 # Sources
@@ -340,21 +350,6 @@ def test_shrink_pads_only_what_does_not_divide():
     ]
 
 
-def test_drop_refuses_to_drop_everything():
-    """Where the first batch does not divide, an error says so rather than an empty loop."""
-    with pytest.raises(ArgumentError, match="has 5 examples for 2 replicas") as error:
-        list(distribute(batches(15, 5), 2, "drop"))
-    assert "no batch would be left" in str(error.value)
-    assert "partial='mask'" in str(error.value)
-
-
-@pytest.mark.parametrize("partial", ["mask", "shrink", "drop"])
-def test_empty_batches_are_skipped(partial: str):
-    """A batch of no examples gives no element, and does not count as the first."""
-    source = [np.ones(n, np.float32) for n in (0, 4, 0, 4)]
-    assert shapes(distribute(source, 2, partial)) == [(4, None), (4, None)]
-
-
 # The warning of idle replicas, and the guard
 
 
@@ -367,13 +362,6 @@ def test_a_batch_smaller_than_the_replicas_warns_once():
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert "at least 4" in str(caught[0].message)
-
-
-def test_a_partial_last_batch_does_not_warn():
-    """Only a first batch tells the batch size: a short last one does not warn."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(list(distribute(batches(9, 4), 4))) == 3
 
 
 def test_the_guard_is_asked_at_every_step():

@@ -208,29 +208,6 @@ def test_a_policy_that_would_shard_is_refused(s2: dj.MirroredStrategy):
     assert s2.distribute_datasets_from_function(lambda context: batches(4, 2), off).cardinality == 1
 
 
-def test_the_error_of_a_dataset_passes_and_the_next_epoch_works(s2: dj.MirroredStrategy):
-    """The user's own exception surfaces at the loop; the function is not called again."""
-    fail = [True]
-    calls = []
-
-    def dataset_fn(context: dj.InputContext) -> Any:
-        calls.append(context)
-
-        def generate() -> Iterator[np.ndarray]:
-            yield from batches(4, 2)
-            if fail[0]:
-                raise OSError("disk")
-
-        return generate
-
-    dataset = s2.distribute_datasets_from_function(dataset_fn)
-    with pytest.raises(OSError, match="disk"):
-        list(dataset)
-    fail[0] = False
-    assert all_values(dataset) == [[[0, 1], [2, 3]]]
-    assert len(calls) == 1
-
-
 def test_there_is_no_state_to_save(s2: dj.MirroredStrategy):
     """A position in per-replica batches means nothing on other replicas, so state() says what to use."""
     iterator = iter(s2.distribute_datasets_from_function(lambda context: batches(4, 2)))

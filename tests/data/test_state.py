@@ -15,30 +15,12 @@ from distribute_jax.data import DistributedDataset
 from distribute_jax.data.sources import Source
 
 
-class Seekable(Source):
+def shuffled(n: int = 22, size: int = 4, seed: int = 0) -> dj.data.ArrayDataset:
     """R(n).batch(size), whose examples come in another order in each epoch, as the seed says."""
-
-    text = "a shuffled range"
-    can_resume = True
-    seed: int | None = None
-
-    def __init__(self, n: int = 22, size: int = 4, seed: int = 0) -> None:
-        self._n, self._size = n, size
-        self.seed = seed
-        self.opened: list[tuple[int, int]] = []
-
-    def __len__(self) -> int:
-        return -(-self._n // self._size)
-
-    def open(self, epoch: int = 0, position: int = 0) -> Iterator[np.ndarray]:
-        self.opened.append((epoch, position))
-        rows = np.random.default_rng([self.seed, epoch]).permutation(self._n)
-        return (rows[i : i + self._size] for i in range(position * self._size, self._n, self._size))
+    return dj.data.from_arrays(np.arange(n)).shuffle(seed=seed).batch(size)
 
 
-def made(
-    source: Source, replicas: int = 2, partial: str = "mask", **more: Any
-) -> DistributedDataset:
+def made(source: Any, replicas: int = 2, partial: str = "mask", **more: Any) -> DistributedDataset:
     return distribute(source, replicas, partial, **more)
 
 
@@ -48,14 +30,11 @@ def epoch_of(dataset: DistributedDataset) -> list[list[int]]:
 
 def test_iterating_again_gives_the_next_epoch():
     """The epoch belongs to the dataset: every iterator that starts gets the next one."""
-    source = Seekable()
-    dataset = made(source)
+    dataset = made(shuffled())
     one, other = epoch_of(dataset), epoch_of(dataset)
     assert one != other
     for epoch in (one, other):
         assert sorted(x for batch in epoch for x in batch) == list(range(22))
-    iter(dataset)
-    assert source.opened == [(0, 0), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("position", range(7))
@@ -64,52 +43,58 @@ def test_iterating_again_gives_the_next_epoch():
 def test_training_resumes_at_the_very_next_batch(position: int, replicas: int, policy: str):
     """Wherever epoch 1 is left, another process with other replicas goes on there and into epoch 2."""
     options = {"auto_shard_policy": policy}
-    whole = made(Seekable(42, 8), 2, **options)
+    whole = made(shuffled(42, 8), 2, **options)
     epochs = [epoch_of(whole) for _ in range(3)]
-    first = made(Seekable(42, 8), 2, **options)
+    first = made(shuffled(42, 8), 2, **options)
     list(first)
     iterator = iter(first)
     taken = [examples_in(next(iterator)) for _ in range(min(position, 6))]
     saved = json.loads(json.dumps(iterator.state()))
 
-    again = made(Seekable(42, 8), replicas, **options)
+    again = made(shuffled(42, 8), replicas, **options)
     resumed = iter(again)
     resumed.restore(saved)
     assert taken + [examples_in(element) for element in resumed] == epochs[1]
     assert epoch_of(again) == epochs[2]
 
 
+STATE = {
+    "version": 1,
+    "source": "dj.data.from_arrays(…)",
+    "seed": 0,
+    "batches": 6,
+    "epoch": 0,
+    "position": 2,
+    "first_batch": 4,
+    "largest_batch": 4,
+}
+
+
 def test_a_state_is_small_and_of_plain_values():
     """Numbers, a string and Nones: what JSON and every checkpoint can hold."""
-    iterator = iter(made(Seekable(seed=3)))
+    iterator = iter(made(shuffled()))
     next(iterator)
-    assert iterator.state() == {
-        "version": 1,
-        "source": "a shuffled range",
-        "seed": 3,
-        "batches": 6,
-        "epoch": 0,
-        "position": 1,
-        "first_batch": 4,
-        "largest_batch": 4,
-    }
-    assert json.loads(json.dumps(iterator.state())) == iterator.state()
+    next(iterator)
+    assert iterator.state() == STATE
+    assert json.loads(json.dumps(iterator.state())) == STATE
 
 
 def test_numbers_of_a_checkpoint_are_numbers():
     """Checkpoints give NumPy integers and 0-d arrays back for Python's."""
-    state = iter(made(Seekable())).state()
+    state = iter(made(shuffled())).state()
     saved = {k: np.asarray(v) if isinstance(v, int) else v for k, v in state.items()}
-    iterator = iter(made(Seekable()))
+    iterator = iter(made(shuffled()))
     iterator.restore(saved)
     assert len(list(iterator)) == 6
 
 
-class Fixed(Seekable):
-    """Given batches in their order."""
+class Fixed(Source):
+    """Batches of these sizes, in their order."""
+
+    text = "batches"
+    can_resume = True
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
-        super().__init__()
         self._batches = [np.full(n, i, np.int32) for i, n in enumerate(sizes)]
 
     def __len__(self) -> int:
@@ -147,7 +132,7 @@ def test_a_resumed_epoch_has_the_shapes_of_the_whole_one(
 
 def test_an_iterator_can_be_moved_back_and_forth():
     """restore works at any time, also after the end and on the iterator that gave the state."""
-    iterator = iter(made(Seekable()))
+    iterator = iter(made(shuffled()))
     next(iterator)
     saved = iterator.state()
     rest = [examples_in(element) for element in iterator]
@@ -174,7 +159,7 @@ def test_a_resumed_partial_batch_is_no_measure():
 
 def test_a_failed_restore_changes_nothing():
     """The iterator stands where it stood."""
-    iterator = iter(made(Seekable()))
+    iterator = iter(made(shuffled()))
     next(iterator)
     before = iterator.state()
     with pytest.raises(ArgumentError):
@@ -183,27 +168,14 @@ def test_a_failed_restore_changes_nothing():
     assert len(list(iterator)) == 5
 
 
-STATE = {
-    "version": 1,
-    "source": "a shuffled range",
-    "seed": 0,
-    "batches": 6,
-    "epoch": 0,
-    "position": 2,
-    "first_batch": 4,
-    "largest_batch": 4,
-}
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "state must be a dict; got None"),
-        ([1], r"state must be a dict; got \[1\]"),
+        (None, "got None"),
         ({}, r"got \{\}, which is not what"),
         (STATE | {"version": 2}, "version 2; this release reads version 1"),
         ({k: v for k, v in STATE.items() if k != "seed"}, "not what .*KeyError: 'seed'"),
-        (STATE | {"source": "files"}, "source 'files', but this dataset has source 'a shuffled"),
+        (STATE | {"source": "files"}, "source 'files', but this dataset has source 'dj"),
         (STATE | {"seed": 5}, "seed 5, but this dataset has seed 0.*Shuffle with the seed"),
         (STATE | {"batches": 12}, "batches 12, but this dataset has batches 6.*global batch size"),
         (STATE | {"position": 7}, "position must be an integer >= 0 and < 7; got 7"),
@@ -214,32 +186,27 @@ STATE = {
 )
 def test_what_is_no_state_of_this_dataset_is_refused(state: Any, message: str):
     """Each message says what is wrong with it, what this dataset has, and what to do."""
-    iterator = iter(made(Seekable()))
+    iterator = iter(made(shuffled()))
     with pytest.raises(ArgumentError, match=message):
         iterator.restore(state)
 
 
-class Endless(Seekable):
-    """A source of unknown length."""
-
-    is_infinite = True
-
-    def __len__(self) -> int:
-        raise TypeError("no length")
+def endless(n: int, size: int) -> dj.data.ArrayDataset:
+    return dj.data.from_arrays(np.arange(n)).repeat().batch(size)
 
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_another_batch_size_is_found_out_where_no_length_is_known(size: int):
     """The first batch of the epoch tells it, so that no other examples come next unseen."""
-    iterator = iter(made(Endless(40, 4)))
+    iterator = iter(made(endless(40, 4)))
     next(iterator)
     saved = iterator.state()
     assert saved["batches"] is None
     with pytest.raises(
         ArgumentError, match=f"first_batch 4, but this dataset has first_batch {size}"
     ):
-        iter(made(Endless(40, size))).restore(saved)
-    same = iter(made(Endless(40, 4)))
+        iter(made(endless(40, size))).restore(saved)
+    same = iter(made(endless(40, 4)))
     same.restore(saved)
     assert examples_in(next(same)) == examples_in(next(iterator))
 
@@ -261,7 +228,7 @@ def test_sources_that_cannot_seek_say_so(source: Any):
 def test_reduce_over_data_without_end_is_refused():
     """It would never return, so it says so at once."""
     with pytest.raises(ArgumentError, match="repeated without end"):
-        made(Endless()).reduce(0, lambda state, element: state)
+        made(endless(4, 4)).reduce(0, lambda state, element: state)
 
 
 REAL = {

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from source_helpers import Pair, assert_same, assert_two_epochs, cut, epoch_of
+from source_helpers import Pair, assert_two_epochs, cut, epoch_of
 
 import distribute_jax as dj
 from distribute_jax.data.sources import find_source
-from distribute_jax.data.sources._arrays import Order
 
 X = np.arange(22, dtype=np.float32).reshape(11, 2)
 NEST = {
@@ -109,16 +108,6 @@ def test_a_dataset_without_end_reshuffles_at_every_pass_and_seeks(when):
         dataset.repeat(2)
 
 
-def test_reading_the_spec_changes_nothing():
-    """element_spec looks at the first batch; the first epoch is still the first."""
-    strategy = dj.MirroredStrategy([0, 1])
-    make = lambda: strategy.distribute_dataset(numbers(8).shuffle(seed=1).batch(4))  # noqa: E731
-    looked, plain = make(), make()
-    assert looked.element_spec == jax.ShapeDtypeStruct((2,), jnp.int32)
-    assert looked.cardinality == 2
-    assert_same(epoch_of(looked), epoch_of(plain))
-
-
 def test_rows_that_stand_in_one_run_are_not_copied():
     """Without shuffling a batch is a view of the user's array."""
     (batch,) = dj.data.from_arrays(X).batch(11)
@@ -199,15 +188,6 @@ def test_a_number_without_a_name_is_the_size_of_a_buffer_as_in_tf_data():
     assert orders[0] != [int(row) for row in numbers(99).shuffle(1000, seed=1)]
     with pytest.raises(TypeError):
         numbers(99).shuffle(1000, 1)  # type: ignore[misc]
-
-
-def test_a_shuffled_pass_holds_every_row_once():
-    """For any number of rows; a row is at most one place of a pass."""
-    for n in (1, 2, 3, 10, 257):
-        order = Order(n).shuffled(5)
-        for number in range(3):
-            got = order.take(number * n, (number + 1) * n)
-            assert sorted(got.tolist()) == list(range(n))
 
 
 @settings(deadline=None, max_examples=40)

@@ -92,18 +92,6 @@ def test_a_file_is_opened_when_its_examples_are_due(three):
     assert opened == three[:1]
 
 
-def test_an_error_while_reading_passes_through_and_the_next_epoch_works(s2, three):
-    """A missing file is the user's own error at its place; restored, the epoch is whole."""
-    hidden = three[1].rename(three[1].with_suffix(".away"))
-    dataset = s2.distribute_dataset(dj.data.from_files(three, np.load).batch(4))
-    iterator = iter(dataset)
-    next(iterator)
-    with pytest.raises(FileNotFoundError):
-        next(iterator)
-    hidden.rename(three[1])
-    assert len(epoch_of(dataset)) == 3
-
-
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -133,9 +121,3 @@ def test_wrong_arguments_say_what_to_pass(call, told):
     """Each is a ValueError that shows what came and what is taken."""
     with pytest.raises(ValueError, match=told):
         call()
-
-
-def test_an_unbatched_dataset_is_refused_where_it_is_distributed(s2):
-    """The message says to batch."""
-    with pytest.raises(ValueError, match=r"strategy.distribute_dataset got.*\.batch\(256\)"):
-        s2.distribute_dataset(dj.data.from_files(["a"], np.load))

@@ -6,9 +6,8 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from source_helpers import Pair, assert_two_epochs, cut, epoch_of
+from source_helpers import Pair, assert_two_epochs, cut
 
-import distribute_jax as dj
 from distribute_jax.data.sources import find_source
 
 N = np.arange(11, dtype=np.int32)
@@ -137,22 +136,3 @@ def test_an_unbatched_dataset_says_to_batch(s2):
     ]:
         with pytest.raises(ValueError, match=remedy):
             next(iter(s2.distribute_dataset(source)))
-
-
-@pytest.mark.parametrize("kind", ["MapDataset", "IterDataset"])
-def test_an_error_midway_passes_through_and_the_next_epoch_works(s2, kind):
-    """The user's own exception; then everything."""
-    broken = [True]
-
-    def fail(batch):
-        if broken[0] and batch[0] == 2:
-            raise OSError("disk")
-        return batch
-
-    dataset = grain.MapDataset.range(4).batch(2)
-    dataset = dataset.map(fail) if kind == "MapDataset" else dataset.to_iter_dataset().map(fail)
-    distributed: dj.DistributedDataset = s2.distribute_dataset(dataset)
-    with pytest.raises(OSError, match="disk"):
-        list(distributed)
-    broken[0] = False
-    assert [batch.tolist() for batch in epoch_of(distributed)] == [[0, 1], [2, 3]]

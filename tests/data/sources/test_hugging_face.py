@@ -85,36 +85,9 @@ def test_what_no_device_takes_is_refused_by_column(s2, make, message, streamed):
         next(iter(s2.distribute_dataset(dataset)))
 
 
-def test_rows_of_different_length_are_named(s2):
-    """A batch of ragged lists is not an array."""
-    ragged = datasets.Dataset.from_dict({"r": [[1], [1, 2]]}).batch(2)
-    with pytest.raises(ValueError, match=r"batch\['r'\]: object\[2\]"):
-        next(iter(s2.distribute_dataset(ragged)))
-
-
 @pytest.mark.parametrize("kind", ["DatasetDict", "IterableDatasetDict"])
 def test_a_dictionary_of_splits_is_refused(s2, kind):
     """The message names the splits and shows the choice."""
     splits = getattr(datasets, kind)({"train": table(), "test": table()})
     with pytest.raises(ValueError, match=r"dataset\['train'\]\.batch\(256\)"):
         s2.distribute_dataset(splits)
-
-
-def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
-    """The user's own exception; then everything."""
-    broken = [True]
-
-    def generate():
-        yield {"x": 0}
-        yield {"x": 1}
-        if broken[0]:
-            raise OSError("disk")
-        yield {"x": 2}
-
-    features = datasets.Features({"x": datasets.Value("int32")})
-    stream = datasets.IterableDataset.from_generator(generate, features=features).batch(2)
-    dataset = s2.distribute_dataset(stream)
-    with pytest.raises(OSError, match="disk"):
-        list(dataset)
-    broken[0] = False
-    assert_same(epoch_of(dataset), cut({"x": np.arange(3, dtype=np.int32)}, 2))

@@ -51,19 +51,6 @@ def test_cardinality_is_that_of_the_dataset():
             len(source)
 
 
-def test_reading_the_spec_uses_nothing_up(s2):
-    """Also of a shuffled dataset, whose order would be another at a second start."""
-    make = lambda: s2.distribute_dataset(  # noqa: E731
-        tf.data.Dataset.range(8, output_type=tf.int32).shuffle(8, seed=1).batch(4)
-    )
-    tf.random.set_seed(0)
-    plain = epoch_of(make())
-    tf.random.set_seed(0)
-    looked = make()
-    assert looked.element_spec.shape == (2,)
-    assert_same(epoch_of(looked), plain)
-
-
 def test_eager_tensors_in_any_iterable_become_arrays(s2):
     """A list of batches of tensors, and the iterator of a dataset."""
     batches = [{"x": tf.range(4)}, {"x": tf.range(3)}]
@@ -97,26 +84,6 @@ def test_what_no_device_takes_is_refused_by_leaf(s2, make, message):
     """Single examples, strings, ragged and sparse tensors, each with what to call on the dataset."""
     with pytest.raises(ValueError, match=message):
         next(iter(s2.distribute_dataset(make())))
-
-
-def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
-    """A failing generator is TensorFlow's error with the user's text; then everything."""
-    broken = [True]
-
-    def generate():
-        yield N[:2]
-        if broken[0]:
-            raise OSError("disk")
-        yield N[2:4]
-
-    signature = tf.TensorSpec([None], tf.int32)
-    dataset = s2.distribute_dataset(
-        tf.data.Dataset.from_generator(generate, output_signature=signature)
-    )
-    with pytest.raises(Exception, match="disk"):
-        list(dataset)
-    broken[0] = False
-    assert_same(epoch_of(dataset), [N[:2], N[2:4]])
 
 
 @pytest.mark.parametrize("name", ["AUTO", "OFF", "FILE", "DATA", "HINT"])
@@ -272,12 +239,3 @@ def test_data_in_memory_reads_no_files():
     )
     for dataset in (numbers(), generated.batch(2)):
         assert find_source(dataset).num_files is None
-
-
-def test_the_option_stays_when_files_are_sharded(three):
-    """A sharded dataset keeps the options of the whole one."""
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
-    dataset = tf.data.TextLineDataset(three).map(parse).batch(4).with_options(options)
-    sharded = find_source(dataset).shard_files(2, 0)
-    assert sharded.auto_shard_policy == "FILE"

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -125,14 +124,6 @@ def test_every_dtype_keeps_its_name_and_values(name):
     np.testing.assert_array_equal(array.real.astype(np.float32), [[0, 1], [1, 1]])
     if tensor.is_floating_point():
         assert on_host(tensor.requires_grad_()).dtype == array.dtype
-
-
-def test_bfloat16_reaches_the_devices_exactly(s2):
-    """The bits are the same."""
-    dataset = s2.distribute_dataset([torch.linspace(0, 1, 7).bfloat16()])
-    assert_same(
-        epoch_of(dataset), [jnp.asarray(np.linspace(0, 1, 7, dtype=np.float32), jnp.bfloat16)]
-    )
 
 
 def test_a_sparse_tensor_is_refused_by_leaf():
