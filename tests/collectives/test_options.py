@@ -27,25 +27,15 @@ def test_an_implementation_is_also_its_name_in_any_letter_case(name: Any):
     ("arguments", "message"),
     [
         ({"bytes_per_pack": -1}, r"bytes_per_pack\) must be an integer >= 0; got -1"),
-        ({"bytes_per_pack": 1.5}, r"bytes_per_pack must .* got 1\.5"),
-        ({"bytes_per_pack": True}, r"bytes_per_pack\) must .* got True"),
-        ({"bytes_per_pack": None}, r"bytes_per_pack must .* got None"),
         ({"timeout_seconds": -0.1}, r"timeout_seconds\) must be a number >= 0.*; got -0\.1"),
         ({"timeout_seconds": float("nan")}, r"timeout_seconds\) must be a number >= 0.*; got nan"),
         ({"timeout_seconds": "2"}, "timeout_seconds must be None or a number; got '2'"),
-        ({"timeout_seconds": True}, r"timeout_seconds\) must be a number.*True"),
         ({"implementation": "gloo"}, r"implementation\).*'auto', 'ring', 'nccl'.*got 'gloo'"),
-        ({"implementation": None}, r"implementation\).*'auto', 'ring', 'nccl'.*got None"),
     ],
 )
 def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Options(**arguments)
-
-
-@pytest.mark.parametrize("timeout", [None, 0, 2, 0.5, float("inf")])
-def test_timeouts_that_mean_something_are_kept(timeout: Any):
-    assert Options(timeout_seconds=timeout).timeout_seconds == timeout
 
 
 def test_merged_over_others_only_what_is_no_default_wins():
@@ -58,8 +48,3 @@ def test_merged_over_others_only_what_is_no_default_wins():
     assert Options().merge(base) == base
     with pytest.raises(ValueError, match=r"merge: options must be .* got 3"):
         base.merge(3)
-
-
-def test_options_do_not_change():
-    with pytest.raises(AttributeError):
-        Options().bytes_per_pack = 3

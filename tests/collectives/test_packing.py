@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from distribute_jax.collectives._all_reduce import cuts, groups_by_size, sum_packed
+from distribute_jax.collectives._all_reduce import cuts, groups_by_size
 
 
 @pytest.mark.parametrize(
@@ -47,28 +43,3 @@ def test_a_vector_is_cut_into_equal_pieces_and_the_last_takes_the_rest(
     size: int, pieces: int, wanted: list[int]
 ):
     assert cuts(size, pieces) == wanted
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("packs", [0, 1, 2, 3, 50])
-@pytest.mark.parametrize("limit", [0, 1, 16, 1000])
-def test_what_was_packed_comes_back_in_its_shape_dtype_and_order(packs: int, limit: int):
-    arrays = [
-        jnp.arange(6.0).reshape(2, 3),
-        jnp.arange(3, dtype=jnp.int32),
-        jnp.zeros((0, 2)),
-        jnp.float32(7),
-        jnp.arange(4, dtype=jnp.bfloat16),
-        jnp.arange(5, dtype=jnp.int32)[:, None],
-    ]
-    seen = []
-
-    def double(array: Any) -> Any:
-        seen.append(array)
-        return array + array
-
-    result = sum_packed(arrays, double, num_packs=packs, bytes_per_pack=limit)
-    for array, total in zip(arrays, result, strict=True):
-        assert total.dtype == array.dtype
-        np.testing.assert_array_equal(np.float32(total), 2 * np.float32(array))
-    assert sum(array.size for array in seen) == sum(array.size for array in arrays)

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_548,
-    lines_of_tests: 50_450,
+    lines_of_tests: 50_084,
     files: 227,
     pieces: 1,
     private_words: 9,

@@ -128,18 +128,6 @@ def test_updates_with_and_without_weights_count_together():
     assert float(metric.compute()) == 6.0
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
-def test_every_lowering_merges_alike(s4: dj.MirroredStrategy, lowering: Any):
-    metrics = made(s4, lambda: MultiMetric(mean=Average(), spread=Welford()))
-    options = dj.RunOptions(lowering=lowering)
-    data = batches(8, 13, 1)
-    for x in s4.distribute_dataset(data):
-        s4.run(lambda x: metrics.update(values=x), args=(x,), options=options)
-    x = np.concatenate(data)
-    assert float(metrics.mean.total[...]) == x.sum()
-    assert float(metrics.compute()["spread"].standard_deviation) == pytest.approx(x.std(), rel=1e-5)
-
-
 def test_welford_stays_accurate_over_many_small_batches(strategy: dj.Strategy):
     """Two hundred steps onto a long history: what a step adds is not lost in the merged sums."""
     metric = made(strategy, Welford)

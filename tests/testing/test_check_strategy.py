@@ -15,9 +15,6 @@ import tpu_factories
 import distribute_jax as dj
 from distribute_jax.testing.conformance import CHECKS
 
-# What other tests show of the strategies by default begins with the collectives.
-QUICK = [*CHECKS][: [*CHECKS].index("all_reduce_sum")]
-
 OPERATIONS = {
     "nccl": dj.NcclAllReduce,
     "hierarchical": dj.HierarchicalCopyAllReduce,
@@ -33,15 +30,17 @@ FACTORIES: dict[str, Callable[[Any], dj.Strategy]] = {
 
 
 def test_mirrored_strategy_passes():
-    """On four replicas; every check is exhaustive."""
-    report = dj.testing.check_strategy(dj.MirroredStrategy, [4], only=QUICK)
-    assert report.checks == tuple(QUICK)
+    """On four replicas; the other numbers, and other strategies, are exhaustive."""
+    report = dj.testing.check_strategy(dj.MirroredStrategy, [4])
+    assert report.checks == tuple(CHECKS)
     assert (report.replicas, report.lowerings, report.refused) == ((4,), ("shard_map",), ())
 
 
 def test_one_device_strategy_passes():
     """It can be checked on one replica only, and is asked for no more."""
-    report = dj.testing.check_strategy(dj.OneDeviceStrategy, only=[*QUICK, "training"])
+    report = dj.testing.check_strategy(
+        dj.OneDeviceStrategy, only=["context_of_run", "results", "training"]
+    )
     assert report.replicas == (1,)
 
 
@@ -215,22 +214,12 @@ WRONG = {
         r"on each of 1 device\(s\); got .* with 2 replica",
     ),
     "three": (lambda: dj.testing.check_strategy(dj.MirroredStrategy, [3]), "some of 1, 2, 4, 8"),
-    "a number": (lambda: dj.testing.check_strategy(dj.MirroredStrategy, 4), "some of 1, 2, 4, 8"),
-    "none": (lambda: dj.testing.check_strategy(dj.MirroredStrategy, []), "some of 1, 2, 4, 8"),
     "check": (
         lambda: dj.testing.check_strategy(dj.MirroredStrategy, only=["sum"]),
         "all_reduce_sum",
     ),
-    "text": (
-        lambda: dj.testing.check_strategy(dj.MirroredStrategy, only="gather"),
-        "only must be a list",
-    ),
     "lowering": (
         lambda: dj.testing.check_strategy(dj.MirroredStrategy, lowerings=["jit"]),
-        "'shard_map', 'pmap'",
-    ),
-    "lowering as text": (
-        lambda: dj.testing.check_strategy(dj.MirroredStrategy, lowerings="pmap"),
         "'shard_map', 'pmap'",
     ),
 }

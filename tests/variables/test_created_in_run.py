@@ -50,22 +50,6 @@ def test_a_variable_made_in_the_first_run_lives_on(strategy: dj.Strategy, make: 
     assert float(strategy.run(step, args=(0.0,))) == 1.0 + n
 
 
-def test_an_on_read_variable_made_in_run_starts_on_the_first_replica(strategy: dj.Strategy):
-    """Under SUM it reads as the initial value plus what the replicas added."""
-    owner = Plain()
-
-    def step() -> None:
-        if owner.count is None:
-            owner.count = dj.Variable(
-                7, synchronization=dj.VariableSynchronization.ON_READ, aggregation=Agg.SUM
-            )
-        owner.count.assign_add(1)
-
-    strategy.run(step)
-    strategy.run(step)
-    assert int(owner.count.numpy()) == 7 + 2 * strategy.num_replicas_in_sync
-
-
 @pytest.mark.parametrize("aggregation", list(Agg))
 def test_an_on_read_variable_starts_from_the_first_replicas_value(
     s4: dj.MirroredStrategy, aggregation: Agg

@@ -29,36 +29,6 @@ def made(strategy: dj.Strategy, aggregation: Agg, value: Any = 10.0) -> dj.Varia
         return dj.Variable(value, synchronization=ON_READ, aggregation=aggregation, name="v")
 
 
-@pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
-def test_local_writes_read_as_their_aggregate(strategy: dj.Strategy, aggregation: Agg):
-    """Replica r writes r + 1, and nothing is combined before it is read outside."""
-    n = strategy.num_replicas_in_sync
-    variable = made(strategy, aggregation)
-    wanted = {Agg.SUM: n * (n + 1) / 2, Agg.MEAN: (n + 1) / 2, Agg.ONLY_FIRST_REPLICA: 1.0}
-    own = strategy.run(lambda: variable.assign(replica_id() + 1))
-    assert [float(v) for v in strategy.experimental_local_results(own)] == [*range(1, n + 1)]
-    assert [float(v) for v in variable.values] == [*range(1, n + 1)]
-    assert float(variable[...]) == float(variable.numpy()) == wanted[aggregation]
-    again = strategy.run(lambda: variable.assign_add(1.0))
-    assert [float(v) for v in strategy.experimental_local_results(again)] == [*range(2, n + 2)]
-    local = strategy.run(variable.read_value)
-    assert [float(v) for v in strategy.experimental_local_results(local)] == [*range(2, n + 2)]
-
-
-@pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
-@pytest.mark.parametrize("value", [10.0, 7, 5])
-def test_it_reads_back_what_it_was_given(strategy: dj.Strategy, aggregation: Agg, value: Any):
-    """The initial value and an assigned one read back exactly, integers and SUM included."""
-    if aggregation is Agg.MEAN:
-        value = float(value)
-    variable = made(strategy, aggregation, value)
-    assert variable.numpy() == value
-    with strategy.scope():
-        variable.assign(value + 6)
-    assert variable.numpy() == value + 6
-    assert variable[...].dtype == jnp.asarray(value).dtype
-
-
 def test_an_assigned_sum_is_divided(s2: dj.MirroredStrategy):
     """Under SUM each replica gets its share, and the first the remainder: 5 is 3 and 2."""
     whole, real = made(s2, Agg.SUM, 1), made(s2, Agg.SUM, 1.0)
@@ -87,22 +57,6 @@ def test_every_assigned_sum_reads_back_exactly(strategy: dj.Strategy, dtype: str
     assert one == {"int32": 7 // n, "complex64": 7 if n == 1 else 0}.get(dtype, 7 / n)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "allowed"),
-    [(Agg.MEAN, True), (Agg.ONLY_FIRST_REPLICA, True), (Agg.SUM, False), (Agg.NONE, False)],
-)
-def test_adding_from_outside(s2: dj.MirroredStrategy, aggregation: Agg, allowed: bool):
-    """4 can be added to a mean and to a first value; to a sum it is not clear where."""
-    variable = made(s2, aggregation)
-    for method, wanted in (("assign_add", 14.0), ("assign_sub", 10.0)):
-        if allowed:
-            getattr(variable, method)(4.0)
-            assert float(variable.numpy()) == wanted
-        else:
-            with pytest.raises(ValueError, match=method):
-                getattr(variable, method)(4.0)
-
-
 def test_without_aggregation_it_has_no_value_outside(s2: dj.MirroredStrategy):
     """Reading or assigning NONE from outside is a ValueError; its components can be read."""
     variable = made(s2, Agg.NONE)
@@ -124,16 +78,6 @@ def test_it_shows_shape_and_value_as_it_reads(s4: dj.MirroredStrategy):
     assert float(variable.sum()) == 3.0
     assert "0., 1., 2." in repr(variable)
     assert variable.trainable is False
-
-
-def test_scatter_is_not_implemented(s2: dj.MirroredStrategy):
-    """As in TensorFlow; the message says what to use."""
-    variable = made(s2, Agg.SUM, jnp.zeros(3))
-    for call in (lambda: variable.scatter_add([0], [1.0]),):
-        with pytest.raises(NotImplementedError, match="assign_add inside run"):
-            call()
-        with pytest.raises(NotImplementedError, match="assign_add inside run"):
-            s2.run(call)
 
 
 def test_what_depends_on_it_is_per_replica(s2: dj.MirroredStrategy):

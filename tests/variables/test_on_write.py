@@ -14,9 +14,6 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax import VariableAggregation as Agg
 
-METHODS = {"assign": (0, 1), "assign_add": (1, 1), "assign_sub": (1, -1)}
-"""How much of the old value stays, and the sign of what is written."""
-
 
 def replica_id() -> Any:
     """The id of this replica as a float."""
@@ -29,55 +26,15 @@ def made(strategy: dj.Strategy, value: Any = 10.0, **kinds: Any) -> dj.Variable:
         return dj.Variable(value, name="v", **kinds)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN, Agg.ONLY_FIRST_REPLICA])
-def test_replicas_writing_1_to_n_are_combined(strategy: dj.Strategy, aggregation: Agg, method: str):
-    """Replica r writes r + 1 to 10: the sum, the mean or the first is assigned, added, taken away."""
-    n = strategy.num_replicas_in_sync
-    written = {Agg.SUM: n * (n + 1) / 2, Agg.MEAN: (n + 1) / 2, Agg.ONLY_FIRST_REPLICA: 1.0}
-    keeps, sign = METHODS[method]
-    variable = made(strategy, aggregation=aggregation)
-    result = strategy.run(lambda: getattr(variable, method)(replica_id() + 1))
-    wanted = 10.0 * keeps + sign * written[aggregation]
-    assert float(result) == wanted
-    assert [float(v) for v in variable.values] == [wanted] * n
-    assert variable[...].sharding.is_fully_replicated
-
-
-@pytest.mark.parametrize("aggregation", list(Agg))
-def test_a_write_from_outside_sets_the_value_everywhere(strategy: dj.Strategy, aggregation: Agg):
-    """In cross-replica context 4 is assigned, added and taken away as to a plain variable."""
-    variable = made(strategy, aggregation=aggregation)
-    with strategy.scope():
-        for method, wanted in (("assign", 4.0), ("assign_add", 14.0), ("assign_sub", 6.0)):
-            variable.assign(10.0)
-            assert getattr(variable, method)(4.0) is variable
-            assert float(variable.numpy()) == float(variable.read_value()) == wanted
-            assert [float(v) for v in variable.values] == [wanted] * len(variable.values)
-    assert float(strategy.run(lambda: variable[...] + 1)) == 7.0
-
-
-def test_the_same_constant_from_each_replica_is_added_up(strategy: dj.Strategy):
-    """Each replica adds its own 4 to a SUM variable: N times 4, where TensorFlow refuses."""
-    variable = made(strategy, 0.0, aggregation=Agg.SUM)
-    strategy.run(lambda: variable.assign(4.0))
-    assert float(variable.numpy()) == 4.0 * strategy.num_replicas_in_sync
-
-
-@pytest.mark.parametrize("kind", ["assign", "item"])
-def test_different_writes_without_aggregation_are_refused(s2: dj.MirroredStrategy, kind: str):
+def test_different_writes_without_aggregation_are_refused(s2: dj.MirroredStrategy):
     """With aggregation NONE replicas that write different values are an error that names it."""
     variable = made(s2)
 
     def step() -> None:
-        if kind == "assign":
-            variable.assign(replica_id())
-        else:
-            variable[...] = replica_id()
+        variable[...] = replica_id()
 
     with pytest.raises(dj.OutOfSyncError, match=r"variable \(Variable\) depends on axis_index"):
         s2.run(step)
-    assert float(variable.numpy()) == 10.0
 
 
 def test_assigning_an_item_is_assign(strategy: dj.Strategy):
@@ -117,14 +74,6 @@ def test_shapes_dtypes_and_kinds_are_checked(s2: dj.MirroredStrategy):
         dj.Variable(1.0, synchronization=dj.VariableSynchronization.NONE)
     with pytest.raises(ValueError, match="VariableAggregation"):
         dj.Variable(1.0, aggregation="most")  # type: ignore[arg-type]
-
-
-def test_another_variable_can_be_assigned(s2: dj.MirroredStrategy):
-    """Assigning a variable assigns its value, and a dtype is kept."""
-    variable, other = made(s2), made(s2, 3, aggregation=Agg.SUM)
-    variable.assign(other)
-    assert float(variable.numpy()) == 3.0
-    assert variable[...].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("spelling", ["variable", "array", "item"])
