@@ -13,8 +13,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._user_frames import log_once
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, start_at
-from distribute_jax.training._batches import Batches, Keys
-from distribute_jax.training._inputs import arrays_of, dataset_of
+from distribute_jax.training._inputs import Batches, Keys, arrays_of, dataset_of
 from distribute_jax.training._progress import progress
 from distribute_jax.training._trainer import warn_of_early_end
 from distribute_jax.training.callbacks._callback import CallbackList, History
@@ -66,7 +65,7 @@ class Fit:
                     "validation_split is for arrays, and x is a dataset. Pass validation_data=dataset."
                 )
             data, rest = data.split(self.validation_split)
-            validation_data = rest.tree
+            validation_data = rest.parts
         strategy = self.model.strategy
         # The same order in each run of a program.
         seed = 0 if self.shuffle and data is not None else None

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_548,
+    lines: 51_508,
     lines_of_tests: 50_084,
-    files: 227,
+    files: 225,
     pieces: 1,
     private_words: 9,
     private_imports: 32,
