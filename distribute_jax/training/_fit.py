@@ -129,6 +129,7 @@ class Fit:
         """Moves to where the training starts, or goes on after an interruption; returns the epoch."""
         params = self._list.params
         epoch, self._done = int(params["initial_epoch"]), int(params["initial_batch"])
+        params["batches"] = self._done
         self._batches: Batches | None = None
         first, count = epoch, self._done
         if self.steps_per_epoch is not None:  # a pass through the data goes on from epoch to epoch

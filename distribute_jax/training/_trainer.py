@@ -232,7 +232,7 @@ class Trainer:
                 done += number
                 if consume is not None:
                     consume(outs, batches.examples - examples)
-                callbacks.batch_end(kind, done - 1, batches.examples - start, logs)
+                callbacks.batch_end(kind, done - 1, number, batches.examples - start, logs)
                 if kind == "train" and callbacks.model.stop_training:
                     break
                 size.note(number)

@@ -29,8 +29,9 @@ class Callback:
     Attributes:
         model: the ``dj.Model`` that is running.
         params: a dict with ``epochs``, ``steps`` and ``validation_steps`` (None where unknown),
-            ``verbose``, and ``examples``: the real ones so far in this epoch, evaluation or
-            prediction. A callback that restores a training sets ``initial_epoch`` and
+            ``verbose``, ``batches``: those of the training so far, from the epoch on with which it
+            began, and ``examples``: the real ones so far in this epoch, evaluation or prediction. A
+            callback that restores a training sets ``initial_epoch`` and
             ``initial_batch`` in ``on_train_begin``, and maybe ``position``, where in the data that is.
 
     Example:
@@ -135,7 +136,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Any, model: Any, params: dict[str, Any]) -> None:
         self.model = model
-        self.params = params
+        self.params = params = {"batches": 0, **params}
         self._callbacks = list(_flat(callbacks))
         for callback in self._callbacks:
             _check_hooks(callback)
@@ -150,10 +151,16 @@ class CallbackList:
             getattr(callback, hook)(*args)
 
     def batch_end(
-        self, kind: str, batch: int, examples: int, logs: Callable[[], dict[str, Any]]
+        self,
+        kind: str,
+        batch: int,
+        number: int,
+        examples: int,
+        logs: Callable[[], dict[str, Any]],
     ) -> None:
-        """Calls the hook after a batch, the last of a dispatch, with the real examples of the run so far."""
+        """Calls the hook after the last batch of a dispatch, with the real examples of the run so far."""
         self.params["examples"] = examples
+        self.params["batches"] += number if kind == "train" else 0
         hook = f"on_{kind}_batch_end"
         read = cache(logs)
         for callback in self._callbacks:

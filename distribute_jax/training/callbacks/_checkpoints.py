@@ -66,12 +66,11 @@ class ModelCheckpoint(Monitor):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._schedule.batch_is_due(batch):
+        if self._schedule.is_due(self.params["batches"]):
             self.model.strategy._settle()
             self._save(self._epoch, {"batch": batch + 1, **self._read()})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._schedule.resume_at(0)
         if self._schedule.each_epoch:
             self._save(epoch, logs or {})
 
@@ -160,7 +159,7 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._schedule.start()
-        self._steps, self._last = 0, -1
+        self._before = 0
         self._epoch, self._boundaries, self._leaves = 0, 0, False
         tree = self._tree(epoch=0, batch=0)
         number = self._manager.restore_latest(tree)
@@ -171,9 +170,9 @@ class BackupAndRestore(Callback):
             self.params["position"] = tree["position"]
             self.model.trainer.step_logs["train"].text = tree["own"]
             self.model.trainer.setup.has_averages = bool(tree.get("averaged"))
-            self._schedule.resume_at(tree["batch"])
-            self._epoch, self._steps, self._last = tree["epoch"], tree["steps"], tree["batch"] - 1
-        report_step(self._steps)
+            self._schedule.start(tree["batch"])
+            self._epoch, self._before = tree["epoch"], tree["steps"] - tree["batch"]
+        report_step(tree["steps"])
         if self.save_before_preemption:
             self._preemption = Preemption(_GRACE_SECONDS)
             self._preemption.__enter__()  # an interrupt of which leaves it to be ended
@@ -183,15 +182,11 @@ class BackupAndRestore(Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._steps += batch - self._last
-        self._last = batch
         report_step(self._steps)
-        self._save_if(self._schedule.batch_is_due(batch), self._epoch, batch + 1)
+        self._save_if(self._schedule.is_due(self.params["batches"]), self._epoch, batch + 1)
         self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._schedule.resume_at(0)
-        self._last = -1
         self._epoch = epoch + 1
         self._save_if(self._schedule.each_epoch, self._epoch, 0)
 
@@ -202,6 +197,11 @@ class BackupAndRestore(Callback):
         self._leave_preemption(None)
         if self.delete_checkpoint:
             by_chief("BackupAndRestore", lambda: delete_all(self._manager))
+
+    @property
+    def _steps(self) -> int:
+        """The steps of the training so far, those before an interruption included."""
+        return self._before + int(self.params["batches"])
 
     def _save_if(self, is_due: bool, epoch: int, batch: int) -> None:
         """Saves where it is time to, or the first time that all have agreed to exit."""
@@ -260,19 +260,13 @@ class SaveSchedule:
         self._every = save_freq if isinstance(save_freq, int) else None
         self.start()
 
-    def start(self) -> None:
-        self._since = 0
-        self._last = -1
+    def start(self, done: int = 0) -> None:
+        """Counts from so many batches of a training on."""
+        self._since = done
 
-    def resume_at(self, batch: int) -> None:
-        """Counts on from this batch of an epoch."""
-        self._last = batch - 1
-
-    def batch_is_due(self, batch: int) -> bool:
-        """Counts the batches up to this one; True if it is time to save."""
-        self._since += batch - (self._last if batch > self._last else -1)  # or of another epoch
-        self._last = batch
-        if self._every is None or self._since < self._every:
+    def is_due(self, done: int) -> bool:
+        """Returns whether it is time to act, after so many batches of a training."""
+        if self._every is None or done - self._since < self._every:
             return False
-        self._since = 0
+        self._since = done
         return True

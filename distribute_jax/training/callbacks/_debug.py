@@ -63,30 +63,23 @@ class ProfilerCallback(Callback):
         self.log_dir, self.first, self.last = os.fspath(log_dir), first, last
         self._records = False
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._before = self._done = 0
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._before = self._done
-
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        size = self.model.trainer.steps_per_execution("train").size
-        if not self._records and self._done <= self.first < self._before + batch + size:
+        done, size = self.params["batches"], self.model.trainer.steps_per_execution("train").size
+        if not self._records and done <= self.first < done + size:
             self._wait()
             jax.profiler.start_trace(self.log_dir)
             self._records = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._done = self._before + batch + 1
-        if self._done > self.last:
+        if self.params["batches"] > self.last:
             self._release()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._release()
-        if self._done <= self.first:
+        if self.params["batches"] <= self.first:
             warnings.warn(
                 f"ProfilerCallback(batches=({self.first}, {self.last})) recorded nothing: the training had "
-                f"{self._done} batches.",
+                f"{self.params['batches']} batches.",
                 stacklevel=2,
             )
 
@@ -213,7 +206,7 @@ class CheckInSync(Callback):
         self._batches += 1
         if self._hashes is not None and self._batches >= BEHIND:
             self._compare()
-        if self._schedule.batch_is_due(batch):
+        if self._schedule.is_due(self.params["batches"]):
             self._compare()
             self._hashes, self._batches = Hashes(self._leaves()), 0
 
@@ -285,7 +278,7 @@ class ReplaySteps(Callback):
         self._schedule = SaveSchedule(self.every)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._schedule.batch_is_due(batch):
+        if self._schedule.is_due(self.params["batches"] + 1):
             trainer = self.model.trainer
             trainer.strategy._settle()
             try:
@@ -357,7 +350,7 @@ class LossSpike(Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy != "rollback":
             return
-        if is_due := self._schedule.batch_is_due(batch):
+        if is_due := self._schedule.is_due(self.params["batches"]):
             self.model.strategy._settle()
         self._late.append(copy_of(self._losses.guard.counts))
         if not self._went_back(0 if is_due else BEHIND) and is_due:

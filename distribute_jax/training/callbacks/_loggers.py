@@ -139,23 +139,27 @@ class _BatchLogger(_Logger):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._schedule.start()
-        self._step = int(np.asarray(self.model.optimizer.step[...]))
+        self._before: int | None = None
         self._waiting.clear()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._batches = 0
+        if self._before is None:  # what was interrupted is restored by now
+            steps = int(np.asarray(self.model.optimizer.step[...]))
+            self._before = steps - self.params["batches"]
+
+    @property
+    def _step(self) -> int:
+        """The steps of the optimizer so far."""
+        return (self._before or 0) + int(self.params["batches"])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._step += batch + 1 - self._batches
-        self._batches = batch + 1
-        if due := self._schedule.batch_is_due(batch):
+        if due := self._schedule.is_due(self.params["batches"]):
             self._waiting.append((self._step, self.model.trainer.snapshot()))
         self._write_batches(at_most=WAITING)
         if due:
             self._on_due()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._schedule.resume_at(0)
         self._write_batches(at_most=0)
         self._write_epoch(epoch, {**self._learning_rate(), **(logs or {})})
 

@@ -63,6 +63,7 @@ def test_only_the_first_process_writes(
     wandb = dj.callbacks.WandbLogger()  # which is not installed, nor imported
     for callback in (logger, board, wandb):
         callback.set_model(example.model)
+        callback.set_params({"batches": 0})
     monkeypatch.setattr("distribute_jax.processes._job._current", SimpleNamespace(index=1))
     for callback in (logger, board, wandb):
         callback.on_train_begin({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,3 +33,26 @@ def test_every_second_batch_is_logged(s2: dj.Strategy, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines() == lines
     with pytest.raises(dj.ArgumentError, match="LogEvery: batches must be an integer >= 1"):
         dj.callbacks.LogEvery(0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_steps_go_on_in_the_middle_of_an_epoch(
+    order: int, s2: dj.Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """After an interruption the steps are those of the whole training, whichever callback comes first."""
+    at: list[int] = []
+    for interrupted in (True, False):
+        with s2.scope():
+            model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        model.compile("sgd", "mse")
+        saves = dj.callbacks.BackupAndRestore(tmp_path, save_freq=2)
+        after = dj.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs, raises=interrupted: 1 / (batch < 2 or not raises)
+        )
+        callbacks = [saves, dj.callbacks.LogEvery(1)][::order]
+        try:
+            model.fit(X, X, batch_size=2, callbacks=[*callbacks, after], verbose=0)
+        except ZeroDivisionError:
+            assert interrupted
+        at += [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert at == [1, 2, 3, 3, 4, 5, 6]
