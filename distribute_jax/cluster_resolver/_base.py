@@ -272,7 +272,7 @@ class ClusterResolver(abc.ABC):
     def _number(self, name: str) -> int:
         """Returns an environment variable that must be an int >= 0."""
         text = self._variable(name).strip()
-        if not (text.isascii() and text.isdigit()):
+        if not text.isdecimal():
             raise ClusterError(
                 f"{type(self).__name__}: {name}={text!r} must be an int >= 0. {self._hint}"
             )
@@ -292,7 +292,7 @@ class ClusterResolver(abc.ABC):
 def with_port(address: str, whose: str) -> str:
     """Returns an address of the form ``host:port`` as it is, or raises."""
     host, _, port = address.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ClusterError(
             f"{whose}, whose address is {address!r}. The other processes connect to it, so it must be "
             "host:port with a port from 1 to 65535, such as 'host0:2222'."

@@ -80,8 +80,6 @@ class KubernetesClusterResolver(ClusterResolver):
         >>> resolver = dj.cluster_resolver.KubernetesClusterResolver()
         >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
         (4, 3, 'train-0.pods:8476')
-        >>> for name in pod:
-        ...     del os.environ[name]
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver
     """

@@ -75,8 +75,6 @@ class TorchrunClusterResolver(RankClusterResolver):
         >>> resolver = dj.cluster_resolver.TorchrunClusterResolver()
         >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
         (4, 1, 'a:29500')
-        >>> for name in launch:
-        ...     del os.environ[name]
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html
     """
@@ -138,8 +136,6 @@ class OpenMPIClusterResolver(RankClusterResolver):
         >>> resolver = dj.cluster_resolver.OpenMPIClusterResolver()
         >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
         (4, 3, '10.96.0.1:62624')
-        >>> for name in launch:
-        ...     del os.environ[name]
 
     Source: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
     """

@@ -30,7 +30,6 @@ class SageMakerClusterResolver(ClusterResolver):
         >>> resolver = dj.cluster_resolver.SageMakerClusterResolver()
         >>> resolver.cluster_spec().as_dict(), resolver.task_id
         ({'worker': ['algo-1:2223', 'algo-2:2223']}, 0)
-        >>> del os.environ["SM_HOSTS"], os.environ["SM_CURRENT_HOST"]
 
     Source: https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
     """

@@ -52,7 +52,6 @@ class TFConfigClusterResolver(ClusterResolver):
         >>> resolver = dj.cluster_resolver.TFConfigClusterResolver()
         >>> resolver.num_processes, resolver.process_id, resolver.coordinator_address
         (2, 1, 'a:2222')
-        >>> del os.environ["TF_CONFIG"]
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
     """
@@ -184,9 +183,7 @@ def _text(config: Mapping[str, Any], name: str, part: str) -> str | None:
 
 def _index(value: Any, part: str) -> int:
     """Returns an index, which TensorFlow also takes as a string of digits."""
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    is_digits = isinstance(value, str) and value.isascii() and value.isdigit()
-    if not (is_number or is_digits):
+    if not str(value).isdecimal():
         raise _malformed(part, value, "an int >= 0")
     return int(value)
 

@@ -282,7 +282,7 @@ def _slice(hosts: tuple[str, ...], host_id: str, variables: Mapping[str, str]) -
         SLICE_ID: variables.get(SLICE_ID) or "0",
     }
     for name, text in texts.items():
-        if not text.isdigit():
+        if not text.isdecimal():
             raise ClusterError(f"TPUClusterResolver: {name}={text!r} must be an int >= 0.")
     host, slices, slice_id = map(int, texts.values())
     if host >= len(hosts) or slice_id >= max(slices, 1):

@@ -178,12 +178,11 @@ class DistributedDataset:
     def _note_first(self, element: HostElement) -> None:
         if self._spec is None:
             self._spec = element.spec
-        n = element.examples
-        replicas = num_replicas(self._mesh)
+        n, replicas = sum(element.division.counts or ()), num_replicas(self._mesh)
         # One process of several sees its part of the batch only.
         is_global = self._feed.divides and is_local(self._mesh)
         is_all = self._feed.cardinality == 1  # there are no more examples to batch with these
-        if is_global and not is_all and not self._warned and n and n < replicas:
+        if is_global and not is_all and not self._warned and 0 < n < replicas:
             self._warned = True
             warn_user(
                 f"The global batch has {n} examples for {replicas} replicas, so {replicas - n} of the "

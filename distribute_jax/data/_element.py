@@ -42,6 +42,7 @@ class HostElement:
     def placed(self, mesh: Mesh) -> PyTree:
         """Returns the same structure with a ``PerReplica`` of N × share rows for each leaf."""
         share, counts = self.division.share, self.division.counts
+        all_counts = counts if self.all_counts is None else self.all_counts
         rows = None if counts is None else padded_rows(counts, share)
         sharding, first = split_sharding(mesh), local_replicas(mesh).start * share
         size = num_replicas(mesh) * share
@@ -62,16 +63,11 @@ class HostElement:
                 array = jax.device_put(leaf if rows is None else leaf[rows], sharding)
             else:
                 array = from_host(np.asanyarray(leaf))
-            return PerReplica(array, mesh, layout=Layout.JOINED, counts=self.real_counts)
+            return PerReplica(array, mesh, layout=Layout.JOINED, counts=all_counts)
 
         # Inside scope() the mesh context would refuse any computation on one device.
         with outside_mesh(), np.errstate(over="ignore"):
             return jax.tree.map(place, self.batch)
-
-    @property
-    def real_counts(self) -> tuple[int, ...] | None:
-        """Real examples of each replica of all processes; None if no row of any is padding."""
-        return self.division.counts if self.all_counts is None else self.all_counts
 
     @property
     def spec(self) -> PyTree:
@@ -81,12 +77,6 @@ class HostElement:
             lambda leaf: jax.ShapeDtypeStruct((share, *leaf.shape[1:]), dtype_on_device(leaf)),
             self.batch,
         )
-
-    @property
-    def examples(self) -> int | None:
-        """The number of real examples, or None if no row is padding."""
-        counts = self.division.counts
-        return None if counts is None else sum(counts)
 
     def counts(self, replicas: int) -> tuple[int, ...]:
         """Returns the real examples of each replica of this process."""

@@ -39,9 +39,9 @@ class Prefetcher(Iterator[T], Generic[T]):
 
     At most ``depth`` elements are made and not yet taken, the one being made included. An exception of
     the generator is raised by ``next`` in its place. The thread ends, and closes the generator, at the
-    end of the elements, after an exception, on ``close``, when the prefetcher is collected, and when
-    Python exits. The first ``next`` calls ``context`` for the context of the thread; each calls ``waited``
-    with the seconds that it waited.
+    end of the elements, after an exception, when the prefetcher is collected, and when Python exits. The
+    first ``next`` calls ``context`` for the context of the thread; each calls ``waited`` with the seconds
+    that it waited.
     """
 
     def __init__(
@@ -56,8 +56,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._elements: Any = elements
         self._context = context
         # The thread refers to the buffer and not to this object, which can so be collected.
-        self.close = weakref.finalize(self, self._buffer.stop)
-        self.close.atexit = False
+        weakref.finalize(self, self._buffer.stop).atexit = False
 
     def __next__(self) -> T:
         start = time.perf_counter()

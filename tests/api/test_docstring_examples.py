@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from public_names import Public, public_objects
@@ -19,7 +21,8 @@ def failures(public: Public) -> str:
     parser = doctest.DocTestParser()
     test = parser.get_doctest(public.value.__doc__, {}, public.name, None, None)
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=said.append)
+    with mock.patch.dict(os.environ):
+        doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=said.append)
     return "".join(said)
 
 

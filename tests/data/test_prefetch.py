@@ -118,15 +118,6 @@ def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
     assert source.closed
 
 
-def test_close_ends_it_at_once() -> None:
-    source = Counted()
-    prefetcher = prefetched(source())
-    next(prefetcher)
-    prefetcher.close()
-    assert next(prefetcher, "ended") == "ended"
-    assert all_ended()
-
-
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
