@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_480,
-    lines_of_tests: 50_103,
+    lines_of_tests: 50_043,
     files: 225,
     pieces: 1,
     private_words: 9,

@@ -218,3 +218,21 @@ def test_predictions_of_a_hook_are_those_that_predict_returns(example: Any):
     )
     whole = example.model.predict(example.x[:7], batch_size=4, callbacks=[hook], verbose=0)
     np.testing.assert_array_equal(np.concatenate(found), whole)
+
+
+def test_later_runs_use_the_programs_of_the_first(example: Any):
+    """Also with callbacks, another rate, other weights, and after an error."""
+    options = {"validation_data": (example.x, example.y)}
+
+    def fail(*args: Any) -> None:
+        raise KeyError("mine")
+
+    example.fit(**options)
+    before = example.traces
+    example.fit(dj.callbacks.TerminateOnNaN(), dj.callbacks.EarlyStopping(), epochs=2, **options)
+    with pytest.raises(KeyError, match="mine"):
+        example.fit(dj.callbacks.LambdaCallback(on_test_end=fail), **options)
+    example.reset()
+    example.fit(**options)
+    example.model.evaluate(example.x, example.y, batch_size=8, verbose=0)
+    assert example.traces == before
