@@ -250,6 +250,8 @@ _OF_MOST: dict[Any, Any] = {Callable: FunctionType}
 """The type that most values have of those that are allowed."""
 
 
+_SPECIAL = ("__init__", "__call__", "__iter__")
+
 _WITH_HINTS = ("Model.predict", "Strategy.run", "Strategy.run_steps")
 """Methods that check the types themselves, since they say what to type instead."""
 
@@ -259,7 +261,7 @@ def check_methods(cls: _C) -> _C:
     for owner in cls.__mro__:
         for name, method in list(vars(owner).items()) if is_ours(owner) else ():
             # The library calls hooks, and often.
-            if name == "__init__" or not name.startswith(("_", "on_")):
+            if name in _SPECIAL or not name.startswith(("_", "on_")):
                 if isinstance(method, (staticmethod, classmethod)):
                     setattr(owner, name, type(method)(checked(method.__func__)))
                 elif inspect.isfunction(method):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import ParamSpec, TypeVar
 
-from distribute_jax import _frames
 from distribute_jax._errors import DistributeError
 
 _LOG = logging.getLogger("distribute_jax")
@@ -47,30 +44,10 @@ def _users_frame() -> tuple[int, FrameType | None]:
     return level, frame
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 VARIABLE = "DISTRIBUTE_JAX_FULL_TRACEBACK"
 
 _BETWEEN = contextlib.__file__
 _NOTE_OF_JAX = "JAX has removed its internal frames"
-
-
-def frames_hidden(fn: Callable[P, R]) -> Callable[P, R]:
-    """Makes errors of a special method show the user's lines only, as ``checked`` does of all others."""
-
-    @functools.wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        depth = _frames.depth()
-        try:
-            return fn(*args, **kwargs)
-        except BaseException as error:
-            # An interrupt at the first instruction of __exit__ leaves a scope open.
-            _frames.leave_to(depth)
-            hide_frames(error)
-            raise
-
-    return call
 
 
 def hide_frames(error: BaseException) -> None:

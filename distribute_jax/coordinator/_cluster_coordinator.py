@@ -11,7 +11,6 @@ from flax import nnx
 
 from distribute_jax._checks import check_number, converting
 from distribute_jax._errors import ArgumentError
-from distribute_jax._user_frames import frames_hidden
 from distribute_jax.servers import PerWorkerDataset, RemoteValue, Stats
 from distribute_jax.strategies._parameter_server import ParameterServerStrategy
 
@@ -63,7 +62,6 @@ class ClusterCoordinator:
         """The strategy."""
         return self._strategy
 
-    @frames_hidden
     def schedule(
         self,
         fn: Callable[..., Any],
@@ -93,7 +91,6 @@ class ClusterCoordinator:
         args = () if args is None else args
         return self._strategy._runner.schedule(fn, args, kwargs or {})
 
-    @frames_hidden
     def join(self, timeout: float | None = None) -> None:
         """Waits until every scheduled function is over; variables then hold what the servers have.
 
@@ -110,12 +107,10 @@ class ClusterCoordinator:
         self._strategy._coordinator.join(timeout)
         self._strategy._runner.look_at_guards()
 
-    @frames_hidden
     def done(self) -> bool:
         """Returns whether every scheduled function is over; raises as :meth:`join`."""
         return self._strategy._coordinator.is_done()
 
-    @frames_hidden
     def fetch(self, nest: Any) -> Any:
         """Waits for the remote values of a pytree.
 
@@ -134,7 +129,6 @@ class ClusterCoordinator:
         fetched = [x.fetch() if isinstance(x, RemoteValue) else x for x in leaves]
         return jax.tree.unflatten(structure, fetched)
 
-    @frames_hidden
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
         """Returns a dataset for each worker, made when that first takes an element.
 

@@ -13,7 +13,7 @@ from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
-from distribute_jax._user_frames import frames_hidden, hide_frames, warn_user
+from distribute_jax._user_frames import hide_frames, warn_user
 from distribute_jax.data._agreement import EpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, State
@@ -94,7 +94,6 @@ class DistributedDataset:
         self._spec: PyTree = None
         self._warned = False
 
-    @frames_hidden
     def __iter__(self) -> DistributedIterator:
         """Starts the next epoch from its first batch."""
         self._guard()

@@ -12,7 +12,12 @@ from flax import nnx
 from distribute_jax._checks import check_choice, check_int, is_real
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting
+from distribute_jax.losses._shapes import pair
 from distribute_jax.metrics._metric import Metric, as_array, in_snake_case, terms
+
+_ONE_CLASS = (
+    "They have one shape; for one of several classes pass predictions[:, 1] and labels == 1."
+)
 
 
 class Confusion(Metric):
@@ -53,8 +58,9 @@ class Confusion(Metric):
         Raises:
             ValueError: shapes or dtypes that do not match.
         """
-        new = terms(self, "predictions", self._probabilities(predictions), mask, sample_weight)
-        labels = self._matching(labels, new.values.shape)
+        name, probabilities = f"{type(self).__name__}.update", self._probabilities(predictions)
+        labels, probabilities = pair(name, labels, probabilities, _ONE_CLASS)
+        new = terms(self, "predictions", probabilities, mask, sample_weight)
         values, ones = new.values.ravel(), jnp.ravel(labels > 0)
         above = (values[:, None] > jnp.asarray(self.thresholds)).astype(jnp.float32)
         yes = jnp.where(ones, new.weights.ravel(), 0)
@@ -69,16 +75,6 @@ class Confusion(Metric):
 
     def _probabilities(self, predictions: Any) -> Any:
         return predictions
-
-    def _matching(self, labels: Any, shape: tuple[int, ...]) -> jax.Array:
-        array = as_array(self, "labels", labels)
-        if shape not in (array.shape, (*array.shape, 1)) and array.shape != (*shape, 1):
-            raise ArgumentError(
-                f"{type(self).__name__}.update got predictions of shape {shape} for labels of shape "
-                f"{array.shape}. They have one shape; for one of several classes pass that class of "
-                "both, predictions[:, 1] and labels == 1."
-            )
-        return array
 
 
 def share(part: jax.Array, rest: jax.Array) -> jax.Array:

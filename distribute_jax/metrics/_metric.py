@@ -14,10 +14,9 @@ from flax import nnx
 
 from distribute_jax._absent import answering
 from distribute_jax._checks import refusing, takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, PerReplicaError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
-from distribute_jax._values import DistributedValues
 from distribute_jax.strategies import get_replica_context
 
 _BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
@@ -219,12 +218,6 @@ def terms(metric: object, name: str, values: Any, mask: Any, sample_weight: Any)
 
 def as_array(metric: object, name: str, value: Any) -> jax.Array:
     """Returns an argument of ``update`` as an array of real numbers."""
-    if isinstance(value, DistributedValues):
-        raise PerReplicaError(
-            f"{_method(metric)} got {name}={value!r} outside of run, one value for each replica. "
-            "Update the metric inside the function given to strategy.run, or pass "
-            "strategy.gather(value, axis=0)."
-        )
     return real_array(_method(metric), name, value)
 
 

@@ -14,7 +14,6 @@ from distribute_jax._absent import answering, missing
 from distribute_jax._checks import check_int, check_number, refusing
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
-from distribute_jax._user_frames import frames_hidden
 from distribute_jax.program._trace_errors import module_hint
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
 from distribute_jax.strategies._devices import note_default_strategy
@@ -110,7 +109,6 @@ class Model(Stored):
         kind, compiled = type(self.module).__name__, "" if self._trainer else ", not compiled"
         return f"<Model of {kind}: {count:,} trained parameters under {self.strategy!r}{compiled}>"
 
-    @frames_hidden
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, as ``model.module(x)``."""
         module: Any = self.module

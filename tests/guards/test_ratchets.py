@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_480,
+    lines: 51_426,
     lines_of_tests: 50_043,
     files: 225,
     pieces: 1,

@@ -110,11 +110,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "curve": (lambda: AUC(curve="roc"), "one of 'ROC', 'PR'"),
     "classes": (
         lambda: Recall().update(predictions=P[:, None] * [1, 2], labels=LABELS),
-        r"shape \(13, 2\) for labels of shape \(13,\)",
+        r"y_true of shape \(13,\) and y_pred of shape \(13, 2\)",
     ),
     "one-hot": (
         lambda: Recall().update(predictions=P, labels=np.eye(2)[LABELS]),
-        r"shape \(13,\) for labels of shape \(13, 2\)",
+        r"y_true of shape \(13, 2\) and y_pred of shape \(13,\)",
     ),
 }
 

@@ -446,7 +446,7 @@ def test_wrong_constructors_are_named():
 def test_a_per_replica_value_outside_run_is_refused(s2: dj.MirroredStrategy):
     metric = made(s2, Average)
     (batch,) = s2.distribute_dataset(batches(4))
-    with pytest.raises(ValueError, match=r"inside the function given to strategy\.run") as caught:
+    with pytest.raises(ValueError, match=r"Use strategy\.reduce") as caught:
         metric.update(values=batch)
     assert isinstance(caught.value, dj.PerReplicaError)
     metric.update(values=s2.gather(s2.run(lambda x: x, args=(batch,)), axis=0))

@@ -113,7 +113,7 @@ BROKEN: dict[Any, dict[int, list[str]]] = {
     broken.RunsTwice: {
         1: ["training_with_dj_optimizer", "metrics_over_replicas", "batch_norm"],
         2: [
-            *("variables_on_write", "variables_on_write_equal", "variables_rows"),
+            *("variables_on_write", "variables_rows"),
             *("training", "random_streams", "random_parameters"),
         ],
     },

@@ -56,44 +56,31 @@ def _one_for_each_method(s: Subject, aggregation: VariableAggregation) -> dict[s
 
 
 def variables_on_write(s: Subject) -> Iterator[Fact]:
-    """Replica r writes r + 1 to 10: the sum, the mean or the first counts, on every replica."""
-    variables = {
-        aggregation: _one_for_each_method(s, aggregation) for aggregation in _combined(s.n)
-    }
+    """Replica r writes r + 1 to 10, then each 4: their sum, mean or first counts, on every replica."""
+    equal = {a: 4.0 * (s.n if a is _SUM else 1) for a in VariableAggregation}
+    yield from _written(s, "r + 1", number, _combined(s.n))
+    yield from _written(s, "4", lambda: 4.0, equal)
+
+
+def _written(
+    s: Subject, what: str, write: Callable[[], Any], wanted: dict[VariableAggregation, float]
+) -> Iterator[Fact]:
+    variables = {aggregation: _one_for_each_method(s, aggregation) for aggregation in wanted}
 
     def step() -> Any:
         return {
-            aggregation.name: {m: getattr(v, m)(number()) for m, v in named.items()}
+            aggregation.name: {m: getattr(v, m)(write()) for m, v in named.items()}
             for aggregation, named in variables.items()
         }
 
     parts = s.seen(step)
-    for aggregation, written in _combined(s.n).items():
+    for aggregation, written in wanted.items():
         for method, (keeps, sign) in _METHODS.items():
-            wanted, what = np.float32(10 * keeps + sign * written), f"{aggregation.name}, {method}"
+            value, name = np.float32(10 * keeps + sign * written), f"{method} of {what}"
             returned = [part[aggregation.name][method] for part in parts]
-            yield from on_all(f"what {method} returns under {aggregation.name}", returned, wanted)
+            yield from on_all(f"what {name} returns under {aggregation.name}", returned, value)
             copies = [np.asarray(copy) for copy in variables[aggregation][method].values]
-            yield from on_all(f"the variable after {what},", copies, wanted)
-
-
-def variables_on_write_equal(s: Subject) -> Iterator[Fact]:
-    """Every replica writes 4: counted for each under SUM, and once otherwise, NONE included."""
-    variables = {
-        aggregation: _one_for_each_method(s, aggregation) for aggregation in VariableAggregation
-    }
-
-    def step() -> None:
-        for named in variables.values():
-            for method, variable in named.items():
-                getattr(variable, method)(4.0)
-
-    s.run(step)
-    for aggregation, named in variables.items():
-        for method, (keeps, sign) in _METHODS.items():
-            wanted = 10 * keeps + sign * 4.0 * (s.n if aggregation is _SUM else 1)
-            value = float(named[method].numpy())
-            yield Fact(f"{method}(4) of every replica under {aggregation.name}", value, wanted)
+            yield from on_all(f"the variable after {name} under {aggregation.name}", copies, value)
 
 
 def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
