@@ -134,7 +134,9 @@ class Fit:
         first, count = epoch, self._done
         if self.steps_per_epoch is not None:  # a pass through the data goes on from epoch to epoch
             count += (epoch - self.initial_epoch) * self.steps_per_epoch
-            passes, count = divmod(count, self.data.cardinality or count + 1)
+            passes, count = divmod(count, size := self.data.cardinality or count + 1)
+            if self._done and not count:  # the pass is over, and the epoch is not
+                passes, count = passes - 1, size
             first = self.initial_epoch + passes
         start_at(self.data, first)
         if count:
@@ -145,13 +147,14 @@ class Fit:
     def _epoch(self, epoch: int) -> dict[str, Any]:
         steps = self.steps_per_epoch
         self._list.call("on_epoch_begin", epoch)
-        is_over = self._batches is not None and self._batches.count == self.data.cardinality
-        if self._batches is None or is_over or (steps is None and not self._done):
-            self._batches = Batches(self.data, self.keys)
-        self.trainer.batches = self._batches
+        batches = self._batches
+        is_over = batches is None or steps is None or batches.count == self.data.cardinality
+        if batches is None or (is_over and not self._done):
+            batches = self._batches = Batches(self.data, self.keys)
+        self.trainer.batches = batches
         logs: dict[str, Any]
         done, logs = self.trainer.epoch(
-            self._batches, limit=steps, callbacks=self._list, done=self._done
+            batches, limit=steps, callbacks=self._list, done=self._done
         )
         self._done = 0
         if steps is not None and done < steps and not self.model.stop_training:

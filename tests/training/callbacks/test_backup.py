@@ -99,6 +99,33 @@ def test_a_backup_within_an_epoch_goes_on_with_the_next_batch(
     assert example.w == weight
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out")
+@pytest.mark.parametrize("steps", [None, 2, 3])
+def test_a_backup_after_the_last_batch_of_a_pass_trains_on_none_twice(
+    example: Any, tmp_path: Path, steps: int | None
+):
+    """The epoch ends there, also one of more steps than are left, as in a training that goes on."""
+    data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
+    options = {"epochs": 3, "steps_per_epoch": steps, "verbose": 0}
+    whole = example.model.fit(data, **options).history["loss"]
+    weight = example.w
+    example.reset()
+    ends: list[int] = []
+
+    def fail_at_the_fourth(batch: int, logs: Any) -> None:
+        ends.append(batch)
+        if len(ends) == 4:
+            raise InterruptedRunError
+
+    fails = dj.callbacks.LambdaCallback(on_train_batch_end=fail_at_the_fourth)
+    with pytest.raises(InterruptedRunError):
+        example.model.fit(data, callbacks=[backup(tmp_path, save_freq=1), fails], **options)
+    example.model.set_weights([np.full(1, 7.0)])  # a new process starts with other weights
+    history = example.model.fit(data, callbacks=[backup(tmp_path)], **options)
+    assert whole[-len(history.epoch) :] == history.history["loss"]
+    assert example.w == weight
+
+
 @pytest.mark.parametrize("steps", [None, 3])
 def test_what_was_trained_on_before_the_backup_is_not_read_again(
     example: Any, tmp_path: Path, steps: int | None
