@@ -225,16 +225,19 @@ class ExitHandler:
         # A step fails on all processes when one is gone, so that one may have the true reason.
         may_follow = issubclass(kind, (jax.errors.JaxRuntimeError, StepFailedError, TimeoutError))
         cause = self._cause() if may_follow else None
+        # JAX names the socket that failed, and not the process.
+        is_of_jax, processes = issubclass(kind, jax.errors.JaxRuntimeError), ""
+        if cause is None and is_of_jax and "Timed out" in text:
+            text += (processes := describe_processes())
+            status_writer().error(text)
         if cause is None:
             # If process 0 is gone, the others are gone with it.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 first = announce_failure(self._job, text)
                 cause = first if may_follow else None
         self._excepthook(kind, error, trace)
-        if issubclass(kind, jax.errors.JaxRuntimeError):
-            # JAX names the socket that failed, and not the process.
-            processes = describe_processes()
-            say(f"the job cannot go on.{processes}")
+        if is_of_jax:
+            say(f"the job cannot go on.{processes or describe_processes()}")
         if cause is not None:
             self._code = OTHER_FAILED
             status_writer().error(cause)

@@ -153,9 +153,7 @@ class Fit:
             batches = self._batches = Batches(self.data, self.keys)
         self.trainer.batches = batches
         logs: dict[str, Any]
-        done, logs = self.trainer.epoch(
-            batches, limit=steps, callbacks=self._list, done=self._done
-        )
+        done, logs = self.trainer.epoch(batches, limit=steps, callbacks=self._list, done=self._done)
         self._done = 0
         if steps is not None and done < steps and not self.model.stop_training:
             wanted = steps * (self.epochs - self.initial_epoch)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import fault_functions
 import jax
 import pytest
 from test_faults import ended_within, run
+from test_watchdog_cost import Counted, job_of
 
 import distribute_jax as dj
+from distribute_jax.processes import _liveness
 from distribute_jax.testing import LocalCluster
 
 
@@ -147,3 +151,19 @@ def test_who_is_stopped_is_named_before_jax_ends_the_others():
     assert re.search(
         r"process 1 .* has sent no heartbeat for \d s; last seen at step 0", first.stderr
     )
+
+
+def test_an_error_of_a_socket_says_who_was_awaited(monkeypatch):
+    """Where the program reads a number that another process does not help to compute."""
+    job, told = job_of(0, 2, Counted()), []
+    heartbeats = {"heartbeats/0": "[3, 8, null, 0]", "heartbeats/1": "[5, 7, null, 0]"}
+    job.store.update(heartbeats)
+    monkeypatch.setattr(_liveness, "current_job", lambda: job)
+    monkeypatch.setattr(_liveness, "status_writer", lambda: SimpleNamespace(error=told.append))
+    for name in ("record_exit_code", "atexit.register", "sys.excepthook", "time.sleep"):
+        monkeypatch.setattr(f"distribute_jax.processes._liveness.{name}", lambda *_: None)
+    monkeypatch.setattr(_liveness, "_CAUSE_SECONDS", 0)
+    kind, text = jax.errors.JaxRuntimeError, "Gloo all-reduce failed: Timed out waiting 4000ms"
+    _liveness.ExitHandler(job, None)._on_error(kind, kind(text), None)
+    assert re.search("process 1.*at step 7, in your code +<- the others wait for it", told[-1])
+    assert told[-1] in json.loads(job.store["news/failed"])
