@@ -141,7 +141,7 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
                 else uncommitted(jax.device_put(part, first))
                 for part in value.values
             ]
-    if is_equal:
+    if is_equal or _is_divided(value):
         local = len(local_replicas(mesh))
         with reading(value):
             return [on_host_device(value)] * local
@@ -159,6 +159,13 @@ def _read(value: Any, mesh: Mesh) -> tuple[Any, bool]:
         return PerReplica(on_replicas(value, mesh), mesh), False
     raw = readable_raw(value)
     return raw, isinstance(raw, jax.Array) and not isinstance(raw, jax.core.Tracer)
+
+
+def _is_divided(value: Any) -> bool:
+    """Returns whether no process of a job has all of an array, as of a parameter of a ``TrainState``."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return False
+    return not (value.is_fully_addressable or value.is_fully_replicated)
 
 
 def _of_traced_variable(variable: nnx.Variable[Any]) -> Any:

@@ -84,7 +84,9 @@ class ModelParallelStrategy(Strategy):
         every = devices_of_job(devices, cluster_resolver, cluster_options, name)
         here = [d for d in every if d.process_index == jax.process_index()]
         if len(here) % model:
-            raise ArgumentError(f"{name}: {len(here)} devices are not a multiple of model={model}.")
+            raise ArgumentError(
+                f"{name}: the {len(here)} devices of a process are not a multiple of model={model}."
+            )
         mesh = replica_mesh(np.asarray(every, dtype=object).reshape(-1, model), each, [model])
         super().__init__(
             mesh,

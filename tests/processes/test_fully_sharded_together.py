@@ -190,8 +190,11 @@ def create_in_job():
     made = strategy.create(lambda: Net(nnx.Rngs(1)))
     with pytest.raises(dj.ProcessesDifferError, match="make different models"):
         strategy.create(lambda: Net(nnx.Rngs(jax.process_index())))
-    return {"shape": made.first.kernel[...].addressable_shards[0].data.shape} | {
-        "state": numbers(strategy, made)
+    kernel = made.first.kernel[...]
+    return {
+        "shape": kernel.addressable_shards[0].data.shape,
+        "array": np.asarray(strategy.experimental_local_results(kernel)[0]),
+        "state": numbers(strategy, made),
     }
 
 
@@ -298,11 +301,13 @@ def test_a_divided_parameter_that_one_process_writes_is_found():
 
 @pytest.mark.exhaustive
 def test_state_is_born_divided_and_equal_in_all_processes():
-    """strategy.create makes the numbers of one process; other seeds are refused, as no copy shows them."""
-    wanted = numbers(dj.OneDeviceStrategy(0), Net(nnx.Rngs(1)))
+    """strategy.create makes the numbers of one process, also read as an array without its variable; other
+    seeds are refused, as no copy shows them."""
+    wanted = numbers(dj.OneDeviceStrategy(0), net := Net(nnx.Rngs(1)))
     for result in LocalCluster(2, 2, timeout=120).run(create_in_job):
         assert result.value["shape"] == (32, 16)
         assert_close(result.value["state"], wanted)
+        assert_close(result.value["array"], net.first.kernel[...])
 
 
 @pytest.mark.exhaustive
