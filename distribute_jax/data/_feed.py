@@ -103,13 +103,17 @@ class GlobalBatches(Feed):
             return None
         return length_of(self._source)
 
+    @property
+    def _identity(self) -> State:
+        """What a state and the dataset that resumes from it have in common."""
+        length = length_of(self._source)
+        return {"source": self._source.text, "seed": self._source.seed, "batches": length}
+
     def state(self, epoch: int, progress: EpochProgress) -> State:
-        self._check_seekable("state")
+        self._check_resumable("state")
         return {
             "version": _VERSION,
-            "source": self._source.text,
-            "seed": self._source.seed,
-            "batches": length_of(self._source),
+            **self._identity,
             "epoch": epoch,
             "position": progress.batches,
             "first_batch": progress.first,
@@ -117,13 +121,12 @@ class GlobalBatches(Feed):
         }
 
     def resume(self, state: State) -> tuple[int, EpochProgress, Iterator[HostElement]]:
-        self._check_seekable("restore")
-        length = length_of(self._source)
-        epoch, progress = _read_state(state, self._source, length)
-        if length is None and progress.first:
+        self._check_resumable("restore")
+        epoch, progress = _read_state(state, self._identity)
+        if length_of(self._source) is None and progress.first:
             elements = self._divided(self._source.open(epoch))
             first = next((element.progress.first for element in elements), 0)
-            _check_same("first_batch", progress.first, first, _SAME_BATCHES)
+            _check_same({"first_batch": progress.first}, {"first_batch": first})
         batches = self._source.open(epoch, progress.batches)
         return epoch, progress, self._divided(batches, progress)
 
@@ -138,7 +141,7 @@ class GlobalBatches(Feed):
         """Whether every process reads the same batches and takes its part of each."""
         return self._rule is Rule.A
 
-    def _check_seekable(self, method: str) -> None:
+    def _check_resumable(self, method: str) -> None:
         if self.cuts_batches:
             raise ArgumentError(
                 f"iterator.{method} counts batches, but where each of {self._worker.count} processes reads "
@@ -153,15 +156,11 @@ class GlobalBatches(Feed):
             )
 
 
-_SAME_BATCHES = (
-    "The position counts batches, so the examples and the global batch size must be the same."
-)
-
 _VERSION = 1
 _NUMBERS = ("epoch", "position", "first_batch", "largest_batch")
 
 
-def _read_state(state: State, source: Source, length: int | None) -> tuple[int, EpochProgress]:
+def _read_state(state: State, identity: State) -> tuple[int, EpochProgress]:
     """Reads a state of the same source; an ArgumentError if it is not one."""
     if isinstance(state, Mapping) and state.get("version", _VERSION) != _VERSION:
         raise ArgumentError(
@@ -169,27 +168,28 @@ def _read_state(state: State, source: Source, length: int | None) -> tuple[int, 
             f"version {_VERSION}. Restore it with the release that saved it."
         )
     try:
-        source_text, seed, batches = state["source"], state["seed"], state["batches"]
+        saved = {name: state[name] for name in identity}
         epoch, position, first, largest = (check_int(name, state[name], 0) for name in _NUMBERS)
-        if length is not None and batches == length:
-            check_int("position", position, 0, length + 1)
+        if saved == identity and identity["batches"] is not None:
+            check_int("position", position, 0, identity["batches"] + 1)
     except (TypeError, LookupError, ArgumentError) as error:
         raise ArgumentError(
             f"iterator.restore got {state!r:.80}, which is not what iterator.state() returned: "
             f"{type(error).__name__}: {error}"
         ) from None
-    _check_same("source", source_text, source.text, "Distribute the source that it was saved from.")
-    _check_same("seed", seed, source.seed, "Shuffle with the seed that it was saved with.")
-    _check_same("batches", batches, length, _SAME_BATCHES)
+    _check_same(saved, identity)
     return epoch, EpochProgress(position, first, largest)
 
 
-def _check_same(name: str, saved: Any, now: Any, remedy: str) -> None:
+def _check_same(saved: State, identity: State) -> None:
     """Raises if a field of a state has another value than this dataset."""
-    if saved != now:
+    differing = {name: saved[name] for name in identity if saved[name] != identity[name]}
+    if differing:
+        now = {name: identity[name] for name in differing}
         raise ArgumentError(
-            f"iterator.restore got a state with {name} {saved!r}, but this dataset has {name} {now!r}, "
-            f"so the next batch would be another one. {remedy}"
+            f"iterator.restore got a state with {differing}, but this dataset has {now}, so the next batch "
+            "would be another one. Distribute the examples that it was saved from, in the same global "
+            "batches, shuffled with the same seed."
         )
 
 

@@ -10,7 +10,7 @@ import distribute_jax as dj
 from distribute_jax.data import DistributedDataset, InputOptions
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed
-from distribute_jax.data.sources import Source, find_source
+from distribute_jax.data.sources import find_source
 
 
 class TwoMore:
@@ -26,22 +26,6 @@ class TwoMore:
             yield element
         for _ in range(2):
             yield last.with_share(last.division.share, (0, 0), (0, 0))
-
-
-class Seekable(Source):
-    """Given batches, from any of them on."""
-
-    text = "a list of batches"
-    can_resume = True
-
-    def __init__(self, source: list[np.ndarray]) -> None:
-        self._batches = source
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def open(self, epoch: int = 0, position: int = 0) -> Iterator[np.ndarray]:
-        return iter(self._batches[position:])
 
 
 def feed(kind: str) -> Feed:
@@ -80,7 +64,8 @@ def test_padding_alone_adds_nothing_to_a_step(s2: dj.MirroredStrategy):
 def test_the_position_does_not_count_padding():
     """What the others still had is not this process's: its next epoch starts after its own data."""
     ends = TwoMore()
-    fed = GlobalBatches(Seekable(batches(7, 4)), InputOptions(), 2)
+    source = find_source(dj.data.from_arrays(np.arange(7)).batch(4))
+    fed = GlobalBatches(source, InputOptions(), 2)
     dataset = DistributedDataset(fed, mesh=mesh_of(2), ends=ends.steps)
     iterator = iter(dataset)
     next(iterator)

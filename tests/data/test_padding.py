@@ -36,11 +36,6 @@ def test_padding_repeats_real_rows(counts: tuple[int, ...], share: int, rows: An
     assert padded_rows(counts, share).tolist() == rows
 
 
-def test_real_rows_stand_first_in_each_share():
-    """The mask is True for the first rows of each share, as many as it has examples."""
-    assert is_real((2, 0, 1), 2).tolist() == [True, True, False, False, True, False]
-
-
 @pytest.mark.parametrize("in_scope", [False, True])
 def test_uneven_parts_become_one_padded_batch(in_scope: bool):
     """Parts of other lengths, empty ones too, come back exactly through .values."""
@@ -79,13 +74,6 @@ def test_replicas_of_two_devices_each_get_a_copy():
     joined = uneven_to_joined([jnp.asarray([1.0]), jnp.asarray([2.0, 3.0])], mesh)
     parts = {s.device: s.data.tolist() for s in joined.global_array.addressable_shards}
     assert [parts[device] for device in devices.ravel()] == [[1, 1]] * 2 + [[2, 3]] * 2
-
-
-def test_parts_without_any_row_make_an_empty_batch():
-    """Where no part has a row, the batch has shape (0, …) and the right dtype."""
-    joined = uneven_to_joined([jnp.zeros((0, 3), jnp.int8)] * 2, mesh_of(2))
-    assert joined.global_array.shape == (0, 3)
-    assert joined.global_array.dtype == jnp.int8
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_439,
-    lines_of_tests: 50_095,
+    lines_of_tests: 50_059,
     files: 225,
     pieces: 1,
     private_words: 9,

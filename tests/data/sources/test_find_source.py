@@ -49,13 +49,6 @@ def test_a_package_that_is_half_imported_is_no_obstacle(monkeypatch):
     assert [batch.tolist() for batch in find_source([X]).open()] == [[0, 1, 2, 3, 4]]
 
 
-def test_a_source_of_memory_reads_no_files():
-    """A list has no files, no seed, no policy, and an end."""
-    source = find_source([X])
-    assert (source.num_files, source.seed, source.auto_shard_policy) == (None, None, None)
-    assert not source.is_infinite
-
-
 def test_messages_name_the_method_that_was_called():
     """Another method than distribute_dataset can share the finder."""
     with pytest.raises(dj.ArgumentError, match=r"^strategy\.predict got int 5"):
