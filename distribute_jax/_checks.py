@@ -174,7 +174,7 @@ def checked(function: _F) -> _F:
         return _checked.get(function, function)  # type: ignore[no-any-return]
     code, known = inner.__code__, []
     for place, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
-        types = _types(inner.__annotations__.get(name), inner.__globals__)
+        types = _types_in(inner.__annotations__.get(name), inner.__globals__["__name__"])
         if types and inner.__qualname__ not in _WITH_HINTS:
             quick = (*types, *map(_OF_MOST.get, types))
             known.append((place if place < code.co_argcount else 1 << 16, name, types, quick))
@@ -282,7 +282,8 @@ def _called(function: Any, args: Sequence[Any]) -> str:
 
 
 @functools.cache
-def _types_in(annotation: str, module: str) -> tuple[type, ...]:
+def _types_in(annotation: Any, module: str) -> tuple[type, ...]:
+    """Returns the types that an annotation allows; none where it says too little to be checked."""
     try:
         hint = eval(annotation, vars(sys.modules[module]))
     except (NameError, TypeError, AttributeError):  # of what is imported for type checkers only
@@ -293,11 +294,6 @@ def _types_in(annotation: str, module: str) -> tuple[type, ...]:
         types = [one for one in types if one is not str]
     types.sort(key=lambda one: one is not NoneType)
     return tuple(types) if all(map(_is_known, types)) else ()
-
-
-def _types(annotation: Any, names: dict[str, Any]) -> tuple[type, ...]:
-    """Returns the types that an annotation allows; none where it says too little to be checked."""
-    return _types_in(annotation, names["__name__"]) if isinstance(annotation, str) else ()
 
 
 def _is_known(kind: Any) -> bool:

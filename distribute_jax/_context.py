@@ -85,23 +85,8 @@ def is_between_steps() -> bool:
     return _doing.batches_taken == 1
 
 
-_show_program: list[Callable[[Callable[[int | None], Any]], None]] = []
-
-
-@contextmanager
-def showing_first_program(show: Callable[[Callable[[int | None], Any]], None]) -> Iterator[None]:
-    """Calls ``show`` in place of compiling the next step, with what plans that for a number of replicas."""
-    _show_program.append(show)
-    try:
-        yield
-    finally:
-        _show_program.clear()
-
-
-def show_program(plan: Callable[[int | None], Any]) -> None:
-    """Shows a step that is about to be compiled, if that was asked for."""
-    if _show_program:
-        _show_program.pop()(plan)
+show_program: list[Callable[[Callable[[int | None], Any]], None]] = []
+"""What to call, where there is such, in place of compiling the next step, with what plans that step."""
 
 
 def require_loop(method: str) -> None:
@@ -117,8 +102,7 @@ def require_loop(method: str) -> None:
 
 def require_cross_replica(method: str) -> None:
     """Raises inside ``run``, where cross-replica methods make no sense."""
-    top = _frames.entered()
-    if top is not None and top.replica is not None:
+    if _frames.in_replica_context():
         raise ContextError(
             f"{method} was called inside a function given to strategy.run, on one replica. Method "
             "requires being in cross-replica context, use get_replica_context().merge_call() to "

@@ -53,6 +53,12 @@ def current() -> Frame:
     return _stack.frames[-1] if _stack.frames else default()
 
 
+def in_replica_context() -> bool:
+    """Returns whether the code runs as one replica."""
+    top = entered()
+    return top is not None and top.replica is not None
+
+
 def push(frame: Frame) -> None:
     """Makes a frame current."""
     _stack.frames.append(frame)

@@ -152,12 +152,6 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-def is_ready(array: jax.Array) -> bool:
-    """Returns, without waiting, whether an array is computed; ``jax.Array`` does not list the method."""
-    done: bool = array.is_ready()  # type: ignore[attr-defined]
-    return done
-
-
 _OUTSIDE_OF_THE_KEY = frozenset({
     "mesh_context_manager", "abstract_mesh_context_manager", "axis_env_state",
 })  # fmt: skip

@@ -255,14 +255,6 @@ def test_coordination_client_is_none_in_a_process_alone_and_the_state_has_it() -
     assert needed <= set(methods)
 
 
-def test_is_ready_returns_whether_an_array_is_computed() -> None:
-    """True once it was waited for."""
-    array = jnp.ones(3) + 1
-    array.block_until_ready()
-    with promised("is_ready", "JAX"):
-        assert _jax_private.is_ready(array) is True
-
-
 def test_trace_settings_differ_where_jit_traces_again() -> None:
     with promised("trace_settings", "JAX"):
         usual = _jax_private.trace_settings()

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from distribute_jax._jax_private import is_ready
 from distribute_jax._supervision import ERROR, PHASE, SIZE, STATUS, step_in
 
 YOUR_CODE = "in your code"
@@ -142,7 +141,7 @@ class Activity:
         if phase is not YOUR_CODE:
             return phase, since
         last, dispatched = self.last, self.dispatched
-        if last is None or last.is_deleted() or is_ready(last):
+        if last is None or last.is_deleted() or last.is_ready():
             return None
         return f"waiting for step {self.step}", dispatched
 

@@ -99,7 +99,9 @@ class ProgramCache:
         fn, arguments, head = request.fn, request.arguments, request.head
         name = step_name(fn)
         check_function(fn)
-        _context.show_program(functools.partial(self.plan, fn, arguments, request.options))
+        if _context.show_program:
+            show = _context.show_program.pop()
+            show(functools.partial(self.plan, fn, arguments, request.options))
         self.forget_dead()
         binding = Binding(fn, arguments)
         check_leaked_tracers(binding)

@@ -338,8 +338,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#gather
         """
-        top = _frames.entered()
-        if top is not None and top.replica is not None:
+        if _frames.in_replica_context():
             raise ContextError(
                 "strategy.gather was called inside a function given to strategy.run. Use "
                 "dj.get_replica_context().all_gather(value, axis) there."

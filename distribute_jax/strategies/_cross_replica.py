@@ -130,8 +130,7 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
     """Returns this process's parts of one leaf, or None for a value that is not distributed."""
     value, is_equal = _read(value, mesh)
     if isinstance(value, DistributedValues):
-        top = _frames.entered()
-        if top is None or top.replica is None:
+        if not _frames.in_replica_context():
             _context.require_untraced("strategy.experimental_local_results")
         with reading(value):
             first = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())

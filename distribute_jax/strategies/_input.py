@@ -139,8 +139,7 @@ class InputMethods:
 
 def guard_iteration() -> None:
     """Raises where a distributed dataset must not be iterated."""
-    top = _frames.entered()
-    if top is not None and top.replica is not None:
+    if _frames.in_replica_context():
         raise IterationError(
             "A distributed dataset was iterated inside a function given to strategy.run, on one "
             "replica. `next(iterator)` should be called outside, and its element passed: "

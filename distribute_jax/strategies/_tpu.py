@@ -187,16 +187,15 @@ class TPUStrategy(Strategy):
         return _constrained(array, [()] * array.ndim)
 
     def _checked(self, tensor: Any, method: str) -> jax.Array:
-        top = _frames.entered()
-        if top is None or top.replica is None:
+        if not _frames.in_replica_context():
             raise ContextError(
                 f"{method} was called outside of run, where no program is compiled whose arrays it could "
                 "place. Call it in the function given to strategy.run, on the arrays there."
             )
         if jax.sharding.get_abstract_mesh().axis_names != self.mesh.axis_names:
             raise MixedStrategiesError(
-                f"{method} was called in a step that {top.strategy!r} runs. Call it on the strategy that "
-                "runs the step, dj.get_strategy() there."
+                f"{method} was called in a step that {_frames.current().strategy!r} runs. Call it on the "
+                "strategy that runs the step, dj.get_strategy() there."
             )
         if not isinstance(tensor, (jax.Array, np.ndarray, np.generic, int, float, complex)):
             raise ArgumentError(f"{method}: tensor must be one array; got {leaf_text(tensor)}.")

@@ -27,16 +27,9 @@ from distribute_jax._values import Mirrored, mark_mirrored, step_of
 from distribute_jax.variables._components import uncommitted_copy
 
 
-def inside_replica() -> bool:
-    """Whether the code runs as one replica."""
-    top = _frames.entered()
-    return top is not None and top.replica is not None
-
-
 def inside_run() -> bool:
     """Whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
-    top = _frames.entered()
-    return top is not None and (top.replica is not None or (top.merging and not at_top_level()))
+    return _frames.in_replica_context() or _context.merging()
 
 
 def readable_here(raw: Any) -> Any:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from distribute_jax import _frames
 from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
+from distribute_jax._frames import in_replica_context
 from distribute_jax._jax_private import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, on_host, outside_mesh, put, replicated
 from distribute_jax._messages import is_donated
@@ -20,7 +21,6 @@ from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
 from distribute_jax.variables._access import (
     check_current_strategy,
-    inside_replica,
     inside_run,
     on_this_thread,
     readable_here,
@@ -145,7 +145,7 @@ class Variable(nnx.Variable[Any]):
         raw = readable_here(self._raw())
         if not hasattr(raw, "shape"):  # not an array: what a tree function put here
             return raw
-        if self.is_on_read and not inside_replica():
+        if self.is_on_read and not in_replica_context():
             raw = jax.lax.all_gather(raw, DATA) if inside_run() else on_this_thread(raw)
             raw = _components.combine(raw, self.aggregation, self.name)
         if index is Ellipsis:
@@ -204,7 +204,7 @@ class Variable(nnx.Variable[Any]):
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _require_all_components(self, what: str) -> None:
-        if inside_replica():
+        if in_replica_context():
             raise ContextError(
                 f"{what} of variable {self.name!r} was read inside run, on one replica, which has one "
                 "component: read it as v[...]. merge_call and code outside of run have all components."
@@ -227,9 +227,9 @@ class Variable(nnx.Variable[Any]):
             value = cast(value, self._raw().dtype, self.name)
         if index is Ellipsis:
             self.assign(value)
-        elif self.is_on_read and not inside_replica():
+        elif self.is_on_read and not in_replica_context():
             self.assign(self.get_value().at[index].set(value))
-        elif self.aggregation in (_SUM, VariableAggregation.MEAN) and inside_replica():
+        elif self.aggregation in (_SUM, VariableAggregation.MEAN) and in_replica_context():
             raise NotImplementedError(
                 f"Assigning a part of {self.name!r} inside run is not defined for aggregation "
                 f"{self.aggregation.name}: the replicas' parts cannot be combined. Use "
@@ -257,7 +257,7 @@ class Variable(nnx.Variable[Any]):
             RuntimeError: in the scope of another strategy than the variable's.
         """
         value = self._converted(value)
-        if inside_replica():
+        if in_replica_context():
             return self._store(value if self.is_on_read else self._over_replicas(value))
         if self.is_on_read:
             self._check_assignable("assign")
@@ -302,7 +302,7 @@ class Variable(nnx.Variable[Any]):
                 f"{self.name!r} is an ON_READ variable, and scatter_{op} is not defined for it. Use "
                 "assign_add inside run, or an ON_WRITE variable."
             )
-        combines = self.aggregation in (_SUM, VariableAggregation.MEAN) and inside_replica()
+        combines = self.aggregation in (_SUM, VariableAggregation.MEAN) and in_replica_context()
         if combines and op in ("min", "max", "update"):
             raise NotImplementedError(
                 f"scatter_{op} inside run is not defined for aggregation {self.aggregation.name} "
@@ -313,7 +313,9 @@ class Variable(nnx.Variable[Any]):
         updates = cast(updates, raw.dtype, self.name)
         rows = check_rows(indices, updates, raw.shape, f"scatter_{op} of {self.name!r}")
         new = scatter(raw, op, rows, updates, self._over_replicas if combines else None)
-        return self._store(new if combines or not inside_replica() else self._over_replicas(new))
+        return self._store(
+            new if combines or not in_replica_context() else self._over_replicas(new)
+        )
 
     def scatter_add(self, indices: Any, updates: Any) -> Any:
         """Adds to rows; see ``scatter``."""
@@ -344,7 +346,7 @@ class Variable(nnx.Variable[Any]):
         return self.scatter("update", indices, updates)
 
     def _assign_change(self, method: str, delta: jax.Array) -> Any:
-        if inside_replica():
+        if in_replica_context():
             change = delta if self.is_on_read else self._over_replicas(delta)
             return self._store(self._raw() + change)
         if not self.is_on_read:
@@ -392,7 +394,7 @@ class Variable(nnx.Variable[Any]):
             with outside_mesh():
                 raw = put(jnp.copy(raw), old.sharding)
         self.set_raw_value(raw)
-        return raw if inside_replica() else self
+        return raw if in_replica_context() else self
 
     def _components(self) -> int:
         """Returns how many replicas have a component."""
