@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_414,
-    lines_of_tests: 50_051,
+    lines: 51_420,
+    lines_of_tests: 50_064,
     files: 225,
     pieces: 1,
     private_words: 9,

@@ -111,7 +111,10 @@ class BackupAndRestore(Callback):
     Weights, optimizer, random streams, running loss and metrics, and the position in the data are those
     of a training that was not interrupted: a batch that was trained on before the backup is not trained
     on again, nor read again where the source can start at any batch. Call ``fit`` with the same
-    arguments and data that come in the same order.
+    arguments and data that come in the same order. Gradients that are accumulated are saved as the sum over
+    the replicas, so that within an accumulation they continue to rounding. What other callbacks have counted
+    is not saved, as in Keras: ``EarlyStopping`` and ``ReduceLROnPlateau`` begin to count again, and
+    ``ModelCheckpoint(save_best_only=True)`` to compare.
 
     Args:
         backup_dir: a folder that nothing else uses.

@@ -270,6 +270,9 @@ class LearningRateScheduler(Callback):
         self.schedule, self.verbose = schedule, verbose
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        continues = self.params.get("initial_batch") and epoch == self.params["initial_epoch"]
+        if continues and self._takes_rate:
+            return  # the rate that was restored is that of this epoch
         old = self.model.learning_rate
         rate = self.schedule(epoch, old) if self._takes_rate else self.schedule(epoch)
         if not is_real(rate):

@@ -126,6 +126,19 @@ def test_a_backup_after_the_last_batch_of_a_pass_trains_on_none_twice(
     assert example.w == weight
 
 
+def test_an_epoch_that_continues_keeps_its_learning_rate(example: Any, tmp_path: Path):
+    """A schedule of epoch and rate has set it before the interruption."""
+    data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
+    halve = dj.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    options = {"epochs": 3, "verbose": 0}
+    whole = example.model.fit(data, callbacks=[halve], **options).history
+    example.reset()
+    hooks = [halve, backup(tmp_path, save_freq=3), interrupt(on_train_batch_end=2)]
+    with pytest.raises(InterruptedRunError):
+        example.model.fit(data, callbacks=hooks, **options)
+    assert example.model.fit(data, callbacks=hooks[:2], **options).history == whole
+
+
 @pytest.mark.parametrize("steps", [None, 3])
 def test_what_was_trained_on_before_the_backup_is_not_read_again(
     example: Any, tmp_path: Path, steps: int | None
