@@ -170,8 +170,6 @@ def _real_rows(batch: tuple[Any, ...]) -> int:
     for leaf in jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)):
         if isinstance(leaf, PerReplica):
             return sum(leaf.counts) if leaf.counts else int(leaf.global_array.shape[0])
-        if getattr(leaf, "ndim", 0):
-            return int(leaf.shape[0])
     return 0
 
 

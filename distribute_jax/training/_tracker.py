@@ -245,9 +245,7 @@ def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, metric in metrics.items():
         value = metric.compute()
-        if hasattr(value, "_asdict"):
-            value = value._asdict()
-        elif hasattr(value, "__dataclass_fields__") and not isinstance(value, jax.Array):
+        if hasattr(value, "__dataclass_fields__") and not isinstance(value, jax.Array):
             value = vars(value)
         several = isinstance(value, dict)
         values |= {f"{name}_{key}": v for key, v in value.items()} if several else {name: value}

@@ -349,9 +349,8 @@ class Outputs:
             self._add(*self._to_come.popleft())
 
     def _add(self, outputs: Any, examples: int) -> None:
-        gathered = jax.tree.map(
-            self._gathered, self._strategy._fetched(outputs), is_leaf=is_per_replica
-        )
+        gather = partial(self._strategy.gather, axis=0)
+        gathered = jax.tree.map(gather, self._strategy._fetched(outputs), is_leaf=is_per_replica)
         if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
             raise ArgumentError(_NO_ROWS.format(names=""))
         self._flush()
@@ -372,11 +371,6 @@ class Outputs:
         if self.newest is not None:
             self._parts.append(jax.tree.map(np.asarray, self.newest))
             self.newest = None
-
-    def _gathered(self, leaf: Any) -> Any:
-        if not getattr(leaf, "ndim", 0) and not isinstance(leaf, PerReplica):
-            raise ArgumentError(_NO_ROWS.format(names=""))
-        return self._strategy.gather(leaf, axis=0)
 
 
 class ReentrancyGuard:

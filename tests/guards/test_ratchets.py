@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_420,
-    lines_of_tests: 50_064,
+    lines: 51_410,
+    lines_of_tests: 49_990,
     files: 225,
     pieces: 1,
     private_words: 9,

@@ -1,4 +1,4 @@
-"""A model saved under one strategy goes on under any other; a new model goes on to the bit."""
+"""What a model saves and loads, also of plain Flax programs; ``SidecarEvaluator``, ``DatasetCreator``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import distribute_jax as dj
+from distribute_jax.training import _sidecar
 
 X = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1)
 Y = np.zeros((8, 1), np.float32)
@@ -103,3 +105,152 @@ def test_a_run_that_was_saved_and_went_on_equals_one_that_was_not(
     whole = trained(0, 2)
     trained(0, 1)
     assert all(map(np.array_equal, trained(1, 2), whole))
+
+
+ONES = np.ones((6, 1), np.float32)
+
+
+def test_the_newest_checkpoint_that_is_whole_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of steps 9, 10 and a damaged 11 the second, then one that is waited for; it ends after two."""
+    trained, manager = Scale(), dj.CheckpointManager(tmp_path)
+
+    def save(step: int) -> None:
+        trained.w[...] = jnp.full((1,), float(step))
+        manager.save(step, {"module": trained, "best": 0.5})
+        manager.wait()
+
+    for step in (9, 10, 11):
+        save(step)
+    for path in (tmp_path / "11").rglob("*"):
+        if path.is_file() and path.suffix != ".json":
+            path.write_bytes(b"x" * path.stat().st_size)
+    (tmp_path / ".12.ab.saving").mkdir()
+    losses: list[float] = []
+    notes = dj.callbacks.LambdaCallback(on_test_end=lambda logs: losses.append(logs["loss"]))
+    monkeypatch.setattr(_sidecar, "_PATIENCE", 1)
+    waits = iter([lambda: None, lambda: save(13)])
+    monkeypatch.setattr(_sidecar.time, "sleep", lambda _: next(waits)())
+    evaluator = dj.SidecarEvaluator(
+        made([0, 1]), (ONES, 0 * ONES), tmp_path, max_evaluations=2, callbacks=[notes]
+    )
+    with pytest.warns(UserWarning, match="passes over 11"):
+        evaluator.start()
+    assert losses == [100, 169]
+    assert caplog.text.count(f"waits for a new checkpoint in {tmp_path}") == 1
+
+
+def test_fit_takes_a_function_that_makes_the_dataset() -> None:
+    """It gets the context of the strategy, and its batches are those of replicas."""
+    sizes = []
+
+    def dataset_fn(context: dj.InputContext) -> Any:
+        sizes.append(context.get_per_replica_batch_size(4))
+        return [(ONES[:2], ONES[:2]), (ONES[:2], ONES[:2]), (ONES[:1], ONES[:1])]
+
+    model = made([0, 1])
+    model.fit(dj.DatasetCreator(dataset_fn), verbose=0)
+    assert sizes == [2]
+    assert int(model.trainer.setup.tracker.loss.count[...]) == 5
+    with pytest.raises(TypeError, match="dataset_fn must be a function"):
+        dj.DatasetCreator([ONES])  # type: ignore[arg-type]
+
+
+INPUTS = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+
+class Net(nnx.Module):
+    """A list of layers, a batch norm and random streams."""
+
+    def __init__(self, seed: int, width: int = 4) -> None:
+        rngs = nnx.Rngs(seed)
+        self.layers = nnx.List([nnx.Linear(3, width, rngs=rngs), nnx.Linear(width, 2, rngs=rngs)])
+        self.norm = nnx.BatchNorm(width, use_running_average=True, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers[1](self.dropout(self.norm(self.layers[0](x))))
+
+
+class Linen(linen.Module):
+    """The same in Linen."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = linen.BatchNorm(use_running_average=True)(linen.Dense(4)(x))
+        return linen.Dense(2)(x)
+
+
+def saved(path: Path, tree: Any, checkpointer: Any = ocp.StandardCheckpointer) -> Path:
+    with checkpointer() as writer:
+        writer.save(path, tree)
+    return path
+
+
+def test_weights_of_an_nnx_program(tmp_path: Path):
+    """An nnx.State, beside an optimizer too, and a step of a manager; into weights on four devices."""
+    source = Net(0)
+    state = nnx.state(source)
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        manager.save(3, args=ocp.args.StandardSave(nnx.as_pure(state)))
+    both = {"model": state, "optimizer": {"step": np.zeros(()), "mu": nnx.as_pure(state)}}
+    for path in (
+        saved(tmp_path / "state", state, ocp.PyTreeCheckpointer),
+        saved(tmp_path / "both", both),
+        tmp_path / "steps" / "3",
+    ):
+        with dj.FullyShardedStrategy([0, 1, 2, 3]).scope():
+            model = dj.Model(Net(1))
+        model.load_weights(path)
+        assert all(map(np.array_equal, model.get_weights(), dj.Model(source).get_weights()))
+
+
+def test_weights_of_a_linen_program(tmp_path: Path):
+    """Its variables, and what a TrainState with them is saved as."""
+    numbers = np.random.default_rng(1)
+    shapes = {
+        "Dense_0": {"kernel": (3, 4), "bias": (4,)},
+        "Dense_1": {"kernel": (4, 2), "bias": (2,)},
+    }
+    shapes["BatchNorm_0"] = {"scale": (4,), "bias": (4,)}
+    params = jax.tree.map(numbers.random, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    stats = {"BatchNorm_0": {"mean": np.zeros(4), "var": np.ones(4)}}
+    variables = {"params": params, "batch_stats": stats}
+    state = {"step": np.zeros(()), "params": params, "opt_state": [{"mu": params}, None]}
+    tree = {"state": state, "batch_stats": stats}
+    model = dj.Model(Linen(), sample_input=INPUTS)
+    for path in (saved(tmp_path / "variables", variables), saved(tmp_path / "state", tree)):
+        model.set_weights([np.zeros_like(w) for w in model.get_weights()])
+        model.load_weights(path)
+        np.testing.assert_array_equal(
+            model.module.Dense_0["kernel"], np.float32(params["Dense_0"]["kernel"])
+        )
+        np.testing.assert_array_equal(model.module.BatchNorm_0["var"], np.ones(4))
+
+
+def test_other_weights_are_refused_by_name_with_the_nearest(tmp_path: Path):
+    """Shapes and names; the model is as before. Of several trees one has to be named."""
+    tree = nnx.as_pure(nnx.state(Net(0, width=5)))
+    tree["norms"] = tree.pop("norm")
+    model = dj.Model(Net(1))
+    before = model.get_weights()
+    with pytest.raises(dj.CheckpointError) as caught:
+        model.load_weights(saved(tmp_path / "other", tree))
+    lines = str(caught.value).splitlines()
+    assert "  layers.0.kernel: (3, 5) saved, (3, 4) in the module" in lines
+    assert "  norm.mean: not saved; norms.mean?" in lines
+    assert "  norms.bias: saved, and not in the module" in lines
+    assert all(map(np.array_equal, model.get_weights(), before))
+    with ocp.CheckpointManager(tmp_path / "steps", item_names=("a", "b")) as manager:
+        items = {name: ocp.args.StandardSave(tree) for name in "ab"}
+        manager.save(3, args=ocp.args.Composite(**items))
+    with pytest.raises(dj.CheckpointError, match=r"checkpoint of 2 trees \(a, b\)"):
+        model.load_weights(tmp_path / "steps" / "3")
+    with pytest.raises(dj.CheckpointError, match=r"of steps 3\. Give the path of one: .*/3"):
+        model.load_weights(tmp_path / "steps")
+    (tmp_path / "other" / "_METADATA").write_text("{")
+    with pytest.raises(dj.CheckpointDamagedError, match="Orbax cannot read"):
+        model.load_weights(tmp_path / "other")
+    with pytest.raises(dj.CheckpointError, match=r"by Orbax.*model\.load_weights"):
+        model.load(tmp_path / "other")
