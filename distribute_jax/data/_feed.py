@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import Any, TypeAlias, final
 
@@ -26,7 +26,6 @@ from distribute_jax.data._options import (
 )
 from distribute_jax.data._split import (
     ALONE,
-    Divider,
     Division,
     EpochProgress,
     Rule,
@@ -34,6 +33,8 @@ from distribute_jax.data._split import (
     shard,
     share_by_policy,
     share_of,
+    shares,
+    steps_of,
 )
 from distribute_jax.data.sources import Source, find_source
 
@@ -133,8 +134,29 @@ class GlobalBatches(Feed):
     def _divided(
         self, batches: Iterator[PyTree], progress: EpochProgress | None = None
     ) -> Iterator[HostElement]:
-        divider = Divider(self._policy, self._replicas, self._rule, progress, self._worker)
-        return divide_batches(batches, divider, self._source.batching)
+        """Yields the elements of batches: the rows that this process takes in each step."""
+        signature, progress = BatchSignature(), progress or EpochProgress()
+        start, replicas = progress.batches, self._worker.count * self._replicas
+        takes_part = self.is_common and self._worker.count > 1
+        for position, batch in enumerate(batches, start):
+            where = f"Batch {position} of the dataset"
+            n = check_batch(batch, where, self._source.batching)
+            if n > 0:
+                signature.check(batch, where)
+            digest = _digest(batch) if takes_part and position == start else None
+            first, progress = progress.first, progress.with_batch(n)
+            counts, largest = shares(n, replicas), share_of(progress.largest, replicas)
+            what = f"{where} has {n} examples"
+            share = share_by_policy(self._policy, counts, what, first=first, largest=largest)
+            if share is None:
+                continue
+            all_counts = Division.of(counts, share).counts if takes_part else None
+            for rows in steps_of(self._rule, n, progress.largest, self._worker, self._replicas):
+                sizes = [len(each) for each in rows]
+                shrinks = self._policy is PartialPolicy.SHRINK and not self.is_common
+                division = Division.of(sizes, max(sizes) if shrinks else share)
+                local = _rows(batch, n, rows[0].start, rows[-1].stop)
+                yield HostElement(local, division, progress, all_counts, digest)
 
     @property
     def is_common(self) -> bool:
@@ -201,26 +223,14 @@ def length_of(source: Source) -> int | None:
         return None
 
 
-def divide_batches(
-    batches: Iterable[PyTree], divider: Divider, batching: str
-) -> Iterator[HostElement]:
-    """Yields the elements of checked batches: the rows that this process takes in each step."""
-    signature, start = BatchSignature(), divider.progress.batches
-    for position, batch in enumerate(batches, start):
-        where = f"Batch {position} of the dataset"
-        n = check_batch(batch, where, batching)
-        if n > 0:
-            signature.check(batch, where)
-        digest = _digest(batch) if divider.is_common and position == start else None
-        for step in divider.divide(n, where):
-            local = batch if len(step.rows) == n else _rows(batch, step.rows)
-            yield HostElement(local, step.division, divider.progress, step.all_counts, digest)
-
-
-def _rows(batch: PyTree, rows: range) -> PyTree:
+def _rows(batch: PyTree, n: int, start: int, stop: int) -> PyTree:
+    """Returns some of the n rows of a batch; one, which stands for padding, in place of none."""
+    if (start, stop) == (0, n):
+        return batch
+    rows = slice(start, stop) if stop > start else slice(n - 1, n)
     # Inside scope() the mesh context would refuse any computation on one device.
     with outside_mesh():
-        return jax.tree.map(lambda leaf: leaf[rows.start : rows.stop], batch)
+        return jax.tree.map(lambda leaf: leaf[rows], batch)
 
 
 def _digest(batch: PyTree) -> str:

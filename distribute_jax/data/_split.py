@@ -62,15 +62,16 @@ def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, 
     return sizes[start:] + sizes[:start]
 
 
-def scheduled_rows(
-    n: int, full: int, workers: int, worker: int, replicas: int
-) -> list[list[range]]:
-    """Returns the rows of a batch of n, of ``full`` at most, by rule B: for each step and replica.
+def steps_of(rule: Rule, n: int, full: int, worker: Worker, replicas: int) -> list[list[range]]:
+    """Returns the rows of a batch of n that one worker takes: for each of its steps, those of each replica.
 
-    A batch that is not full fills the scheduled sizes in order, until it has no rows left. A full
-    one has as many steps as there are workers, also where some replicas have no rows.
+    By rule A this is one step. By rule B a batch that has fewer than ``full`` fills the scheduled sizes in
+    order, until it has no rows left. A full one has as many steps as there are workers, also where some
+    replicas have no rows.
     """
-    runs = _runs(schedule(full, workers, worker, replicas), n)
+    if rule is Rule.A:
+        return [_runs(shares(n, worker.count * replicas))[worker.index * replicas :][:replicas]]
+    runs = _runs(schedule(full, worker.count, worker.index, replicas), n)
     steps = [runs[i : i + replicas] for i in range(0, len(runs), replicas)]
     return [step for step in steps if n == full or step[0].start < n]
 
@@ -95,30 +96,6 @@ class Division:
         """Returns the division that pads the counted examples of each replica to one share."""
         is_full = all(count == share for count in counts)
         return cls(share, None if is_full else tuple(counts))
-
-
-@dataclass(frozen=True)
-class ShardRows:
-    """The rows that a process takes in one step: consecutive ones, and how they are divided."""
-
-    rows: range
-    """One row, which stands for padding, where the process has none."""
-    division: Division
-    """Over the replicas of this process."""
-    all_counts: tuple[int, ...] | None = None
-    """Real examples of each replica of all processes, where that is known and some row is padding."""
-
-
-def shard_rows(
-    rows: Sequence[range], n: int, share: int, all_counts: Sequence[int] | None = None
-) -> ShardRows:
-    """Returns the step in which the replicas of a process take these rows of a batch of n."""
-    first, last = rows[0].start, rows[-1].stop
-    return ShardRows(
-        range(first, last) if last > first else range(n - 1, n),
-        Division.of([len(run) for run in rows], share),
-        Division.of(all_counts, share).counts if all_counts else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -164,53 +141,6 @@ def share_by_policy(
         "leave out the remainder, or pass InputOptions(partial='mask'), which pads such batches and masks "
         "the padding."
     )
-
-
-class Divider:
-    """Divides the batches of one epoch; its progress decides what a full batch is.
-
-    ``replicas`` are those of this process.
-    """
-
-    def __init__(
-        self,
-        policy: PartialPolicy,
-        replicas: int,
-        rule: Rule = Rule.A,
-        progress: EpochProgress | None = None,
-        worker: Worker = ALONE,
-    ) -> None:
-        self._policy = policy
-        self._local = replicas
-        self._rule = rule
-        self._worker = worker
-        self.progress = progress or EpochProgress()
-
-    @property
-    def is_common(self) -> bool:
-        """Whether several processes each read the whole batch and take their part of it."""
-        return self._rule is Rule.A and self._worker.count > 1
-
-    def divide(self, n: int, where: str) -> list[ShardRows]:
-        """Returns the steps in which the next batch, of n examples, is used; none if it is skipped."""
-        first, self.progress = self.progress.first, self.progress.with_batch(n)
-        count, index, replicas = self._worker.count, self._worker.index, self._local
-        counts, largest = shares(n, count * replicas), self.progress.largest
-        share = share_by_policy(
-            self._policy,
-            counts,
-            f"{where} has {n} examples",
-            first=first,
-            largest=share_of(largest, count * replicas),
-        )
-        if share is None:
-            return []
-        if self._rule is Rule.A:
-            rows = _runs(counts)[index * replicas :][:replicas]
-            return [shard_rows(rows, n, share, counts if self.is_common else None)]
-        steps = scheduled_rows(n, largest, count, index, replicas)
-        shrinks = self._policy is PartialPolicy.SHRINK
-        return [shard_rows(s, n, max(map(len, s)) if shrinks else share) for s in steps]
 
 
 def choose_policy(
