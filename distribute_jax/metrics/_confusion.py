@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, is_real
-from distribute_jax._errors import ArgumentError
+from distribute_jax._checks import check_choice, check_int, is_real, refuse
 from distribute_jax._messages import promoting
 from distribute_jax.losses._shapes import pair
 from distribute_jax.metrics._metric import Metric, as_array, in_snake_case, terms
@@ -90,10 +89,8 @@ class AtThresholds(Confusion):
         listed = thresholds if isinstance(thresholds, (list, tuple)) else [thresholds]
         numbers = [0.5 if threshold is None else threshold for threshold in listed]
         if not numbers or not all(is_real(number) and 0 <= number <= 1 for number in numbers):
-            raise ArgumentError(
-                f"{type(self).__name__}: thresholds must be a number between 0 and 1, several, or None for "
-                f"0.5; got {thresholds!r:.60}."
-            )
+            wanted = "a number between 0 and 1, several, or None for 0.5"
+            refuse(f"{type(self).__name__}: thresholds", wanted, thresholds)
         super().__init__(numbers, name)
 
 

@@ -17,7 +17,6 @@ from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
 from distribute_jax.testing._strategies import (
     Combination,
-    check_factory,
     check_some,
     factory_name,
     possible_counts,
@@ -126,7 +125,6 @@ def check_strategy(
     only = tuple(CHECKS) if only is None else only
     check_some("only", only, tuple(CHECKS))
     check_some("lowerings", lowerings, _LOWERINGS)
-    check_factory(factory)
     counts = replica_counts(replicas, possible_counts(factory))
     outcomes = [
         _outcome(subject, name)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from distribute_jax._checks import check_int, check_number, converting, refuse
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, ProcessFailedError
+from distribute_jax._errors import ArgumentTypeError, ProcessFailedError
 from distribute_jax._supervision import MEETING, PROCESS_ID, read_status
 from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
 from distribute_jax.launch._supervisor import PREFIX, LocalJob
@@ -124,10 +124,8 @@ class LocalCluster:
         faults = list(faults)
         for fault in faults:
             if not isinstance(fault, Fault) or not 0 <= fault.process < self._processes:
-                raise ArgumentError(
-                    f"faults must be dj.testing.Fault with a process from 0 to {self._processes - 1}; "
-                    f"got {fault!r}."
-                )
+                wanted = f"dj.testing.Fault with a process from 0 to {self._processes - 1}"
+                refuse("LocalCluster.run: faults", wanted, fault)
         module = str(getattr(fn, "__module__", ""))
         file = getattr(sys.modules.get(module), "__file__", None)
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
@@ -209,13 +207,11 @@ def _result(
 def _each_environment(environment: Environment, processes: int) -> list[Mapping[str, str]]:
     if environment is None or isinstance(environment, Mapping):
         return [environment or {}] * processes
-    with converting("environment", environment, "a mapping, or a list of one for each process"):
+    wanted = "a mapping, or a list of one for each process"
+    with converting("environment", environment, wanted):
         each = list(environment)
     if len(each) != processes:
-        raise ArgumentError(
-            f"environment must be one mapping, or one for each process; got {len(each)} mappings for "
-            f"{processes} processes."
-        )
+        refuse("environment", wanted, environment)
     return each
 
 

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import jax
 
-from distribute_jax._checks import is_choice
+from distribute_jax._checks import converting, is_choice, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax.strategies import (
     CentralStorageStrategy,
@@ -59,31 +59,20 @@ def possible_counts(factory: Any) -> tuple[int, ...]:
     return (1,) if factory is OneDeviceStrategy else REPLICAS
 
 
-def check_factory(factory: Any) -> None:
-    """Raises for what cannot be called, such as a strategy that was made already."""
-    if not callable(factory):
-        raise ArgumentError(
-            "a factory is a function that makes a strategy from a list of devices, such as "
-            f"dj.MirroredStrategy; {factory!r:.80} is not a factory."
-        )
+_FACTORIES = (
+    "a list of factories whose names differ, or, for lambdas, a dict from names to factories"
+)
 
 
 def named_factories(strategies: Any) -> dict[str, Any]:
-    """Returns factories by name; a list gets the names of its classes and functions, which must differ."""
-    pairs: list[tuple[Any, Any]] = []
-    if isinstance(strategies, Mapping):
-        pairs = list(strategies.items())
-    elif isinstance(strategies, Sequence) and not isinstance(strategies, str):
-        pairs = [(factory_name(factory), factory) for factory in strategies]
-    for _, factory in pairs:
-        check_factory(factory)
-    names = {name for name, _ in pairs if isinstance(name, str) and name not in ("", "<lambda>")}
-    if not pairs or len(names) < len(pairs):
-        raise ArgumentError(
-            f"strategies must be a list of factories whose names differ, or, for lambdas, a dict "
-            f"from names to factories; got {strategies!r:.200}."
-        )
-    return dict(pairs)
+    """Returns factories by name; a list gets the names of its classes and functions."""
+    with converting("strategies", strategies, _FACTORIES):
+        is_dict = isinstance(strategies, Mapping)
+        named = dict(strategies if is_dict else ((factory_name(f), f) for f in strategies))
+        are_good = len(named) == len(strategies) > 0 and "<lambda>" not in named
+    if not are_good or not all(map(callable, named.values())):
+        refuse("strategies", _FACTORIES, strategies)
+    return named
 
 
 def factory_name(factory: Any) -> str:
@@ -265,5 +254,4 @@ def check_some(name: str, values: Any, allowed: Sequence[Any]) -> None:
     """Raises for an argument that is not a list of some of the allowed values."""
     is_list = isinstance(values, (list, tuple)) and len(values) > 0
     if not is_list or not all(is_choice(value, allowed) for value in values):
-        choices = ", ".join(map(repr, allowed))
-        raise ArgumentError(f"{name} must be a list of some of {choices}; got {values!r:.60}.")
+        refuse(name, f"a list of some of {', '.join(map(repr, allowed))}", values)

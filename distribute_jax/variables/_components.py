@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from distribute_jax._checks import converting
+from distribute_jax._checks import converting, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
@@ -164,20 +164,10 @@ def check_rows(indices: Any, updates: jax.Array, shape: tuple[int, ...], method:
     with converting(f"{method}: indices", indices, "integers along dim 0 of the variable"):
         rows = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not shape or not jnp.issubdtype(rows.dtype, jnp.integer):
-        raise ArgumentError(
-            f"{method}: indices must be integers along dim 0 of the variable; got dtype {rows.dtype} for "
-            f"shape {shape}."
-        )
+        refuse(f"{method}: indices", "integers along dim 0 of the variable", rows)
     wanted = (*rows.shape, *shape[1:])
-    try:
-        broadcasts = jnp.broadcast_shapes(updates.shape, wanted) == wanted
-    except ValueError:
-        broadcasts = False
-    if not broadcasts:
-        raise ArgumentError(
-            f"{method}: updates for {rows.size} rows of shape {shape[1:]} must broadcast to {wanted}; got "
-            f"shape {updates.shape}."
-        )
+    with converting(f"{method}: updates", updates, f"an array that broadcasts to {wanted}"):
+        jax.eval_shape(lambda array: jnp.broadcast_to(array, wanted), updates)
     concrete = not isinstance(rows, jax.core.Tracer) and rows.size > 0
     if concrete and not -shape[0] <= int(np.min(rows)) <= int(np.max(rows)) < shape[0]:
         raise ArgumentError(

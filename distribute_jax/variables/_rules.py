@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._checks import as_member, converting
+from distribute_jax._checks import as_member, converting, refuse
 from distribute_jax._errors import ArgumentError, PerReplicaError
-from distribute_jax._messages import check_int_range, leaf_text
+from distribute_jax._messages import check_int_range
 
 
 class VariableSynchronization(enum.Enum):
@@ -103,9 +103,7 @@ def initial_array(value: Any, name: str) -> jax.Array:
     leaves = jax.tree.leaves(array, is_leaf=lambda leaf: leaf is None)
     wrong = any(leaf is None or isinstance(leaf, str) for leaf in leaves)
     if isinstance(array, dict) or not leaves or wrong:
-        raise ArgumentError(
-            f"dj.Variable {name!r}: value must be a number or an array; got {leaf_text(value)}."
-        )
+        refuse(f"dj.Variable {name!r}: value", "a number or an array", value)
     with converting(f"dj.Variable {name!r}: value", value):
         return jnp.asarray(array)
 

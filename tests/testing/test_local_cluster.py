@@ -127,7 +127,11 @@ REFUSED = {
         ValueError,
         "timeout must be a number above 0; got 0",
     ),
-    "environments": (lambda: LocalCluster(2, 1, environment=[{}]), ValueError, "1 mappings for 2"),
+    "environments": (
+        lambda: LocalCluster(2, 1, environment=[{}]),
+        ValueError,
+        "one for each process",
+    ),
     "lambda": (lambda: LocalCluster(1, 1).run(lambda: 1), ValueError, "at the top level"),
     "nested": (lambda: LocalCluster(1, 1).run(_nested()), ValueError, "at the top level"),
     "argument": (

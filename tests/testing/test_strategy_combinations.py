@@ -119,7 +119,7 @@ WRONG = {
         lambda: dj.testing.strategy_combinations(waits),
         "decorates waits, which is not a plain",
     ),
-    "made already": (lambda: seen_by(strategies=[dj.MirroredStrategy([0])]), "is not a factory"),
+    "made already": (lambda: seen_by(strategies=[dj.MirroredStrategy([0])]), "a list of factories"),
     "one class": (lambda: seen_by(strategies=dj.MirroredStrategy), "a list of factories"),
     "lambda": (
         lambda: seen_by(strategies=[lambda d: doubled(d)]),
