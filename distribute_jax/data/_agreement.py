@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +16,6 @@ import jax
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import local_replicas
 from distribute_jax._messages import error_text
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._options import InputOptions, PartialPolicy
@@ -48,12 +47,12 @@ def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> EpochEnd:
         return lambda elements, length: elements
     _distributed["datasets"] += 1
     dataset, passes = _distributed["datasets"], count(1)
-    policy, replicas = PartialPolicy(options.partial), len(local_replicas(mesh))
+    policy = PartialPolicy(options.partial)
 
     def next_pass(elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
         topic = f"the batches of dataset {dataset}, pass {next(passes)}"
         job.actions.record(f"reading {topic}")
-        end = GlobalEpochEnd(partial(job.exchange, topic), job.index, replicas, policy, common)
+        end = GlobalEpochEnd(partial(job.exchange, topic), job.index, policy, common)
         return end.steps(elements, length)
 
     return next_pass
@@ -72,7 +71,7 @@ _MOST_STEPS = 8
 class Step(NamedTuple):
     """What one process brings to one step."""
 
-    counts: tuple[int, ...]
+    counts: Sequence[int]
     """Real examples of each of its replicas."""
     share: int
     """Rows of each replica, padding included."""
@@ -80,10 +79,10 @@ class Step(NamedTuple):
     """The batch's structure, dtypes and sizes except dim 0."""
 
     @classmethod
-    def of(cls, element: HostElement, replicas: int) -> Step:
+    def of(cls, element: HostElement) -> Step:
         leaves, structure = jax.tree.flatten(element.spec)
         kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
-        return cls(element.counts(replicas), element.division.share, f"{structure} of {kinds}")
+        return cls(element.counts, element.share, f"{structure} of {kinds}")
 
 
 class Announcement(NamedTuple):
@@ -104,7 +103,7 @@ class Announcement(NamedTuple):
     def from_json(cls, text: str) -> Announcement:
         """Returns the announcement of which this is the JSON."""
         steps, *others = json.loads(text)
-        return cls([Step(tuple(counts), share, kind) for counts, share, kind in steps], *others)
+        return cls([Step(*step) for step in steps], *others)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,6 @@ class GlobalEpochEnd:
     exchange: Callable[[str], Sequence[str]]
     """One round: each process calls it once, and gets the texts of all in order of the processes."""
     process: int
-    replicas: int
     policy: PartialPolicy
     common: bool
 
@@ -144,7 +142,7 @@ class GlobalEpochEnd:
         while True:
             start = time.perf_counter()
             local, error = _next(elements, requested)
-            steps = [Step.of(element, self.replicas) for element in local]
+            steps = [Step.of(element) for element in local]
             everyone = self._announce(steps=steps, seconds=seconds, error=_text(error))
             if last is None:
                 _check_all_have_data(everyone)
@@ -156,9 +154,9 @@ class GlobalEpochEnd:
                     share = 0  # MASK keeps one shape, also when the process with the longest share is out
                 step = [one.steps[number] if number < len(one.steps) else None for one in everyone]
                 share = max(share, *(part.share for part in step if part))
-                counts = [part.counts if part else (0,) * self.replicas for part in step]
-                local_counts = counts[self.process]
-                yield last.with_share(share, local_counts, list(chain.from_iterable(counts)))
+                counts = [part.counts if part else [0] * len(last.counts) for part in step]
+                everywhere = [*chain.from_iterable(counts)]
+                yield replace(last, share=share, counts=counts[self.process], all_counts=everywhere)
             _raise(error, everyone)
             if agreed < requested:
                 return

@@ -177,7 +177,7 @@ class DistributedDataset:
     def _note_first(self, element: HostElement) -> None:
         if self._spec is None:
             self._spec = element.spec
-        n, replicas = sum(element.division.counts or ()), num_replicas(self._mesh)
+        n, replicas = sum(element.counts), num_replicas(self._mesh)
         # One process of several sees its part of the batch only.
         is_global = self._feed.divides and is_local(self._mesh)
         is_all = self._feed.cardinality == 1  # there are no more examples to batch with these

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,29 +21,32 @@ from distribute_jax._messages import PyTree
 from distribute_jax._padding import padded_rows
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.data._check import device_dtype, dtype_on_device
-from distribute_jax.data._split import Division, EpochProgress
+from distribute_jax.data._split import EpochProgress
 
 
 @dataclass(frozen=True)
 class HostElement:
-    """A checked batch on the host, with the shares of its rows."""
+    """A checked batch on the host, and how its rows are divided over the replicas of this process."""
 
     batch: PyTree
     """The user's structure, with the rows of this process."""
-    division: Division
-    """Of these rows over the replicas of this process."""
+    share: int
+    """Rows of each replica, padding included."""
+    counts: Sequence[int]
+    """Real examples of each replica of this process."""
     progress: EpochProgress
     """How far the epoch has come with this element."""
-    all_counts: tuple[int, ...] | None = None
-    """Real examples of each replica of all processes, where several agreed on some padding."""
+    all_counts: Sequence[int] | None = None
+    """Real examples of each replica of all processes, if there are others."""
     digest: str | None = None
     """Of the whole batch: in the first one of a pass that all processes read."""
 
     def placed(self, mesh: Mesh) -> PyTree:
         """Returns the same structure with a ``PerReplica`` of N × share rows for each leaf."""
-        share, counts = self.division.share, self.division.counts
-        all_counts = counts if self.all_counts is None else self.all_counts
-        rows = None if counts is None else padded_rows(counts, share)
+        share = self.share
+        rows = None if set(self.counts) == {share} else padded_rows(self.counts, share)
+        everyone = self.all_counts or self.counts
+        counts = None if set(everyone) == {share} else tuple(everyone)
         sharding, first = split_sharding(mesh), local_replicas(mesh).start * share
         size = num_replicas(mesh) * share
 
@@ -63,7 +66,7 @@ class HostElement:
                 array = jax.device_put(leaf if rows is None else leaf[rows], sharding)
             else:
                 array = from_host(np.asanyarray(leaf))
-            return PerReplica(array, mesh, layout=Layout.JOINED, counts=all_counts)
+            return PerReplica(array, mesh, layout=Layout.JOINED, counts=counts)
 
         # Inside scope() the mesh context would refuse any computation on one device.
         with outside_mesh(), np.errstate(over="ignore"):
@@ -72,19 +75,7 @@ class HostElement:
     @property
     def spec(self) -> PyTree:
         """One replica's share, padding included, as ``jax.ShapeDtypeStruct``s."""
-        share = self.division.share
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((share, *leaf.shape[1:]), dtype_on_device(leaf)),
+            lambda leaf: jax.ShapeDtypeStruct((self.share, *leaf.shape[1:]), dtype_on_device(leaf)),
             self.batch,
         )
-
-    def counts(self, replicas: int) -> tuple[int, ...]:
-        """Returns the real examples of each replica of this process."""
-        return self.division.counts or (self.division.share,) * replicas
-
-    def with_share(
-        self, share: int, counts: Sequence[int], all_counts: Sequence[int]
-    ) -> HostElement:
-        """Returns the element with the share, and the real examples, that all processes agreed on."""
-        everywhere = Division.of(all_counts, share).counts
-        return replace(self, division=Division.of(counts, share), all_counts=everywhere)

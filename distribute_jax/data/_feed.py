@@ -26,7 +26,6 @@ from distribute_jax.data._options import (
 )
 from distribute_jax.data._split import (
     ALONE,
-    Division,
     EpochProgress,
     Rule,
     Worker,
@@ -150,13 +149,13 @@ class GlobalBatches(Feed):
             share = share_by_policy(self._policy, counts, what, first=first, largest=largest)
             if share is None:
                 continue
-            all_counts = Division.of(counts, share).counts if takes_part else None
             for rows in steps_of(self._rule, n, progress.largest, self._worker, self._replicas):
                 sizes = [len(each) for each in rows]
                 shrinks = self._policy is PartialPolicy.SHRINK and not self.is_common
-                division = Division.of(sizes, max(sizes) if shrinks else share)
+                longest = max(sizes) if shrinks else share
                 local = _rows(batch, n, rows[0].start, rows[-1].stop)
-                yield HostElement(local, division, progress, all_counts, digest)
+                everyone = counts if takes_part else None
+                yield HostElement(local, longest, sizes, progress, everyone, digest)
 
     @property
     def is_common(self) -> bool:
@@ -317,8 +316,7 @@ class PerReplicaFeed(Feed):
             first = first or sum(counts)
             if share is not None:
                 batch = _joined([part for part in parts if part is not _ENDED], where)
-                division = Division.of(counts, share)
-                yield HostElement(batch, division, EpochProgress(batches=position + 1))
+                yield HostElement(batch, share, counts, EpochProgress(batches=position + 1))
 
     def _rounds(self, sources: Sequence[Iterator[Any]]) -> Iterator[Sequence[Any]]:
         """Yields one batch for each replica."""

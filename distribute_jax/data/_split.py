@@ -83,22 +83,6 @@ def _runs(sizes: Sequence[int], n: int | None = None) -> list[range]:
 
 
 @dataclass(frozen=True)
-class Division:
-    """How one batch is laid out over the replicas."""
-
-    share: int
-    """Rows of each replica, padding included."""
-    counts: tuple[int, ...] | None
-    """Real examples of each replica, or None where every row is real."""
-
-    @classmethod
-    def of(cls, counts: Sequence[int], share: int) -> Division:
-        """Returns the division that pads the counted examples of each replica to one share."""
-        is_full = all(count == share for count in counts)
-        return cls(share, None if is_full else tuple(counts))
-
-
-@dataclass(frozen=True)
 class EpochProgress:
     """How far an epoch has come, and what it takes for a full batch: all that resuming needs."""
 

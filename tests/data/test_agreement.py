@@ -54,7 +54,7 @@ class Result:
 
 
 def drive(
-    feeds: Feeds, workers: int, replicas: int, policy: str = "mask", *, common: bool = False
+    feeds: Feeds, workers: int, policy: str = "mask", *, common: bool = False
 ) -> tuple[list[Result], Rounds]:
     """Runs an epoch of each process in a thread."""
     rounds = Rounds(workers)
@@ -62,7 +62,7 @@ def drive(
 
     def work(index: int) -> None:
         worker, result = Worker(workers, index), results[index]
-        ends = GlobalEpochEnd(rounds.of(index), index, replicas, PartialPolicy(policy), common)
+        ends = GlobalEpochEnd(rounds.of(index), index, PartialPolicy(policy), common)
         try:
             feed = feeds(worker)
             result.elements.extend(ends.steps(feed.open(0), feed.cardinality))
@@ -77,21 +77,17 @@ def drive(
     return results, rounds
 
 
-def agreed(
-    feeds: Feeds, workers: int, replicas: int, policy: str = "mask"
-) -> list[list[HostElement]]:
+def agreed(feeds: Feeds, workers: int, policy: str = "mask") -> list[list[HostElement]]:
     """The elements of each process: as many, of one shape, with the counts of all."""
-    results, _ = drive(feeds, workers, replicas, policy)
-    return checked(results, replicas)
+    return checked(drive(feeds, workers, policy)[0])
 
 
-def checked(results: Sequence[Result], replicas: int) -> list[list[HostElement]]:
+def checked(results: Sequence[Result]) -> list[list[HostElement]]:
     assert [result.error for result in results] == [None] * len(results)
     for elements in zip(*(result.elements for result in results), strict=True):
-        assert len({element.division.share for element in elements}) == 1
-        everyone = tuple(count for element in elements for count in element.counts(replicas))
-        is_full = set(everyone) == {elements[0].division.share}
-        assert {element.all_counts for element in elements} == {None if is_full else everyone}
+        assert len({element.share for element in elements}) == 1
+        everyone = [count for element in elements for count in element.counts]
+        assert all(list(element.all_counts or everyone) == everyone for element in elements)
     return [result.elements for result in results]
 
 
@@ -99,7 +95,7 @@ def refusals(
     feeds: Feeds, workers: int, policy: str = "mask", *, common: bool = False
 ) -> list[str]:
     """The message with which each process ends."""
-    results, _ = drive(feeds, workers, 1, policy, common=common)
+    results, _ = drive(feeds, workers, policy, common=common)
     assert all(isinstance(result.error, ArgumentError) for result in results)
     return [str(result.error) for result in results]
 
@@ -114,15 +110,15 @@ def feeds_of(source: Any, replicas: int, **options: Any) -> Feeds:
     return feed
 
 
-def real(element: HostElement, replicas: int) -> list[list[int]]:
+def real(element: HostElement) -> list[list[int]]:
     """The real rows of each replica of one process, out of the padded rows as they would be placed."""
-    share, counts = element.division.share, element.counts(replicas)
-    rows = np.asarray(element.batch)[padded_rows(counts, share)].reshape(replicas, share)
+    share, counts = element.share, element.counts
+    rows = np.asarray(element.batch)[padded_rows(counts, share)].reshape(len(counts), share)
     return [row[:count].tolist() for row, count in zip(rows, counts, strict=True)]
 
 
-def values(elements: Any, replicas: int) -> list[list[list[int]]]:
-    return [real(element, replicas) for element in elements]
+def values(elements: Any) -> list[list[list[int]]]:
+    return [real(element) for element in elements]
 
 
 DATA = [
@@ -148,8 +144,8 @@ def test_processes_take_what_the_reference_says(policy: str, common: bool, case:
     """Of one dataset each worker sees the values of TensorFlow; one round where the length is known."""
     n, size, replicas, expected = case
     feeds = feeds_of(batches(n, size), replicas, auto_shard_policy=policy)
-    results, rounds = drive(feeds, 2, replicas, common=common)
-    of_process = [values(elements, replicas) for elements in checked(results, replicas)]
+    results, rounds = drive(feeds, 2, common=common)
+    of_process = [values(elements) for elements in checked(results)]
     seen = [[[row for part in step for row in part] for step in steps] for steps in of_process]
     assert seen == expected
     assert (rounds.count == 1) is common
@@ -163,9 +159,9 @@ def files_of(*lengths: int, size: int = 4) -> Any:
 
 def test_files_of_different_length_end_together():
     """Acceptance 99: worker 0 has files 0 and 2, worker 1 only file 1, and pads where it is out."""
-    results = agreed(feeds_of(files_of(4, 4, 4), 1, auto_shard_policy="file"), 2, 1)
-    assert values(results[0], 1) == [[[0, 1]], [[2, 3]], [[200, 201]], [[202, 203]]]
-    assert values(results[1], 1) == [[[100, 101]], [[102, 103]], [[]], [[]]]
+    results = agreed(feeds_of(files_of(4, 4, 4), 1, auto_shard_policy="file"), 2)
+    assert values(results[0]) == [[[0, 1]], [[2, 3]], [[200, 201]], [[202, 203]]]
+    assert values(results[1]) == [[[100, 101]], [[102, 103]], [[]], [[]]]
     assert set(np.asarray(results[1][-1].batch).tolist()) <= set(range(100, 104))
 
 
@@ -179,19 +175,19 @@ def test_the_policy_says_what_a_process_out_of_data_does(policy: str, steps: Any
     if policy == "error":
         assert all(steps in text for text in refusals(feeds, 2, policy))
         return
-    results = agreed(feeds, 2, 1, policy)
+    results = agreed(feeds, 2, policy)
     assert [len(elements) for elements in results] == [steps, steps]
     if policy == "drop":
-        assert {element.all_counts for element in results[0]} == {None}
+        assert all(set(element.all_counts) == {element.share} for element in results[0])
 
 
 def test_all_keep_one_shape_though_one_has_only_a_partial_batch():
     """Under mask the longest share holds for all, and to the end."""
-    results = agreed(feeds_of(files_of(8, 2, size=8), 2, auto_shard_policy="file"), 2, 2)
-    assert values(results[0], 2) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    results = agreed(feeds_of(files_of(8, 2, size=8), 2, auto_shard_policy="file"), 2)
+    assert values(results[0]) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     # It takes its only batch for a full one, whose schedule gives worker 1 the larger sizes last.
-    assert values(results[1], 2) == [[[], []], [[100], [101]]]
-    assert {element.division.share for element in results[1]} == {2}
+    assert values(results[1]) == [[[], []], [[100], [101]]]
+    assert {element.share for element in results[1]} == {2}
 
 
 def test_the_shape_stays_when_the_process_with_the_largest_batches_is_out():
@@ -200,7 +196,7 @@ def test_the_shape_stays_when_the_process_with_the_largest_batches_is_out():
 
     def shares(policy: str) -> list[int]:
         feeds = feeds_of(lambda worker: sources[worker.index], 1, partial=policy)
-        return [element.division.share for element in agreed(feeds, 2, 1, policy)[0]]
+        return [element.share for element in agreed(feeds, 2, policy)[0]]
 
     assert shares("mask") == [4, 4, 4]
     assert shares("shrink") == [4, 2, 2]
@@ -217,11 +213,8 @@ def test_batches_of_a_function_end_together():
         sources = sources_of(dataset_fn, InputOptions(), 1, worker)
         return PerReplicaFeed(sources, InputOptions(), 1)
 
-    results = agreed(feed, 2, 1)
-    assert [[element.counts(1) for element in one] for one in results] == [
-        [(4,), (4,)],
-        [(4,), (2,)],
-    ]
+    results = agreed(feed, 2)
+    assert [[list(e.counts) for e in one] for one in results] == [[[4], [4]], [[4], [2]]]
     assert [e.batch.tolist() for e in results[1]] == [[4, 5, 6, 7], [12, 13]]
 
 
@@ -236,8 +229,8 @@ def test_the_contexts_of_several_processes():
 
 def test_processes_do_not_talk_at_every_step():
     """Fast steps are agreed on by several at a time."""
-    results, rounds = drive(feeds_of(lambda _: iter(batches(200, 2)), 1), 2, 1)
-    assert len(checked(results, 1)[0]) == 100
+    results, rounds = drive(feeds_of(lambda _: iter(batches(200, 2)), 1), 2)
+    assert len(checked(results)[0]) == 100
     assert rounds.count < 30
 
 
@@ -254,7 +247,7 @@ def test_an_error_of_one_process_is_raised_by_all_at_its_place(after: int):
 
         return read
 
-    (other, failing), _ = drive(feeds_of(source, 1, auto_shard_policy="off"), 2, 1)
+    (other, failing), _ = drive(feeds_of(source, 1, auto_shard_policy="off"), 2)
     assert isinstance(failing.error, OSError)
     assert "The input of process 1 failed" in str(other.error)
     assert "OSError: disk" in str(other.error)
@@ -284,7 +277,7 @@ def test_batches_of_different_size_are_no_full_batches_of_one_step():
     def feeds(policy: str) -> Feeds:
         return feeds_of(lambda worker: [np.arange(4 + 4 * worker.index)], 1, partial=policy)
 
-    assert [element.all_counts for [element] in agreed(feeds("mask"), 2, 1)] == [(2, 4), (2, 4)]
+    assert [element.all_counts for [element] in agreed(feeds("mask"), 2)] == [[2, 4], [2, 4]]
     assert all(
         "4 examples for each replica" in text for text in refusals(feeds("error"), 2, "error")
     )
@@ -341,7 +334,7 @@ def test_every_example_appears_exactly_once(
     lengths = [n, *range(1, workers)]
     source = files_of(*lengths, size=size) if sharding == "file" else batches(n, size)
     feeds = feeds_of(source, replicas, auto_shard_policy=sharding, partial=policy)
-    results = [values(one, replicas) for one in agreed(feeds, workers, replicas, policy)]
+    results = [values(one) for one in agreed(feeds, workers, policy)]
     seen = [[row for step in steps for part in step for row in part] for steps in results]
     if sharding == "off":
         assert seen == [list(range(n))] * workers
