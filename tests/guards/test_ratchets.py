@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_288,
+    lines: 51_259,
     lines_of_tests: 49_988,
     files: 225,
     pieces: 1,

@@ -11,12 +11,12 @@ from distribute_jax._checks import converting, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text
 from distribute_jax._values import DistributedValues
-from distribute_jax.data.sources._base import Source, Stream, on_host
+from distribute_jax.data.sources._base import Stream, on_host
 
 _SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
 
 
-def from_iterable(source: Any, method: str) -> Source:
+def from_iterable(source: Any, method: str) -> Stream:
     """Returns a source of an iterator, another iterable, or a function that returns an iterable."""
     is_source = _is_iterable(source) or callable(source)
     if isinstance(source, Mapping) or foreign(source) or not is_source:
@@ -48,16 +48,14 @@ def from_iterable(source: Any, method: str) -> Source:
             f"{method} calls the function at the start of each epoch without arguments, and {source!r:.60} "
             "needs some. A function of a dj.InputContext goes to strategy.distribute_datasets_from_function."
         )
-    if _is_iterable(source) and isinstance(source, Iterator):
-        return _OneShot(source, method)
     return _Iterable(source, method)
 
 
-_readers: weakref.WeakValueDictionary[int, _OneShot | _Iterable] = weakref.WeakValueDictionary()
+_readers: weakref.WeakValueDictionary[int, _Iterable] = weakref.WeakValueDictionary()
 """The source that reads an iterator, by the ``id`` of the iterator."""
 
 
-def _register(reader: _OneShot | _Iterable, iterator: Iterator[Any], method: str) -> None:
+def _register(reader: _Iterable, iterator: Iterator[Any], method: str) -> None:
     """Notes who reads an iterator; two readers would silently share its batches."""
     other = _readers.get(id(iterator))
     # An id is reused once its iterator is gone, and a reader need not keep its iterator alive.
@@ -69,50 +67,26 @@ def _register(reader: _OneShot | _Iterable, iterator: Iterator[Any], method: str
     _readers[id(iterator)] = reader
 
 
-class _OneShot(Stream):
-    """An iterator: its batches come once."""
+class _Iterable(Stream):
+    """An iterator, a container of batches, or a function that makes an iterable of them."""
 
     batching = f"Batch the source first, for example {_SLICES}."
 
     def __init__(self, source: Any, method: str) -> None:
-        self._source = source
-        self._method = method
-        self._was_started = False
-        _register(self, source, method)
+        self._source, self._method = source, method
+        self._latest: Callable[[], Any] = lambda: None
+        if isinstance(source, Iterator):
+            _register(self, source, method)
 
     @property
     def text(self) -> str:
         return leaf_text(self._source)
 
     def iterator(self) -> Any:
-        return self._source
+        """Returns the iterator of which this is the reader, or None if it is gone."""
+        return self._source if isinstance(self._source, Iterator) else self._latest()
 
     def start(self) -> Iterator[PyTree]:
-        if self._was_started:
-            raise _used_up(f"{self.text} is an iterator, and its batches are used up", self._method)
-        self._was_started = True
-        return map(on_host, self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-
-class _Iterable(Source):
-    """A container of batches, or a function that makes an iterable of them."""
-
-    batching = f"Batch the source first, for example {_SLICES}."
-
-    def __init__(self, source: Any, method: str) -> None:
-        self._method = method
-        self._source = source
-        self.iterator: Callable[[], Any] = lambda: None
-        """Returns the iterator of the latest start, or None if it is gone."""
-
-    @property
-    def text(self) -> str:
-        return leaf_text(self._source)
-
-    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         batches = self._source if _is_iterable(self._source) else self._source()
         if not _is_iterable(batches):
             raise ArgumentError(
@@ -124,21 +98,18 @@ class _Iterable(Source):
             iterator: Iterator[Any] = (
                 iter(batches) if hasattr(type(batches), "__iter__") else _items(batches)
             )
-        if self.iterator() is iterator:
-            raise _used_up(f"{self.text} returned the same iterator a second time", self._method)
+        if self._latest() is iterator:
+            raise ArgumentError(
+                f"A distributed dataset was started a second time, but {self.text} is or returned the same "
+                f"iterator a second time, and its batches are used up. {_pass_factory(self._method)}"
+            )
         _register(self, iterator, self._method)
-        self.iterator = _reference(iterator)
+        self._latest = _reference(iterator)
         read, ended = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
         return _then(read, ended) if callable(ended) else read  # of Keras's PyDataset
 
     def __len__(self) -> int:
         return len(self._source)
-
-
-def _used_up(what: str, method: str) -> ArgumentError:
-    return ArgumentError(
-        f"A distributed dataset was started a second time, but {what}. {_pass_factory(method)}"
-    )
 
 
 def _pass_factory(method: str) -> str:
