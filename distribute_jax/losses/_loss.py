@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._absent import answering
-from distribute_jax._checks import check_choice, check_number, converting, refuse, takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
+from distribute_jax._checks import check_choice, check_number, converting, refuse
+from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax._user_frames import log_once
@@ -77,12 +76,6 @@ class Loss:
         check_choice(f"{kind}: reduction", reduction, REDUCTIONS)
         self.name, self.reduction = name or kind, reduction
         self.dtype = _checked_dtype(kind, dtype)
-        for method, arguments in ((self.call, (0, 0)), (self.__call__, (0, 0, 0))):
-            if not takes(method, *arguments):
-                raise ArgumentTypeError(
-                    f"{kind}.{method.__name__}{inspect.signature(method)} is called with other arguments. "
-                    "Write def call(self, y_true, y_pred), which returns one loss for each example."
-                )
 
     @property
     def expects(self) -> str | None:

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._absent import answering
-from distribute_jax._checks import refusing, takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._checks import refusing
+from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax.strategies import get_replica_context
@@ -127,11 +127,6 @@ def update_with(metric: Any, words: dict[str, Any], **more: Any) -> None:
     known = inspect.signature(metric.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     chosen = {k: v for k, v in words.items() if takes_all or k in known} | more
-    if not takes(metric.update, **chosen):
-        raise ArgumentTypeError(
-            f"{_method(metric)}{inspect.signature(metric.update)} is called with the keywords "
-            f"{', '.join(words)}. Write def update(self, *, labels, logits, **_)."
-        )
     metric.update(**chosen)
 
 

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_259,
-    lines_of_tests: 49_988,
+    lines: 51_247,
+    lines_of_tests: 49_926,
     files: 225,
     pieces: 1,
     private_words: 9,

@@ -233,36 +233,3 @@ def test_class_weights_may_be_a_series(s2: dj.MirroredStrategy):
     assert losses(SimpleNamespace(items=weights.items)) == losses(weights) != losses(None)
     with pytest.raises(ValueError, match=r"or dict\(enumerate\(weights\)\); got \[1, 3\]"):
         losses([1, 3])
-
-
-class OneArgument(dj.losses.Loss):
-    """Does not take the labels."""
-
-    def call(self, y_pred: Any) -> Any:  # type: ignore[override]
-        return y_pred
-
-
-class CalledLoss(dj.losses.Loss):
-    """PyTorch's habit: the loss is the call."""
-
-    def __call__(self, y_true: Any, y_pred: Any) -> Any:  # type: ignore[override]
-        return y_pred
-
-
-class Positional(dj.metrics.Metric):
-    """Takes labels and predictions under other names."""
-
-    def update(self, y: Any, p: Any) -> None:  # type: ignore[override]
-        raise AssertionError
-
-
-@pytest.mark.parametrize("kind", [OneArgument, CalledLoss, Positional])
-def test_another_signature_is_told_the_right_one(kind: type, s2: dj.MirroredStrategy):
-    """Of a loss when it is made, of a metric when it is updated."""
-    words = (
-        r"update\(y: .*def update\(self, \*, labels"
-        if kind is Positional
-        else r"def call\(self, y_true"
-    )
-    with pytest.raises(TypeError, match=words):
-        fit(s2, metrics=[kind()])
