@@ -17,7 +17,7 @@ from distribute_jax._user_frames import hide_frames, warn_user
 from distribute_jax.data._agreement import EpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, State
-from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher, thread_context
+from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher
 from distribute_jax.data._split import EpochProgress
 from distribute_jax.processes import doing
 
@@ -172,7 +172,7 @@ class DistributedDataset:
         if self._ahead == 0:
             return placed
         self._stalls.restart()
-        return Prefetcher(placed, self._ahead, thread_context, self._stalls.waited)
+        return Prefetcher(placed, self._ahead, self._stalls)
 
     def _note_first(self, element: HostElement) -> None:
         if self._spec is None:

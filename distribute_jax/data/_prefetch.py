@@ -8,20 +8,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from queue import SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any
 
 import jax
 
 from distribute_jax import _context, _frames
 from distribute_jax._interrupts import interrupts_held_back
-
-T = TypeVar("T")
-
-Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
-"""Called in the thread; what it returns is entered there."""
 
 _AT_EXIT = 2.0
 """Seconds that the exit of Python waits for a source that is just being read."""
@@ -34,42 +29,38 @@ _IN_THREAD = (
 _log = logging.getLogger("distribute_jax")
 
 
-class Prefetcher(Iterator[T], Generic[T]):
+class Prefetcher(Iterator[Any]):
     """Yields the elements of a generator, which runs in a background thread.
 
     At most ``depth`` elements are made and not yet taken, the one being made included. An exception of
     the generator is raised by ``next`` in its place. The thread ends, and closes the generator, at the
-    end of the elements, after an exception, when the prefetcher is collected, and when Python exits. The
-    first ``next`` calls ``context`` for the context of the thread; each calls ``waited`` with the seconds
-    that it waited.
+    end of the elements, after an exception, when the prefetcher is collected, and when Python exits. It
+    runs in the context of the first ``next``. How long each ``next`` waits is counted in ``stalls``.
     """
 
     def __init__(
-        self,
-        elements: Generator[T, None, None],
-        depth: int,
-        context: Callable[[], Context],
-        waited: Callable[[float], None],
+        self, elements: Generator[Any, None, None], depth: int, stalls: InputStallMonitor
     ) -> None:
-        self._waited = waited
+        self._stalls = stalls
         self._buffer = _Buffer(depth)
         self._elements: Any = elements
-        self._context = context
         # The thread refers to the buffer and not to this object, which can so be collected.
         weakref.finalize(self, self._buffer.stop).atexit = False
 
-    def __next__(self) -> T:
+    def __next__(self) -> Any:
         start = time.perf_counter()
         if self._elements is not None:
             self._start()
-        element: T = self._buffer.take()
-        self._waited(time.perf_counter() - start)
+        element = self._buffer.take()
+        self._stalls.waited(time.perf_counter() - start)
         return element
 
     def _start(self) -> None:
+        config: Any = jax.config
+        settings = _settings(_frames.entered(), config.jax_enable_x64, config.jax_default_device)
         thread = threading.Thread(
             target=contextvars.copy_context().run,
-            args=(_read_ahead, self._elements, self._buffer, self._context()),
+            args=(_read_ahead, self._elements, self._buffer, settings),
             name="distribute_jax prefetch",
             daemon=True,
         )
@@ -122,10 +113,22 @@ class _Buffer:
 _running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKeyDictionary()
 
 
-def _read_ahead(elements: Generator[Any, None, None], buffer: _Buffer, context: Context) -> None:
+@contextmanager
+def _settings(top: _frames.Frame | None, x64: bool, device: Any) -> Iterator[None]:
+    """Makes JAX's settings and the strategy of another thread current in this one."""
+    scope = nullcontext() if top is None else top.strategy.scope()
+    with jax.enable_x64(x64), jax.default_device(device), scope, _context.reading_ahead():
+        yield
+
+
+def _read_ahead(
+    elements: Generator[Any, None, None],
+    buffer: _Buffer,
+    settings: AbstractContextManager[None],
+) -> None:
     end: BaseException = StopIteration()
     try:
-        with context(), closing(elements), suppress(StopIteration):
+        with settings, closing(elements), suppress(StopIteration):
             while buffer.wait_for_room():
                 buffer.put(next(elements))
     except BaseException as error:  # whatever it is, the loop must hear of it
@@ -194,18 +197,3 @@ class InputStallMonitor:
             1000 * self._waiting / self._elements,
             1000 * passed / self._elements,
         )
-
-
-def thread_context() -> Context:
-    """Returns what makes the JAX settings and the strategy of this thread current in another one."""
-    top = _frames.entered()
-    config: Any = jax.config
-    x64, device = config.jax_enable_x64, config.jax_default_device
-
-    @contextmanager
-    def same() -> Iterator[None]:
-        scope = nullcontext() if top is None else top.strategy.scope()
-        with jax.enable_x64(x64), jax.default_device(device), scope, _context.reading_ahead():
-            yield
-
-    return same

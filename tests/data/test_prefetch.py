@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,9 +24,9 @@ LONG = 30.0
 """Seconds after which something hangs."""
 
 
-def prefetched(elements: Generator[Any, None, None], depth: int = 2) -> Prefetcher[Any]:
-    """Reads ahead without any context or measurement."""
-    return Prefetcher(elements, depth, lambda: nullcontext, lambda _: None)
+def prefetched(elements: Generator[Any, None, None], depth: int = 2) -> Prefetcher:
+    """Reads ahead."""
+    return Prefetcher(elements, depth, InputStallMonitor())
 
 
 def threads() -> list[threading.Thread]:
@@ -121,14 +121,13 @@ def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
-from contextlib import nullcontext
-from distribute_jax.data._prefetch import Prefetcher
+from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher
 
 def source():
     yield 1
     {rest}
 
-prefetcher = Prefetcher(source(), 2, lambda: nullcontext, lambda _: None)
+prefetcher = Prefetcher(source(), 2, InputStallMonitor())
 print(next(prefetcher), flush=True)
 {end}
 """
@@ -168,18 +167,19 @@ def test_ctrl_c_reaches_a_loop_that_waits_for_its_source() -> None:
         assert "KeyboardInterrupt" in errors
 
 
-def test_an_interrupt_before_the_thread_runs_leaves_a_loop_that_goes_on() -> None:
+def test_an_interrupt_before_the_thread_runs_leaves_a_loop_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After Ctrl-C the next call starts the thread; it would wait for ever for one that was not started."""
-    interrupts = [KeyboardInterrupt()]
 
-    def context() -> Any:
-        if interrupts:
-            raise interrupts.pop()
-        return nullcontext
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
 
-    prefetcher = Prefetcher((i for i in range(3)), 2, context, lambda _: None)
-    with pytest.raises(KeyboardInterrupt):
-        next(prefetcher)
+    prefetcher = prefetched(i for i in range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(_prefetch, "_settings", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(prefetcher)
     assert prefetcher._elements is not None
     assert list(prefetcher) == [0, 1, 2]
 
