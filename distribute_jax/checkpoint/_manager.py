@@ -60,7 +60,7 @@ class CheckpointManager:
             whichever comes first; with neither, at each call.
         on_error: what happens when a step cannot be written: ``"raise"`` raises at the next ``save``
             or ``wait`` or at the end of the ``with`` block; ``"warn"`` warns there, and training
-            goes on.
+            goes on. A save before a preemption raises in any case.
 
     Raises:
         ValueError: an interval or ``max_to_keep`` below 1, or no such ``on_error``.
@@ -261,7 +261,7 @@ class CheckpointManager:
         """
         check_number("CheckpointManager.preemptible: grace_seconds", grace_seconds)
         preemption = Preemption(grace_seconds, termination_watcher_fn)
-        return Preemptible(self, tree, iterator, preemption)
+        return Preemptible(self, functools.partial(save_last, self), tree, iterator, preemption)
 
     @property
     def saves_at_intervals(self) -> bool:
@@ -364,6 +364,13 @@ class CheckpointManager:
             f"The checkpoint of step {step} is damaged and was {where}; the step before it is used."
         )
         warn_user(f"{text}\n{error}", RuntimeWarning)
+
+
+def save_last(manager: CheckpointManager, step: int, tree: Any) -> None:
+    """Saves before the program exits: nothing goes on after an error, so that it is raised in any case."""
+    manager.save(step, tree, force=True)
+    if (error := pop_error("CheckpointManager.wait", manager._background)) is not None:
+        raise error
 
 
 def finish_alone(manager: CheckpointManager) -> None:

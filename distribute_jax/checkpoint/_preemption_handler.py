@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from distribute_jax._checks import check_number
 from distribute_jax._errors import ArgumentError
 from distribute_jax._supervision import GRACE_SECONDS, SAVED
-from distribute_jax.checkpoint._manager import CheckpointManager
+from distribute_jax.checkpoint._manager import CheckpointManager, save_last
 from distribute_jax.checkpoint._save_load import check_place
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._status import report_step
@@ -173,8 +173,7 @@ class PreemptionCheckpointHandler:
         if self._config.save_fn is not None:
             self._config.save_fn(*args, **kwargs)
         else:
-            self._manager.save(self._run_calls, self._tree, force=True)
-            self._manager.wait()
+            save_last(self._manager, self._run_calls, self._tree)
         self._leave()
         self._preemption = None
         if not self._is_last:

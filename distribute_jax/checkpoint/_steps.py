@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self, SupportsIndex
@@ -98,7 +99,14 @@ class Preemptible:
         step: the steps that are done, over all starts of the program.
     """
 
-    def __init__(self, manager: Any, tree: Any, iterator: Any, preemption: Preemption) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        save_last: Callable[[int, Any], None],
+        tree: Any,
+        iterator: Any,
+        preemption: Preemption,
+    ) -> None:
         if not any(value is iterator for value in tree.values()):
             if "iterator" in tree:
                 raise ArgumentError(
@@ -107,7 +115,7 @@ class Preemptible:
             tree = {**tree, "iterator": iterator}
         iterator.state()  # raises by name where the source could not go on in the middle
         self._manager, self._iterator, self._preemption = manager, iterator, preemption
-        self._tree = tree
+        self._save_last, self._tree = save_last, tree
         self._exits = ExitStack()
         self._saved = -1
         self.step = 0
@@ -132,11 +140,7 @@ class Preemptible:
         self._exits.__exit__(kind, error, traceback)
 
     def _save_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._save_last()
-
-    def _save_last(self) -> None:
-        if self.step > self._saved:
+        if kind is None and self.step > self._saved:
             self._manager.save(self.step, self._tree, force=True)
             self._manager.wait()
 
@@ -144,7 +148,8 @@ class Preemptible:
         """Called by the iterator: saves when it is time to, and exits when all have agreed to."""
         report_step(self.step)
         if self._preemption.reached(self.step):
-            self._save_last()
+            if self.step > self._saved:
+                self._save_last(self.step, self._tree)
             raise SystemExit(SAVED)
         saves = self._manager.saves_at_intervals and self.step > self._saved
         if saves and self._manager.save(self.step, self._tree):

@@ -42,10 +42,12 @@ class Loop:
         parts = self.strategy.experimental_local_results(x)
         self.seen.append([float(v) for part in parts for v in part])
 
-    def __call__(self, directory: Path, at: int | None = None, **options: Any) -> Any:
+    def __call__(
+        self, directory: Path, at: int | None = None, on_error: Any = "raise", **options: Any
+    ) -> Any:
         """Runs the loop; at a step the process is preempted."""
         with (
-            dj.CheckpointManager(directory) as manager,
+            dj.CheckpointManager(directory, on_error=on_error) as manager,
             manager.preemptible({"total": self.total}, self.iterator, **options) as block,
         ):
             for x in self.iterator:
@@ -75,6 +77,15 @@ def test_a_loop_that_was_told_to_end_twice_sees_every_example_once(
     assert seen + last.seen == whole.seen
     assert float(last.total.numpy()) == float(whole.total.numpy()) == sum(range(96))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the block has left its handler"
+
+
+def test_a_save_that_fails_before_the_exit_is_an_error_whatever_the_policy(
+    strategy: dj.Strategy, tmp_path: Path
+):
+    """Code 42 would say that all is saved; there is no training that ``on_error="warn"`` lets go on."""
+    (tmp_path / "4").write_text("in the way")
+    with pytest.raises(dj.CheckpointFileError, match="could not be written"):
+        Loop(strategy)(tmp_path, 4, on_error="warn")
 
 
 def test_a_loop_that_ended_is_saved_and_not_run_again(tmp_path: Path):
