@@ -20,7 +20,7 @@ from distribute_jax._mesh import on_host
 from distribute_jax._messages import is_array
 from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
-from distribute_jax.processes import current_job, is_chief
+from distribute_jax.processes import is_chief
 from distribute_jax.program import snapshot
 from distribute_jax.program._undo import BEHIND, SKIPPED, Guard, copy_of
 from distribute_jax.training._objective import variables
@@ -104,9 +104,7 @@ def _finite(value: jax.Array) -> jax.Array:
 class TerminateOnNaN(Callback):
     """Ends the training when the loss is NaN or infinite, and names the first such leaf of the state.
 
-    The loop does not wait for the loss: it is checked when the devices have computed it, a batch or so
-    later, and at the end of the epoch. The processes of a job must end at the same batch, so they check
-    it a fixed number of dispatches later.
+    The loop does not wait for the loss: it is checked a few batches later, and at the end of the epoch.
 
     Attributes:
         message: which batch or epoch and which leaf; None as long as the loss is finite.
@@ -126,17 +124,13 @@ class TerminateOnNaN(Callback):
         self._waiting.clear()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        alone = current_job().is_alone
-        if self._waiting and (
-            self._waiting[0][1].is_ready() if alone else len(self._waiting) == BEHIND
-        ):
+        if len(self._waiting) == BEHIND:  # so that the processes of a job end at the same batch
             before, finite = self._waiting.popleft()
             if not np.asarray(finite).all():
                 self._end(f"batch {before}")
                 return
-        if not alone or not self._waiting:
-            total = self.model.trainer.tracked("train").loss.total.get_raw_value()
-            self._waiting.append((batch, _finite(total)))
+        total = self.model.trainer.tracked("train").loss.total.get_raw_value()
+        self._waiting.append((batch, _finite(total)))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._waiting.clear()

@@ -56,13 +56,7 @@ class Monitor(Callback):
                 )
             return None
         self.was_logged = True
-        value = logs[self.monitor]
-        if np.ndim(value):
-            raise ArgumentError(
-                f"{type(self).__name__} watches {self.monitor!r}, which is an array of shape "
-                f"{np.shape(value)}. Watch a single number."
-            )
-        return float(value)
+        return float(logs[self.monitor])
 
     def is_better(self, value: float, than: float | None) -> bool:
         """True if a value is better, by at least ``min_delta``; a NaN never is."""
