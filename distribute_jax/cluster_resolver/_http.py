@@ -135,13 +135,6 @@ def google_service(name: str, root: str, credentials: Any, timeout: float) -> Se
     )
 
 
-def project_and_zone(timeout: float) -> tuple[str, str]:
-    """Returns the project and the zone of this machine."""
-    server = metadata_server(timeout)
-    # The zone is answered as projects/123456/zones/us-central2-b.
-    return server.text("/project/project-id"), server.text("/instance/zone").rpartition("/")[2]
-
-
 def _with_retries(session: Any) -> Any:
     from requests.adapters import HTTPAdapter
 

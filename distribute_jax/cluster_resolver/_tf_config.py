@@ -127,8 +127,16 @@ class _TFConfig:
 
 
 def _read() -> _TFConfig:
-    text = os.environ.get(TF_CONFIG, "")
-    config = _object(_parse(text), "the whole") if text.strip() else {}
+    text = os.environ.get(TF_CONFIG, "").strip()
+    try:
+        config = _object(json.loads(text or "{}"), "the whole")
+    except json.JSONDecodeError as error:
+        raise TFConfigError(
+            f"The environment variable TF_CONFIG is not JSON ({error.msg}). It was {text!r:.300}, and "
+            f"must be like {_EXAMPLE}. It goes wrong at",
+            error.doc,
+            error.pos,
+        ) from None
     task = _object(config.get("task") or {}, "its 'task'")
     index = None if task.get("index") is None else _index(task["index"], "its task's 'index'")
     return _TFConfig(
@@ -138,18 +146,6 @@ def _read() -> _TFConfig:
         environment=_text(config, "environment", "its 'environment'") or "",
         session_master=_text(config, "session_master", "its 'session_master'"),
     )
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TFConfigError(
-            f"The environment variable TF_CONFIG is not JSON ({error.msg}). It was {text!r:.300}, and "
-            f"must be like {_EXAMPLE}. It goes wrong at",
-            error.doc,
-            error.pos,
-        ) from None
 
 
 def _object(value: Any, part: str) -> Mapping[str, Any]:

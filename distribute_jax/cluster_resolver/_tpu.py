@@ -25,7 +25,7 @@ import jax
 from distribute_jax._checks import refuse
 from distribute_jax._errors import ArgumentError, ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import ClusterResolver
-from distribute_jax.cluster_resolver._http import google_service, metadata_server, project_and_zone
+from distribute_jax.cluster_resolver._http import google_service, metadata_server
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
 WORKER_ID = "TPU_WORKER_ID"
@@ -233,8 +233,10 @@ class TPUClusterResolver(ClusterResolver):
         """Returns what the Cloud TPU API knows of a TPU by its name."""
         project, zone = self._project, self._zone
         if project is None or zone is None:
-            this_project, this_zone = project_and_zone(self._timeout)
-            project, zone = project or this_project, zone or this_zone
+            server = metadata_server(self._timeout)
+            project = project or server.text("/project/project-id")
+            # The zone is answered as projects/123456/zones/us-central2-b.
+            zone = zone or server.text("/instance/zone").rpartition("/")[2]
         path = f"projects/{quote(project)}/locations/{quote(zone)}/nodes/{quote(self._tpu or '')}"
         if self._service is not None:
             nodes = self._service.projects().locations().nodes()

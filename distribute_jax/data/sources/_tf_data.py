@@ -32,6 +32,8 @@ class TfData(Stream):
         self._tf = tf = sys.modules["tensorflow"]
         self._dataset = dataset
         self._method = method
+        # Of a dataset that TensorFlow cannot serialize, or whose file names come from its data.
+        self._unknown = (tf.errors.OpError, ValueError, TypeError)
         self._cardinality = int(dataset.cardinality())
         self.is_infinite = self._cardinality == int(tf.data.INFINITE_CARDINALITY)
         policy = dataset.options().experimental_distribute.auto_shard_policy.name
@@ -61,21 +63,60 @@ class TfData(Stream):
 
     @cached_property
     def num_files(self) -> int | None:  # type: ignore[override]
-        """None also where the file names are not known beforehand."""
-        return count_files(self._tf, self._dataset)
+        """The fewest of several readers; None also where the file names are not known beforehand."""
+        try:
+            graph = self._graph()
+            counts = [_count(self._tf, graph, name) for name in _file_names(graph)]
+        except self._unknown:
+            return None
+        return min(counts, default=None)
 
     def shard_files(self, count: int, index: int) -> TfData:
-        return TfData(shard_by_files(self._tf, self._dataset, count, index), self._method)
+        spec, variants = self._dataset.element_spec, self._tf.data.experimental
+        flat = self._tf.nest.flatten(spec, expand_composites=True)
+        sharded = self._tf.raw_ops.AutoShardDataset(
+            input_dataset=variants.to_variant(self._dataset),
+            num_workers=count,
+            index=index,
+            auto_shard_policy=_FILE,
+            output_types=[one.dtype for one in flat],
+            output_shapes=[one.shape for one in flat],
+        )
+        return TfData(variants.from_variant(sharded, spec), self._method)
 
     @cached_property
     def can_resume(self) -> bool:  # type: ignore[override]
-        return repeats_itself(self._tf, self._dataset)
+        """Whether the graph shows that every pass yields the same, in any process."""
+        try:
+            graph = self._graph()
+        except self._unknown:
+            return False
+        constants = {
+            node.name: node.attr["value"].tensor for node in graph.node if node.op == "Const"
+        }
+
+        def repeats(node: Any) -> bool:
+            if node.op == "ShuffleDatasetV3":
+                seeds = [name for name in node.input[2:4] if name in constants]
+                seeded = any(self._tf.make_ndarray(constants[name]) for name in seeds)
+                return seeded and not node.attr["reshuffle_each_iteration"].b
+            return not node.op.startswith(_VARYING) and node.attr["deterministic"].s != b"false"
+
+        nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+        return self._dataset.options().deterministic is not False and all(map(repeats, nodes))
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         if not position:
             return super().open()
         batches: Iterator[PyTree] = self._dataset.skip(position).as_numpy_iterator()
         return batches
+
+    def _graph(self) -> Any:
+        variant = self._tf.data.experimental.to_variant(self._dataset)
+        serialized = self._tf.raw_ops.DatasetToGraphV2(
+            input_dataset=variant, external_state_policy=_IGNORE_STATE
+        )
+        return self._tf.compat.v1.GraphDef.FromString(serialized.numpy())
 
 
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
@@ -91,56 +132,6 @@ _VARYING = (
     *("DataService", "ReadVariable", "Timestamp"),
 )
 """The beginnings of the names of the ops that may yield something else in another pass."""
-
-
-def count_files(tf: Any, dataset: Any) -> int | None:
-    """Returns how many files the readers of a dataset have, the fewest of several; None if unknown."""
-    try:
-        graph = _graph(tf, dataset)
-        return min((_count(tf, graph, name) for name in _file_names(graph)), default=None)
-    except (tf.errors.OpError, ValueError, TypeError):
-        # A dataset that TensorFlow cannot serialize, or whose file names come from its data.
-        return None
-
-
-def repeats_itself(tf: Any, dataset: Any) -> bool:
-    """Returns whether the graph of a dataset shows that every pass yields the same, in any process."""
-    try:
-        graph = _graph(tf, dataset)
-    except (tf.errors.OpError, ValueError, TypeError):
-        return False
-    constants = {node.name: node.attr["value"].tensor for node in graph.node if node.op == "Const"}
-
-    def repeats(node: Any) -> bool:
-        if node.op == "ShuffleDatasetV3":
-            seeds = [name for name in node.input[2:4] if name in constants]
-            seeded = any(tf.make_ndarray(constants[name]) for name in seeds)
-            return seeded and not node.attr["reshuffle_each_iteration"].b
-        return not node.op.startswith(_VARYING) and node.attr["deterministic"].s != b"false"
-
-    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-    return dataset.options().deterministic is not False and all(map(repeats, nodes))
-
-
-def _graph(tf: Any, dataset: Any) -> Any:
-    serialized = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=_IGNORE_STATE
-    )
-    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
-
-
-def shard_by_files(tf: Any, dataset: Any, count: int, index: int) -> Any:
-    """Returns the dataset that reads files index, index + count, … of each reader."""
-    flat = tf.nest.flatten(dataset.element_spec, expand_composites=True)
-    sharded = tf.raw_ops.AutoShardDataset(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        num_workers=count,
-        index=index,
-        auto_shard_policy=_FILE,
-        output_types=[spec.dtype for spec in flat],
-        output_shapes=[spec.shape for spec in flat],
-    )
-    return tf.data.experimental.from_variant(sharded, dataset.element_spec)
 
 
 def _file_names(graph: Any) -> Iterator[str]:
