@@ -309,6 +309,8 @@ class Coordinator:
                 future.add_done_callback(self._notice)
             self._wait_until(lambda: all(future.done() for future in futures), self._until)
         finally:
+            for future in futures:
+                future.cancel()  # those that nobody waits for any longer
             self._is_asking = False
             self._tell()
         if epoch != self._log.epoch:
@@ -401,13 +403,13 @@ class Coordinator:
         for closure in self._log.forget(saved.version if saved else self._log.version):
             self._kept.pop(closure, None)
 
-    def lose_server(self, number: int, error_of: Callable[[], str]) -> None:
+    def lose_server(self, number: int, error: str) -> None:
         """Lets no run begin until the servers have gone back."""
         with self._lock:
             self._lost_servers += 1
             self._losses[number, self._log.version] += 1
             if self._losses[number, self._log.version] >= _MOST_LOSSES:
-                text = f"The process of server {number} has ended {_MOST_LOSSES} times{error_of()}"
+                text = f"The process of server {number} has ended {_MOST_LOSSES} times{error}"
                 self.fail_for_good(StepFailedError(text))
 
     def go_back(self) -> None:

@@ -47,28 +47,18 @@ class _Child:
 
     def __init__(self, nursery: _Nursery, pid: int, end: socket.socket) -> None:
         self._nursery, self._pid, self._end = nursery, pid, end
-        self.control, self._error = Connection(end), ""
+        self.control = Connection(end)
 
-    def wait(self) -> None:
-        """Waits until it has ended."""
+    def wait(self) -> str:
+        """Waits until it has ended; returns its error, if it said so."""
         poll = select.poll()
         with suppress(OSError, ValueError):  # this end is closed already
             # It wakes up when the other end is closed, and for nothing else.
             poll.register(self._end, 0)
             poll.poll()
-
-    def error(self) -> str:
-        """Returns the error of a process that has ended, if it said so."""
         with suppress(WireError):
-            self.check(self.control.receive())
-        return self._error
-
-    def check(self, answer: Message) -> Message:
-        """Returns an answer; raises WireError if it says why the process has ended."""
-        if answer.name == "ended":
-            self._error = f": {answer.plain[0]}"
-            raise WireError("it has ended" + self._error)
-        return answer
+            self.control.receive()
+        return self.control.error
 
     def stopped(self) -> int | None:
         """Returns its number if something like SIGSTOP has stopped it."""
@@ -223,7 +213,7 @@ class RemoteStore:
     def _pulled(self, child: Any, keys: Sequence[Key], types: Sequence[Any]) -> list[Any]:
         if child is None:
             raise WireError("it was not started")
-        answer = child.check(child.control.ask(Message("pull", list(keys))))
+        answer = child.control.request(Message("pull", list(keys)))()
         arrays = jax.device_put(answer.arrays, self._device)
         return list(map(as_key, arrays, types))
 
@@ -232,10 +222,11 @@ def _do_all(requests: queue.SimpleQueue[Any]) -> None:
     """Does one request after the other."""
     while (request := requests.get()) is not None:
         answer, do, *args = request
-        try:
-            answer.set_result(do(*args))
-        except Exception as error:
-            answer.set_exception(error)
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(do(*args))
+            except Exception as error:
+                answer.set_exception(error)
         del request, answer, do, args  # while it waits for the next
 
 
@@ -244,7 +235,8 @@ class _Worker:
 
     def __init__(self, child: Any, stores: Sequence[RemoteStore], seconds: float | None) -> None:
         """Takes the process; a run that takes more than so many seconds counts as lost."""
-        self._child, self._stores, self._seconds = child, stores, seconds
+        self._child, self._stores = child, stores
+        child.control.limit(seconds)
         self._loaded: dict[str, weakref.ref[Program]] = {}
         self._linked = [None] * len(stores)
 
@@ -265,12 +257,11 @@ class _Worker:
                 control.send(Message("load", facts, parts))
                 has_work = True
                 self._loaded[program.name] = weakref.ref(program)
-            control.limit(self._seconds)
             plain: list[Any] = [program.name, *work.order]
             message = Message("run", plain, _as_sent(data, half.values[: len(data)]))
             answer_of = control.request(message)
             has_work = True
-            answer = self._child.check(answer_of())
+            answer = answer_of()
         except WireError as error:
             self.stop()
             raise WorkerLostError(str(error), has_work=has_work) from error
@@ -368,10 +359,10 @@ class Processes(Engine):
 
     def _watch(self, number: int, child: Any) -> None:
         """Waits for the end of a server, and replaces it."""
-        child.wait()
+        error = child.wait()
         if self._ended.is_set():
             return
-        self._coordinator.lose_server(number, child.error)
+        self._coordinator.lose_server(number, error)
         child.control.close()
         try:
             self._serve(number)

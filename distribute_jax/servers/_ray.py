@@ -108,7 +108,7 @@ class _Actor:
 
     def answer(self, data: bytes) -> bytes | None:
         """Does what a worker asks a server for."""
-        return _bytes(self._role.answer(unpacked(data)))
+        return _bytes(self._role.store.answer(unpacked(data)))
 
     def ready(self) -> None:
         """Returns when it has started."""
@@ -160,20 +160,14 @@ class _Control(_Calls):
         super().__init__(actor)
         self._sends, self._turn = threading.Lock(), 0
 
-    def send(self, message: Message) -> None:
-        self._do(message, False)
-
-    def _do(self, message: Message, waits: bool) -> Any:
+    def send(self, message: Message, *, waits: bool = False) -> Any:
         with self._sends:
             answer = self._actor.do.remote(self._turn, waits, _bytes(message), *message.ends)
             self._turn += 1
         return answer
 
     def request(self, message: Message) -> Callable[[], Message]:
-        return functools.partial(self._got, self._do(message, True))
-
-    def ask(self, message: Message) -> Message:
-        return self.request(message)()
+        return functools.partial(self._got, self.send(message, waits=True))
 
     def limit(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -183,12 +177,8 @@ class _Child:
     """An actor that is a worker or a server, as the coordinator has it."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self._actor, self._error = ray, actor, ""
+        self._ray, self._actor = ray, actor
         self.control = _Control(actor)
-
-    def check(self, answer: Message) -> Message:
-        """Returns an answer."""
-        return answer
 
     def has_started(self) -> bool:
         """Waits until it has started, and returns False if it has ended instead."""
@@ -202,27 +192,22 @@ class _Child:
             return True
         return False
 
-    def wait(self) -> None:
-        """Waits until it has ended."""
+    def wait(self) -> str:
+        """Waits until it has ended; returns its error, if it said so."""
         with suppress(self._ray.exceptions.RayError):
-            self._error = self._ray.get(self._actor.wait.remote())
-
-    def error(self) -> str:
-        """Returns the error of one that has ended, if it said so."""
-        return self._error
+            return str(self._ray.get(self._actor.wait.remote()))
+        return ""
 
     def connect(self, number: int, server: _Child) -> None:
         """Lets it, a worker, reach the server of a number."""
         self.control.send(Message("link", [number], ends=[server._actor]))
 
-    def kill(self) -> None:
-        """Ends it, as if something else had done so."""
-        self.end()
-
     def end(self) -> None:
         """Ends it, and does not wait."""
         if self._ray.is_initialized():
             self._ray.kill(self._actor)
+
+    kill = end
 
 
 def _ray(is_local: bool) -> Any:
@@ -415,23 +400,18 @@ class Server:
         Raises:
             ClusterError: this task could not join it.
         """
-        for _ in range(_TRIES):
-            self.start()
-            if self._process is not None:
-                try:
-                    self._process.wait(_SECONDS_TO_JOIN)
-                except subprocess.TimeoutExpired:
-                    if not self._chief_listens():
-                        _LOG.warning(
-                            "Waiting for the chief, which does not answer at %s.", self._chief
-                        )
-                    self._process.wait()
-            self._output.seek(0)
-            text = self._output.read().decode(errors="replace")
-            if "Ray runtime started" in text or not self._chief_listens():
-                return
-            self._process = None
-        raise ClusterError(f"Task {self._task} could not join {self._chief}:\n{text[-2000:]}")
+        self.start()
+        process: Any = self._process
+        try:
+            process.wait(_SECONDS_TO_JOIN)
+        except subprocess.TimeoutExpired:
+            if not self._chief_listens():
+                _LOG.warning("Waiting for the chief, which does not answer at %s.", self._chief)
+            process.wait()
+        self._output.seek(0)
+        text = self._output.read().decode(errors="replace")
+        if "Ray runtime started" not in text and self._chief_listens():
+            raise ClusterError(f"Task {self._task} could not join {self._chief}:\n{text[-2000:]}")
 
     def _chief_listens(self) -> bool:
         host, _, port = self._chief.rpartition(":")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -18,16 +17,6 @@ from distribute_jax.program._rows import Lookup
 from distribute_jax.servers._store import ServerProgram, Snapshot, Store
 from distribute_jax.servers._wire import Connection, Message, WireError
 from distribute_jax.servers._worker import Order, WorkerProgram, run
-
-
-class Asks(Protocol):
-    """A connection to a server, as a worker has it."""
-
-    def request(self, message: Message) -> Callable[[], Message]:
-        """Sends a message, and returns what waits for the answer."""
-
-    def close(self) -> None:
-        """Closes it."""
 
 
 class Role:
@@ -58,31 +47,31 @@ class Server(Role):
     def __init__(self, connect: Callable[[Any], Connection]) -> None:
         """Starts with no state."""
         jax.config.update("jax_platforms", "cpu")  # accelerators are for workers
-        self._store, self._connect = Store(), connect
+        self.store, self._connect = Store(), connect
 
     def do(self, message: Message) -> Message | None:
         if message.name not in ("prepare", "commit", "drop", "forget"):
             return super().do(message)
-        getattr(self._store, message.name)(*message.plain)
+        getattr(self.store, message.name)(*message.plain)
         return None
 
     def load(self, message: Message) -> None:
         name, reads, writes = message.plain
         part = load_part(message.arrays[0].tobytes())
-        self._store.load(name, ServerProgram(tuple(reads), tuple(writes), part, operator.add))
+        self.store.load(name, ServerProgram(tuple(reads), tuple(writes), part))
 
     def assign(self, message: Message) -> None:
-        self._store.assign(
+        self.store.assign(
             dict(zip(message.plain, map(jax.device_put, message.arrays), strict=True))
         )
 
     def pull(self, message: Message) -> Message:
-        return Message("values", arrays=self._store.pull(message.plain))
+        return Message("values", arrays=self.store.pull(message.plain))
 
     def restore(self, message: Message) -> None:
         epoch, version, keys = message.plain
         arrays = map(jax.device_put, message.arrays)
-        self._store.restore(epoch, Snapshot(version, dict(zip(keys, arrays, strict=True))))
+        self.store.restore(epoch, Snapshot(version, dict(zip(keys, arrays, strict=True))))
 
     def link(self, message: Message) -> None:
         (end,) = message.ends
@@ -91,37 +80,9 @@ class Server(Role):
     def _serve(self, worker: Connection) -> None:
         try:
             while True:
-                worker.send(self.answer(worker.receive()))
+                worker.send(self.store.answer(worker.receive()))
         except WireError:
             worker.close()
-
-    def answer(self, message: Message) -> Message:
-        """Does what a worker asks for: to fetch, or to stage."""
-        if message.name == "fetch":
-            epoch, number, at = message.plain
-            values = self._store.fetch(epoch, number, at, list(message.arrays))
-            return Message("void") if values is None else Message("values", arrays=values)
-        epoch, number, program = message.plain
-        self._store.stage(epoch, number, program, list(message.arrays))
-        return Message("staged")
-
-
-class _Link:
-    """A server, as a worker reaches it."""
-
-    def __init__(self, connection: Asks) -> None:
-        self._connection = connection
-        self.close = connection.close
-
-    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
-        *plain, arrays = args
-        wait = self._connection.request(Message(request, plain, arrays))
-
-        def answer() -> Sequence[Any] | None:
-            message = wait()
-            return None if message.name == "void" else message.arrays
-
-        return answer
 
 
 class _Worker(Role):
@@ -129,10 +90,10 @@ class _Worker(Role):
 
     REQUESTS = frozenset(["load", "forget", "link", "run"])
 
-    def __init__(self, connect: Callable[[Any], Asks]) -> None:
+    def __init__(self, connect: Callable[[Any], Connection]) -> None:
         self._connect = connect
         self._programs: dict[str, WorkerProgram] = {}
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Connection] = {}
         self._device = jax.local_devices()[0]
 
     def load(self, message: Message) -> None:
@@ -152,7 +113,7 @@ class _Worker(Role):
         (server,), (end,) = message.plain, message.ends
         if server in self._links:
             self._links[server].close()
-        self._links[server] = _Link(self._connect(end))
+        self._links[server] = self._connect(end)
 
     def run(self, message: Message) -> Message:
         name, *order = message.plain

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +116,7 @@ class State:
             reads, writes = (
                 tuple(program.keys[k] for k in leaves) for leaves in (half.reads, half.writes)
             )
-            store.load(program.name, ServerProgram(reads, writes, half.apply, operator.add))
+            store.load(program.name, ServerProgram(reads, writes, half.apply))
 
     @property
     def servers(self) -> int:

@@ -7,6 +7,7 @@ is set aside between two updates, so that it has the values of one version on al
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from distribute_jax.servers._wire import Message
 
 Key = int
 """The number of one array of state."""
@@ -27,9 +30,7 @@ class ServerProgram:
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
     apply: Any
-    """Returns the new values, from the values that it reads and what the workers sent."""
-    add: Callable[[Any, Any], Any]
-    """Adds up what two workers sent."""
+    """Returns the new values, from the values that it reads and the sums of what the workers sent."""
 
 
 class Snapshot(NamedTuple):
@@ -41,7 +42,7 @@ class Snapshot(NamedTuple):
 
 class _Run(NamedTuple):
     program: str
-    sent: list[Any]
+    sent: Sequence[Any]
 
 
 class Store:
@@ -62,20 +63,24 @@ class Store:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
-    @property
-    def staged(self) -> int:
-        """How many runs wait for their number, or for earlier updates."""
-        return len(self._staged)
+    def request(self, message: Message) -> Callable[[], Message]:
+        """Returns what answers a worker of this process; as of ``Connection``."""
+        return partial(self.answer, message)
 
-    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
-        """Returns what does what a worker of this process asks for."""
-        return partial(getattr(self, request), *args)
+    def answer(self, message: Message) -> Message:
+        """Does what a worker asks for: to fetch, or to stage."""
+        epoch, run, what = message.plain
+        if message.name == "stage":
+            self.stage(epoch, run, what, message.arrays)
+            return Message("staged")
+        values = self.fetch(epoch, run, what, message.arrays)
+        return Message("void") if values is None else Message("values", arrays=values)
 
     def load(self, name: str, program: ServerProgram) -> None:
         """Keeps a program, to be named by updates."""
         self._programs[name] = program
 
-    def stage(self, epoch: int, run: int, program: str, sent: list[Any]) -> None:
+    def stage(self, epoch: int, run: int, program: str, sent: Sequence[Any]) -> None:
         """Keeps what a worker computed until its number is known."""
         with self._lock:
             if epoch == self.epoch and run >= self._oldest:
@@ -106,8 +111,8 @@ class Store:
             self._own -= {key for i, key in enumerate(keys) if i not in at}
             return values
 
-    def commit(self, epoch: int, number: int, runs: Sequence[int], oldest: int) -> int:
-        """Applies an update when all earlier ones are applied, and returns the version.
+    def commit(self, epoch: int, number: int, runs: Sequence[int], oldest: int) -> None:
+        """Applies an update when all earlier ones are applied.
 
         It is the sum of runs, in the order of their shares. Those before the oldest, the first that was under
         way when the update got its number, were given up if they were staged for no update.
@@ -119,13 +124,12 @@ class Store:
                 # Not when a commit arrives: those of earlier updates may come after it.
                 self._apply(*self._waiting.pop(self.version))
                 self.version += 1
-            return self.version
 
     def _apply(self, runs: Sequence[int], oldest: int) -> None:
         first, *others = [self._staged.pop(run) for run in runs]
         program, sent = self._programs[first.program], first.sent
         for other in others:
-            sent = list(map(program.add, sent, other.sent))
+            sent = list(map(operator.add, sent, other.sent))
         apply: Any = program.apply
         touched = {program.reads[i] for i in getattr(apply, "touched", ())}
         if touched and touched <= self._own:
@@ -147,11 +151,6 @@ class Store:
         """Returns arrays as they are now."""
         self._own.difference_update(keys)
         return [self.state[key] for key in keys]
-
-    def snapshot(self) -> Snapshot:
-        """Returns all of the state; these arrays are never changed in place."""
-        self._own.clear()
-        return Snapshot(self.version, dict(self.state))
 
     def restore(self, epoch: int, snapshot: Snapshot) -> None:
         """Goes back to a snapshot; what was staged since is void."""

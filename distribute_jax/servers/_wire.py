@@ -97,6 +97,8 @@ class Connection:
     def __init__(self, end: socket.socket) -> None:
         """Takes an end of a pair."""
         self._socket, self._sends, self._receives = end, threading.Lock(), threading.Lock()
+        self.error = ""
+        """Why the other end has ended, if it said so."""
 
     def send(self, message: Message) -> None:
         """Sends a message.
@@ -104,10 +106,10 @@ class Connection:
         Raises:
             WireError: the other end is gone.
         """
-        first, *parts = message.packed()
-        if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
-            first, parts = b"".join([first, *parts]), []
         with self._sends, self._completing():
+            first, *parts = message.packed()
+            if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
+                first, parts = b"".join([first, *parts]), []
             sent = socket.send_fds(self._socket, [first], list(message.ends))
             for part in (memoryview(first)[sent:], *parts):
                 self._socket.sendall(part)
@@ -116,12 +118,17 @@ class Connection:
         """Waits for a message.
 
         Raises:
-            WireError: the other end is gone, it sent something else, or it took longer than the limit.
+            WireError: the other end is gone or says why it ends, it sent something else, or it took longer
+                than the limit.
         """
         ends: list[int] = []
         try:
             with self._receives, self._completing():
-                return _read(functools.partial(self._fill, ends), ends)
+                message = _read(functools.partial(self._fill, ends), ends)
+                if message.name == "ended":
+                    self.error = f": {message.plain[0]}"
+                    raise WireError(f"it has ended{self.error}")
+                return message
         except BaseException:
             for end in ends:
                 os.close(end)
@@ -129,7 +136,10 @@ class Connection:
 
     @contextmanager
     def _completing(self) -> Iterator[None]:
-        """Ends the connection where a message is not complete: the next would be taken for its rest."""
+        """Ends the connection where a message is not complete: the next would be taken for its rest.
+
+        One that could not be made, as where memory is short, is missed by the other end too.
+        """
         try:
             yield
         except BaseException as error:

@@ -12,14 +12,14 @@ import numpy as np
 
 from distribute_jax.program._halves import LookupHalf
 from distribute_jax.program._rows import filled, joined
-from distribute_jax.servers._wire import WireError
+from distribute_jax.servers._wire import Message, WireError
 
 
 class Link(Protocol):
     """A server, as a worker reaches it."""
 
-    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
-        """Sends a request to fetch or to stage; returns what waits for the answer."""
+    def request(self, message: Message) -> Callable[[], Message]:
+        """Asks to fetch or to stage; returns what waits for the answer."""
 
 
 class WorkerProgram(NamedTuple):
@@ -66,13 +66,13 @@ class _FaultyLink:
         if self._meets(self._lost):
             raise WireError("a message was lost")
 
-    def ask(self, request: str, *args: Any) -> Callable[[], Any]:
+    def request(self, message: Message) -> Callable[[], Message]:
         self._arrives()
-        if request == "stage" and self._meets(self._duplicated):
-            self._link.ask(request, *args)()
-        wait = self._link.ask(request, *args)
+        if message.name == "stage" and self._meets(self._duplicated):
+            self._link.request(message)()
+        wait = self._link.request(message)
 
-        def answer() -> Any:
+        def answer() -> Message:
             reply = wait()
             self._arrives()
             return reply
@@ -100,10 +100,12 @@ def run(
         if at:
             asked, numbers = _asked(program.lookups, at, rows, ids)
             read.append(at)
-            answers.append(link.ask("fetch", order.epoch, order.run, asked, numbers))
-    arrays = [answer() for answer in answers]
-    if None in arrays:
+            message = Message("fetch", [order.epoch, order.run, asked], numbers)
+            answers.append(link.request(message))
+    came = [answer() for answer in answers]
+    if any(message.name == "void" for message in came):
         raise WireError("the servers have gone back")
+    arrays = [list(message.arrays) for message in came]
     pulled = arrays[0] if len(arrays) == 1 else _joined(read, arrays)
     if program.lookups is not None:
         most = [of.number for of in program.lookups.lookups]
@@ -116,8 +118,9 @@ def run(
     handed = _moved(handed, here, there)
     for array in handed:
         array.block_until_ready()
+    plain = [order.epoch, order.run, program.name]
     staged = [
-        link.ask("stage", order.epoch, order.run, program.name, _sent(program, server, handed, ids))
+        link.request(Message("stage", plain, _sent(program, server, handed, ids)))
         for server, link in enumerate(links[: len(program.takes)])
     ]
     for answer in staged:

@@ -324,7 +324,7 @@ def test_a_closure_that_fails_when_it_runs_again_ends_join(monkeypatch: pytest.M
         raise FloatingPointError("the second time")
 
     monkeypatch.setattr(_engine, "run", failing)
-    strategy._coordinator.lose_server(0, str)
+    strategy._coordinator.lose_server(0, "")
     strategy._coordinator.go_back()
     with pytest.raises(FloatingPointError, match="the second time"):
         coordinator.join(SECONDS)
@@ -377,7 +377,7 @@ def test_closures_run_again_with_what_was_written_before_them(
         patched.setattr(store, "assign", raises(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             coordinator.schedule(step, args=(1.0,))
-    strategy._coordinator.lose_server(0, str)
+    strategy._coordinator.lose_server(0, "")
     strategy._coordinator.go_back()
     coordinator.schedule(step, args=(1.0,))
     coordinator.join(SECONDS)

@@ -87,14 +87,14 @@ def _nothing_was_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of what workers ask for, get and stage."""
     sizes: list[int] = []
-    ask = Store.ask
+    answer = Store.answer
 
-    def counted(link: Any, request: str, *args: Any) -> Any:
-        answer = ask(link, request, *args)()
-        sizes.extend(x.nbytes for x in jax.tree.leaves((args, answer)) if hasattr(x, "nbytes"))
-        return lambda: answer
+    def counted(store: Any, message: Any) -> Any:
+        got = answer(store, message)
+        sizes.extend(x.nbytes for x in (*message.arrays, *got.arrays))
+        return got
 
-    monkeypatch.setattr(Store, "ask", counted)
+    monkeypatch.setattr(Store, "answer", counted)
     return sizes
 
 

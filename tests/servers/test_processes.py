@@ -235,14 +235,16 @@ def test_connections_that_end_within_a_message_change_nothing(
     one_device: dj.Strategy, monkeypatch: pytest.MonkeyPatch, cuts: list[list[str]]
 ) -> None:
     """Half of some messages of the coordinator arrives, and the bits are those of one device."""
-    send, left = Connection.send, list[str]()
+    send, left, choosing = Connection.send, list[str](), threading.Lock()
     strategy = dj.ParameterServerStrategy(workers=2, servers=2, max_staleness=0, engine="processes")
     coordinator, (state, step) = ClusterCoordinator(strategy), build(strategy)
     inputs = iter(batches(5 * (1 + len(cuts))))
 
     def cut(connection: Connection, message: Message) -> None:
-        if message.name in left and connection._socket.fileno() >= 0:
-            left.remove(message.name)
+        with choosing:  # among several threads that send
+            if is_chosen := message.name in left and connection._socket.fileno() >= 0:
+                left.remove(message.name)
+        if is_chosen:
             data = b"".join(message.packed())
             connection._socket.sendall(data[: len(data) // 2])
             connection._socket.shutdown(socket.SHUT_RDWR)
@@ -471,16 +473,17 @@ def test_workers_that_ended_while_they_had_nothing_to_do_are_no_fault_of_a_step(
     strategy = dj.ParameterServerStrategy(workers=3, max_staleness=0, engine="processes")
     coordinator = ClusterCoordinator(strategy)
     (_, _, count), step = build(strategy)
-    others = children("worker")
-    while len(workers := {*children("worker")}.difference(others)) < 3:
-        coordinator.schedule(step, args=(batches(1)[0],))
-        coordinator.join(SECONDS)
-    before = int(count[...])
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
     coordinator.schedule(step, args=(batches(1)[0],))
     coordinator.join(SECONDS)
-    assert int(count[...]) == before + 1
+    workers: Any = strategy._runner._engine._workers  # type: ignore[union-attr]
+    while len(workers) < 3:
+        time.sleep(0.005)
+    for worker in list(workers.values()):
+        os.kill(worker._pid, signal.SIGKILL)
+        worker.wait()
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert int(count[...]) == 2
 
 
 def test_what_is_late_for_the_end_of_a_strategy_starts_nothing(
@@ -538,7 +541,7 @@ def test_servers_that_cannot_go_back_end_the_wait_with_an_error() -> None:
         _coordinator=coordinator, _serve=lambda _: None, _ended=threading.Event()
     )
     nothing = SimpleNamespace(close=lambda: None)
-    child = SimpleNamespace(wait=lambda: None, error=str, control=nothing)
+    child = SimpleNamespace(wait=str, control=nothing)
     _processes.Processes._watch(processes, 0, child)  # type: ignore[arg-type]
     with pytest.raises(dj.StepFailedError, match="no room for what was kept"):
         coordinator.join(SECONDS)
