@@ -45,13 +45,6 @@ def test_one_device_strategy_passes():
 
 
 @pytest.mark.exhaustive
-def test_tpu_strategy_passes_on_replicas_of_two_cores():
-    """What depends on where values are stored; all checks are exhaustive."""
-    only = ["replica_order", "results", "all_reduce_options"]
-    dj.testing.check_strategy(tpu_factories.tpu_two_cores, [4], only=only)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "replicas"), [("tpu_two_cores", 4), ("tpu", 4), ("tpu_two_cores", 1)]
 )
@@ -183,7 +176,7 @@ def test_an_error_in_a_check_is_reported_beside_the_facts_before_it():
     text = found_wrong(BreaksLater, 1, ["context_of_scope", "context_of_run"])
     assert "1 of 2 checks failed" in text
     assert text.index("what is current in scope():") < text.index("expected no error")
-    assert "expected no error\n      received OSError: scope is broken\n" in text
+    assert "expected no error\n      received OSError: scope is broken … in two lines" in text
 
 
 def test_a_check_that_finds_much_shows_the_first_of_it():

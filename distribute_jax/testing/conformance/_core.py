@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import LoweringError
-from distribute_jax._messages import path_text
+from distribute_jax._messages import error_text, path_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy, get_replica_context
 
@@ -109,8 +109,7 @@ def outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> str
 
 def error_line(error: Exception) -> str:
     """Returns an error as one line."""
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"{type(error).__name__}: {error_text(error)}"
 
 
 @dataclass(frozen=True)
