@@ -8,14 +8,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._absent import framework_of, missing
-from distribute_jax._checks import refusing
 from distribute_jax._errors import (
     DonatedError,
     PerReplicaAttributeError,
@@ -79,12 +78,6 @@ class DistributedValues:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    if not TYPE_CHECKING:
-        __reduce__ = refusing(
-            "A value of several replicas cannot be pickled. Keep strategy.gather(value, axis=0), one array, "
-            "or strategy.experimental_local_results(value), a tuple of them."
-        )
-
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This process's parts in replica order, each on its device, uncommitted, without padding."""
@@ -97,10 +90,9 @@ class DistributedValues:
         try:
             shown = [v if is_key(v) else np.asarray(v) for v in self.values]
             parts = ", ".join(f"{i}: {v!r}" for i, v in enumerate(shown))
-        except jax.errors.JaxRuntimeError as error:
-            parts = f"unreadable, {step_of(self) or 'its step'} failed: {error_text(error)}"
         except Exception as error:
-            parts = f"unreadable, {type(error).__name__}: {error_text(error)}"
+            reason = f"{step_of(self) or type(error).__name__} failed"
+            parts = f"unreadable, {reason}: {error_text(error)}"
         return f"PerReplica:{{{parts}}}"
 
     def __format__(self, spec: str) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._absent import answering
-from distribute_jax._checks import refusing
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
@@ -63,7 +62,6 @@ class Metric(nnx.metrics.Metric):
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.metrics.Metric")
-        __float__ = refusing("A metric is read by compute(): write float(metric.compute()).")
 
     def __init__(self) -> None:
         """Makes a metric without state, which a subclass adds."""

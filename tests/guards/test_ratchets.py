@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_161,
-    lines_of_tests: 49_957,
+    lines: 51_150,
+    lines_of_tests: 49_939,
     files: 225,
     pieces: 1,
     private_words: 9,

@@ -115,7 +115,6 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a pickle of a dataset": (
         lambda s, _: pickle.dumps(s.distribute_dataset([X])), r"Send its source, and call strategy.dist"
     ),
-    "a pickle of a batch": (lambda s, _: pickle.dumps(*dataset(s, X)), r"Keep strategy.gather\(value, ax"),
     "a format in a step": (lambda s, _: run(s, lambda x: f"{x.sum():.3f}"), "To print it write jax.debug"),
     "a replica id as a key": (
         lambda s, _: run(s, lambda x: {0: 1}[replica_id()]), "use jnp.where.*also with the replica id"
@@ -129,7 +128,6 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     ),
     "rows by a condition": (lambda s, _: run(s, lambda x: x[x > 0]), r"arrays use jnp.where\(condition"),
     "an item of the history": (lambda s, _: fit(s)["loss"], r"write history.history\['loss'\]"),
-    "a metric as a number": (lambda s, _: float(dj.metrics.Mean()), r"float\(metric.compute\(\)\)"),
     "stop_training of a callback": (lambda s, _: fit(s, [Stops()]), "set self.model.stop_training"),
     "labels with a half": (
         lambda s, _: fit(s, y=Y[:, 0], loss="sparse_categorical_crossentropy"), "not integers, such as"
