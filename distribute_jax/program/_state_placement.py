@@ -255,7 +255,8 @@ def snapshot(tree: Any) -> Any:
 
     Returns:
         For an NNX object its ``nnx.State``, which ``nnx.update(model, state)`` puts back; for a pytree
-        the pytree. All arrays are copies with the same placement.
+        the pytree. All arrays are copies with the same placement. Of several objects pass
+        ``nnx.state((model, optimizer))``, which is put back likewise.
 
     Raises:
         DonatedError: the arrays were donated to a step already.

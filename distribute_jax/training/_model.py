@@ -188,8 +188,8 @@ class Model(Stored):
         """Trains on one replica's share of a batch; override it for a step of your own.
 
         An override is code for one replica, as for ``strategy.run``. It returns a dict of numbers by
-        name, each this replica's part of a value of the global batch: ``fit`` sums the parts, and
-        reports the mean over the steps.
+        name, each this replica's part of a value of the global batch: ``fit`` sums the parts, takes what is
+        equal on all replicas as it is, and reports the mean over the steps.
 
         Args:
             batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.

@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_150,
-    lines_of_tests: 49_939,
+    lines: 51_151,
+    lines_of_tests: 49_942,
     files: 225,
     pieces: 1,
-    private_words: 9,
+    private_words: 10,
     private_imports: 32,
 }
 

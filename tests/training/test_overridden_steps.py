@@ -21,7 +21,8 @@ class Signed(dj.Model):
     def test_step(self, batch: Any) -> Any:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
         super().test_step(batch)
-        return {"error": dj.compute_average_loss((self.module(x) - y)[:, 0])}
+        error = dj.compute_average_loss((self.module(x) - y)[:, 0])
+        return {"error": error, "of all": dj.get_replica_context().all_reduce("sum", error)}
 
     def predict_step(self, batch: Any) -> Any:
         return {"sign": jnp.sign(super().predict_step(batch))[:, 0]}
@@ -35,7 +36,8 @@ class Alone(dj.Model):
 
 
 def test_steps_for_evaluation_and_prediction(s4: dj.Strategy):
-    """Numbers and outputs of all 11 examples, beside the loss; in ``fit`` those of the validation."""
+    """Numbers and outputs of all 11 examples, beside the loss; in ``fit`` those of the validation. What the
+    step has summed already is not summed again."""
     with s4.scope():
         model = Signed(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
         wrong = Alone(model.module)
@@ -45,9 +47,10 @@ def test_steps_for_evaluation_and_prediction(s4: dj.Strategy):
     model.compile("sgd", "mse")
     logs = model.evaluate(X, Y, batch_size=11, verbose=0, return_dict=True)
     expected = {"loss": np.mean((outputs - Y) ** 2), "error": np.mean(outputs - Y)}
+    expected["of all"] = expected["error"]
     assert logs == pytest.approx(expected, rel=1e-5)
     history = model.fit(X, Y, batch_size=11, validation_data=(X, Y), verbose=0)
-    assert set(history.history) == {"loss", "val_loss", "val_error"}
+    assert set(history.history) == {"loss", "val_loss", "val_error", "val_of all"}
     wrong.compile()
     with pytest.raises(dj.ArgumentError, match=r"test_step returned .* a dict"):
         wrong.evaluate(X, Y, batch_size=11, verbose=0)
