@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[Call, str]] = {
         lambda s, v: average(None, 0),
         "global_batch_size must be a number above 0; got 0",
     ),
-    "no value": (lambda s, v: dj.Variable(None), "must be a number or an array; got NoneType None"),
+    "no value": (lambda s, v: dj.Variable(None), "must be a number or an array; got None"),
     "created": (
         lambda s, v: s.extended.variable_created_in_scope(3),
         r"takes an nnx.Variable or dj.Variable; got int",
