@@ -101,13 +101,13 @@ class GlobalBatches(Feed):
         # take a partial batch by rule B.
         if self._policy is PartialPolicy.DROP or self.cuts_batches:
             return None
-        return length_of(self._source)
+        return self._source.length
 
     @property
     def _identity(self) -> State:
         """What a state and the dataset that resumes from it have in common."""
-        length = length_of(self._source)
-        return {"source": self._source.text, "seed": self._source.seed, "batches": length}
+        source = self._source
+        return {"source": source.text, "seed": source.seed, "batches": source.length}
 
     def state(self, epoch: int, progress: EpochProgress) -> State:
         self._check_resumable("state")
@@ -123,7 +123,7 @@ class GlobalBatches(Feed):
     def resume(self, state: State) -> tuple[int, EpochProgress, Iterator[HostElement]]:
         self._check_resumable("restore")
         epoch, progress = _read_state(state, self._identity)
-        if length_of(self._source) is None and progress.first:
+        if self._source.length is None and progress.first:
             elements = self._divided(self._source.open(epoch))
             first = next((element.progress.first for element in elements), 0)
             _check_same({"first_batch": progress.first}, {"first_batch": first})
@@ -214,14 +214,6 @@ def _check_same(saved: State, identity: State) -> None:
         )
 
 
-def length_of(source: Source) -> int | None:
-    """Returns the number of batches of an epoch, or None if the source does not know it."""
-    try:
-        return len(source)
-    except TypeError:
-        return None
-
-
 def _rows(batch: PyTree, n: int, start: int, stop: int) -> PyTree:
     """Returns some of the n rows of a batch; one, which stands for padding, in place of none."""
     if (start, stop) == (0, n):
@@ -292,7 +284,7 @@ class PerReplicaFeed(Feed):
 
     @property
     def cardinality(self) -> int | None:
-        lengths = [length_of(source) for source in self._sources]
+        lengths = [source.length for source in self._sources]
         known = [length for length in lengths if length is not None]
         if len(known) < len(lengths) or self._policy is PartialPolicy.DROP:
             return None

@@ -97,7 +97,8 @@ class Fixed(Source):
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self._batches = [np.full(n, i, np.int32) for i, n in enumerate(sizes)]
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
         return len(self._batches)
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[np.ndarray]:

@@ -14,7 +14,7 @@ from distribute_jax._absent import answering
 from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import PyTree, is_key
-from distribute_jax.data.sources._base import Source, on_host, unbatched
+from distribute_jax.data.sources._base import Source, length_of, on_host, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 
 
@@ -63,12 +63,12 @@ class ArrayDataset:
             check_int("shuffle(buffer_size)", buffer_size)
         seed = check_int(SEED, seed, 0, 2**32)
         if self._batches is None:
-            return replace(self, _order=self._order.shuffled(seed), _seed=seed)
+            return replace(self, _order=replace(self._order, seed=seed), _seed=seed)
         if self._order.is_endless:
             raise ArgumentError(
                 "shuffle() was called after repeat() without end and batch(). Shuffle first."
             )
-        return replace(self, _batches=self._batches.shuffled(seed), _seed=seed)
+        return replace(self, _batches=replace(self._batches, seed=seed), _seed=seed)
 
     def batch(self, size: int, drop_remainder: bool = False) -> ArrayDataset:
         """Puts consecutive examples together along a new dim 0.
@@ -196,8 +196,9 @@ class ArraySource(Source):
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return self._dataset._read(epoch, position)
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    @property
+    def length(self) -> int | None:
+        return length_of(self._dataset)
 
 
 def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
@@ -258,7 +259,7 @@ class Order:
     """None: in their order."""
     passes: int = 1
     """Passes over the rows in one epoch."""
-    _latest: dict[int, NDArray[Any]] = field(default_factory=dict, compare=False, repr=False)
+    _latest: dict[int, NDArray[Any]] = field(default_factory=dict, init=False)
     """The permutation of the latest pass, by its number."""
 
     @property
@@ -270,10 +271,6 @@ class Order:
     def is_endless(self) -> bool:
         """Whether an epoch has no end."""
         return self.length >= _ENDLESS
-
-    def shuffled(self, seed: int) -> Order:
-        """The same rows in the order that a seed makes."""
-        return replace(self, seed=seed, _latest={})
 
     def repeated(self, times: int | None) -> Order:
         """As many passes for each one now; None: without end."""

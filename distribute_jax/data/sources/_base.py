@@ -57,9 +57,10 @@ class Source(ABC):
         """Yields the batches of an epoch, and uses nothing up."""
         return self.open()
 
-    def __len__(self) -> int:
-        """The number of batches of an epoch; a TypeError if the source does not know it."""
-        raise TypeError(f"{self.text} has no length")
+    @property
+    def length(self) -> int | None:
+        """The number of batches of an epoch; None if the source does not know it."""
+        return None
 
     def shard_files(self, count: int, index: int) -> Source:
         """Returns a source of the files index, index + count, …, if it reads files."""
@@ -106,6 +107,14 @@ def _drained(previewed: deque[PyTree], rest: Iterator[PyTree]) -> Iterator[PyTre
     while previewed:
         yield previewed.popleft()
     yield from rest
+
+
+def length_of(batches: Any) -> int | None:
+    """Returns what ``len`` says; None where that is a TypeError."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
 
 
 def unbatched(text: str, method: str) -> ArgumentError:

@@ -39,10 +39,9 @@ class GrainMap(Source):
             batches = batches.slice(slice(start, None))
         return _rest(batches.to_iter_dataset(options), skipped)
 
-    def __len__(self) -> int:
-        if self.is_infinite or _filters(self._dataset):
-            raise TypeError("the number of batches of this grain.MapDataset is unknown or infinite")
-        return len(self._dataset)
+    @property
+    def length(self) -> int | None:
+        return None if self.is_infinite or _filters(self._dataset) else len(self._dataset)
 
 
 class GrainIter(Source):

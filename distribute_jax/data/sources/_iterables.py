@@ -11,7 +11,7 @@ from distribute_jax._checks import converting, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text
 from distribute_jax._values import DistributedValues
-from distribute_jax.data.sources._base import Stream, on_host
+from distribute_jax.data.sources._base import Stream, length_of, on_host
 
 _SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
 
@@ -108,8 +108,9 @@ class _Iterable(Stream):
         read, ended = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
         return _then(read, ended) if callable(ended) else read  # of Keras's PyDataset
 
-    def __len__(self) -> int:
-        return len(self._source)
+    @property
+    def length(self) -> int | None:
+        return length_of(self._source)
 
 
 def _pass_factory(method: str) -> str:

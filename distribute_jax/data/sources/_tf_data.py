@@ -56,10 +56,9 @@ class TfData(Stream):
         batches: Iterator[PyTree] = self._dataset.as_numpy_iterator()
         return batches
 
-    def __len__(self) -> int:
-        if self._cardinality < 0:
-            raise TypeError("the cardinality of this tf.data.Dataset is unknown or infinite")
-        return self._cardinality
+    @property
+    def length(self) -> int | None:
+        return self._cardinality if self._cardinality >= 0 else None
 
     @cached_property
     def num_files(self) -> int | None:  # type: ignore[override]

@@ -9,7 +9,7 @@ import jax
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree
-from distribute_jax.data.sources._base import Source, Stream, on_host
+from distribute_jax.data.sources._base import Source, Stream, length_of, on_host
 
 
 class TorchLoader(Stream):
@@ -31,8 +31,9 @@ class TorchLoader(Stream):
     def start(self) -> Iterator[PyTree]:
         return map(on_host, iter(self._loader))
 
-    def __len__(self) -> int:
-        return len(self._loader)
+    @property
+    def length(self) -> int | None:
+        return length_of(self._loader)
 
 
 def refuse_torch_dataset(dataset: Any, method: str) -> NoReturn:
@@ -59,8 +60,9 @@ class HuggingFaceTable(Source):
         rest = range(position, len(self._dataset))
         return map(on_host, self._dataset.select(rest)) if rest else iter(())
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    @property
+    def length(self) -> int | None:
+        return length_of(self._dataset)
 
 
 class HuggingFaceStream(Source):
