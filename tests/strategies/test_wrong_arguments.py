@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "no row": (lambda s, v: v.scatter_add([7], [1.0]), r"from 7 to 7, and the variable has 3 rows"),
     "updates": (
         lambda s, v: v.scatter_add([0], [1.0, 2.0]),
-        r"updates for 1 rows .* got shape \(2,\)",
+        r"updates must be an array that broadcasts to \(1,\); got float32\[2\]",
     ),
     "pairs": (
         lambda s, v: s.extended.batch_reduce_to("sum", [v]),
