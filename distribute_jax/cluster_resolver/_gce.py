@@ -69,7 +69,7 @@ class GCEClusterResolver(ClusterResolver):
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
-        self._task_type = task_type
+        self._job = self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
         self._credentials = credentials
@@ -97,10 +97,6 @@ class GCEClusterResolver(ClusterResolver):
             "You cannot reset the task_type of the GCEClusterResolver after it has been created. Pass "
             f"GCEClusterResolver(..., task_type={task_type!r})."
         )
-
-    @property
-    def _job(self) -> str:
-        return self._task_type or "worker"
 
     def _detected_task(self) -> tuple[str | None, int | None]:
         ip = metadata_server(self._timeout).text("/instance/network-interfaces/0/ip").strip()

@@ -119,19 +119,6 @@ def test_a_group_that_cannot_be_used_is_an_error(google):
         _group().task_type = "ps"
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("t1v-n-0,t1v-n-1", ("t1v-n-0", "t1v-n-1")),
-        ("unknown:8470:10.0.0.2,unknown:8470:10.0.0.3\n", ("10.0.0.2", "10.0.0.3")),
-        ("10.0.0.2", ("10.0.0.2",)),
-    ],
-)
-def test_both_forms_of_endpoints_are_read(text, hosts):
-    """Names, or triples with the address last."""
-    assert parse_endpoints(text) == hosts
-
-
 @pytest.mark.parametrize("text", ["", "a:b", "a:1:", "a,,b"])
 def test_endpoints_of_another_form_are_refused(text):
     """No host is guessed."""

@@ -98,15 +98,6 @@ def test_an_exception_comes_in_its_place_with_its_traceback() -> None:
     assert all_ended()
 
 
-def test_leaving_the_loop_ends_the_thread_and_closes_the_source() -> None:
-    source = Counted()
-    for element in prefetched(source()):
-        if element == 3:
-            break
-    assert all_ended()
-    assert source.closed
-
-
 def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
     source = Counted()
     cycle: list[Any] = [prefetched(source())]
