@@ -8,13 +8,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._absent import framework_of, missing
+from distribute_jax._checks import refusing
 from distribute_jax._errors import (
     DonatedError,
     PerReplicaAttributeError,
@@ -77,6 +78,12 @@ class DistributedValues:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
+
+    if not TYPE_CHECKING:
+        __reduce__ = refusing(
+            "A value of several replicas cannot be pickled. Keep strategy.gather(value, axis=0), one array, "
+            "or strategy.experimental_local_results(value), a tuple of them."
+        )
 
     @property
     def values(self) -> tuple[jax.Array, ...]:

@@ -115,6 +115,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a pickle of a dataset": (
         lambda s, _: pickle.dumps(s.distribute_dataset([X])), r"Send its source, and call strategy.dist"
     ),
+    "a pickle of a batch": (lambda s, _: pickle.dumps(*dataset(s, X)), r"Keep strategy.gather\(value, ax"),
     "a format in a step": (lambda s, _: run(s, lambda x: f"{x.sum():.3f}"), "To print it write jax.debug"),
     "a replica id as a key": (
         lambda s, _: run(s, lambda x: {0: 1}[replica_id()]), "use jnp.where.*also with the replica id"
