@@ -211,23 +211,22 @@ class Stored:
         """Sets every weight, from what ``get_weights`` returned; none if any has another shape."""
         variables = weight_variables(self.module)
         with converting("set_weights: weights", weights, "a list of arrays, as of get_weights()"):
-            weights = [
-                np.asarray(new, v[...].dtype)
-                for new, (_, v) in zip(weights, variables, strict=False)
-            ]
+            weights = list(weights)
+            pairs = zip(weights, variables, strict=False)
+            arrays = [np.asarray(new, v[...].dtype) for new, (_, v) in pairs]
         if len(weights) != len(variables):
             raise ArgumentError(
                 f"set_weights takes {len(variables)} arrays, one for each weight, and got {len(weights)}. "
                 f"The weights: {', '.join(name for name, _ in variables[:10])}."
             )
         wrong = [
-            f"{name}: {np.shape(new)} instead of {v[...].shape}"
-            for (name, v), new in zip(variables, weights, strict=True)
-            if np.shape(new) != v[...].shape
+            f"{name}: {new.shape} instead of {v[...].shape}"
+            for (name, v), new in zip(variables, arrays, strict=True)
+            if new.shape != v[...].shape
         ]
         if wrong:
             raise ArgumentError(f"set_weights got arrays of other shapes:\n{listed(wrong)}")
-        for (_, variable), new in zip(variables, weights, strict=True):
+        for (_, variable), new in zip(variables, arrays, strict=True):
             assign(variable, new)
 
     def summary(self, print_fn: Callable[[str], Any] = print, *, x: Any = None) -> None:

@@ -383,6 +383,7 @@ def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit([(X, Y, Y, Y)]), "tuple of 4"),
         (lambda: model.fit(list(batches()), validation_split=0.5), "split is for arrays"),
         (lambda: model.fit({"a": X, "b": Y}, Y, x_key="a", y_key="b"), "leave out y, or them"),
+        (lambda: model.set_weights([*before, X]), "takes 4 arrays.*got 5"),
         (lambda: model.fit(X), "needs targets"),
         (lambda: model.fit(X, Y, batch_size=0), "batch"),
         (lambda: model.fit(X, Y, validation_freq=0, validation_data=(X, Y)), "integer >= 1; got 0"),

@@ -187,9 +187,8 @@ class _BatchLogger(_Logger):
     def _on_due(self) -> None:
         """Called after a batch whose numbers are written."""
 
-    @abstractmethod
     def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Writes the numbers of an epoch."""
+        """Writes the numbers of an epoch, of which ``fit`` prints a line anyhow."""
 
     @abstractmethod
     def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
@@ -212,9 +211,6 @@ class LogEvery(_BatchLogger):
     def __init__(self, batches: int = 100) -> None:
         check_int("LogEvery: batches", batches)
         super().__init__(batches)
-
-    def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        """The line of an epoch is that of ``fit``."""
 
     def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
         if is_chief():
