@@ -126,7 +126,8 @@ def _is_not_numeric(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray):
         return isinstance(leaf, (str, bytes))
     # NumPy takes a timedelta64 for a signed integer.
-    return not is_numeric(leaf.dtype) or leaf.dtype.kind == "m"
+    refused = leaf.dtype.kind == "m" or leaf.dtype.name.startswith("float6_")
+    return refused or not is_numeric(leaf.dtype)
 
 
 def _is_too_large(leaf: Any) -> bool:

@@ -27,12 +27,12 @@ _NONE, _SAME, _PLUS, _OTHER = Relation
 FOLD = "fold_replica_id"
 """The name of the jitted function that makes each replica's key of a stored one."""
 
-_KEEPING = frozenset({
-    "copy", "copy_p", "mirrored", "name", "optimization_barrier", "part_of_mean", "stop_gradient",
-})  # fmt: skip
+_KEEPING = frozenset(
+    {"copy", "mirrored", "name", "optimization_barrier", "part_of_mean", "stop_gradient"}
+)
 """Operations that return their operands."""
 
-_NEW_DIMS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+_NEW_DIMS = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 """Operations that keep a number's place if they only add or drop dims of size 1."""
 
 
@@ -144,7 +144,7 @@ def _is_plus(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> bool:
         return plus == [True] and _keeps_places(eqn)
     if name in ("add", "add_any"):
         return any(plus) and any(none)
-    if name in ("sub", "scatter-add", "scatter_add"):
+    if name in ("sub", "scatter-add"):
         return plus[0] and all(none[1:])
     return name == "select_n" and none[0] and all(plus[1:])
 

@@ -116,10 +116,10 @@ class Share:
         return self.cut.gather(local)
 
 
-_INLINED = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_INLINED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
 
 _EACH_ELEMENT = frozenset({
-    "convert_element_type", "copy", "copy_p", "name", "neg", "reduce_precision", "stop_gradient",
+    "convert_element_type", "copy", "name", "neg", "reduce_precision", "stop_gradient",
 })  # fmt: skip
 
 _BY_A_NUMBER = frozenset({"add", "div", "mul", "sub"})

@@ -43,7 +43,7 @@ from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Division, Homes, ServerPart, State, Update
 from distribute_jax.program._in_turn import of_replica_number
-from distribute_jax.program._jaxprs import collectives, is_jit, line, variables, with_inner
+from distribute_jax.program._jaxprs import collectives, line, name, variables, with_inner
 from distribute_jax.program._lowerings import FlatStep, by_equation, flat_step
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._part import Part, Some, all_of, build_part
@@ -496,4 +496,4 @@ class _First(SplitStep):
 
 def _has_parts(eqn: Any) -> bool:
     """Returns whether an equation runs a jitted function of which a server may need a part, or some rows."""
-    return is_jit(eqn) and (len(eqn.outvars) > 1 or any(map(takes_rows, with_inner(eqn))))
+    return name(eqn) == "jit" and (len(eqn.outvars) > 1 or any(map(takes_rows, with_inner(eqn))))

@@ -70,9 +70,8 @@ def collectives(eqn: Any, axis: str) -> Iterator[Any]:
 
 
 CALLS = (
-    *("jit", "pjit", "core_call", "call", "closed_call", "eval_jaxpr"),
-    *("remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"),
+    *("jit", "call", "closed_call", "eval_jaxpr", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
     *("linear_call", "composite", "compute_on", "xla_metadata_call", "cross_device_sum"),
 )
 """The primitives that run one body once, on their operands."""
@@ -343,14 +342,9 @@ def run_bodies(
     return None if body is None else run(body, values)
 
 
-def is_jit(eqn: Any) -> bool:
-    """Returns whether an equation calls a jitted function."""
-    return eqn.primitive.name in {"jit", "pjit"}
-
-
 def is_jit_of_collectives(eqn: Any) -> bool:
     """Returns whether an equation calls a jitted function in which replicas meet."""
-    return is_jit(eqn) and any(names_axis(e, DATA) for e in with_inner(eqn))
+    return name(eqn) == "jit" and any(names_axis(e, DATA) for e in with_inner(eqn))
 
 
 def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
@@ -430,4 +424,4 @@ def _narrowed_jit(eqn: Any, outs: Sequence[int]) -> Any:
     )
 
 
-_NARROWED = {"cond": narrowed_cond, "jit": _narrowed_jit, "pjit": _narrowed_jit}
+_NARROWED = {"cond": narrowed_cond, "jit": _narrowed_jit}

@@ -215,7 +215,7 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log1p": np.log1p, "expm1": np.expm1,
     "sqrt": np.sqrt, "square": np.square, "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "is_finite": np.isfinite,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x, "copy_p": lambda x: x,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x,
     "stop_gradient": lambda x: x, "reduce_precision": lambda x: x, "real": lambda x: x,
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
     "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
@@ -227,7 +227,7 @@ BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "an
 
 _TOTAL = frozenset({
     "add", "add_any", "sub", "mul", "neg", "abs", "sign", "floor", "ceil", "round", "max", "min",
-    "tanh", "sin", "cos", "logistic", "erf", "square", "copy", "copy_p", "stop_gradient",
+    "tanh", "sin", "cos", "logistic", "erf", "square", "copy", "stop_gradient",
     "convert_element_type", "reduce_precision", "clamp", "atan2", "erfc", "atan", "asinh",
 })  # fmt: skip
 """They give finite numbers for finite ones."""

@@ -306,7 +306,7 @@ def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
 ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
-    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
     "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le",
     "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
     "or", "polygamma", "population_count", "pow", "random_fold_in", "real", "reduce_precision",
@@ -354,7 +354,7 @@ RULES: dict[str, Rule] = {
 """The rule of each primitive that has one, by the primitive's name."""
 
 CARRIES = frozenset({
-    "add", "add_any", "sub", "mul", "div", "neg", "copy", "copy_p", "sqrt", "exp", "log", "log1p",
+    "add", "add_any", "sub", "mul", "div", "neg", "copy", "sqrt", "exp", "log", "log1p",
     "expm1", "square", "integer_pow", "rsqrt", "reshape", "broadcast_in_dim", "transpose", "squeeze",
     "reduce_sum", "dot_general", "psum", "psum_invariant", "concatenate", "stop_gradient",
 })  # fmt: skip

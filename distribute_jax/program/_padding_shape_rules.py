@@ -26,7 +26,7 @@ from distribute_jax.program._padding_marks import (
     operand_pad,
 )
 
-_KEEPING = ("convert_element_type", "copy", "copy_p", "stop_gradient")
+_KEEPING = ("convert_element_type", "copy", "stop_gradient")
 
 
 def in_place(

@@ -223,7 +223,7 @@ def _parts_in_state(
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 _SPREADS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 _KEEPS = _SPREADS | {
-    "add", "add_any", "concatenate", "copy", "copy_p", "expand_dims", "neg", "optimization_barrier",
+    "add", "add_any", "concatenate", "copy", "neg", "optimization_barrier",
     "reduce_sum", "select_n", "stop_gradient", "sub", "transpose",
 }  # fmt: skip
 """Operations after which a part is still a part."""

@@ -186,7 +186,7 @@ class Walk:
 
 
 _KEEPS_ZEROS = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p",
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
     "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
     "stop_gradient", "sub", "transpose", "unreduced",
 })  # fmt: skip
@@ -225,7 +225,7 @@ class _ZeroWalk(Walk):
 
 _SOURCES = frozenset(
     {
-        *("pure_callback", "io_callback", "buffer_callback", "ffi_call", "rng_uniform", "infeed"),
+        *("pure_callback", "io_callback", "buffer_callback", "ffi_call", "rng_uniform"),
         *("empty", "empty2", "empty_ref", "custom_partitioning", "pallas_call"),
     }
 )

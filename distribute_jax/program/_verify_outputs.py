@@ -33,7 +33,7 @@ _MOST_BYTES = 256 * 2**20
 """State of this size and more is not compared unasked."""
 
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
-_ACTS = ("callback", "infeed", "outfeed", "debug_print")
+_ACTS = ("callback", "debug_print")
 """Parts of the names of primitives that draw random numbers, and of those that must not be run twice."""
 
 
