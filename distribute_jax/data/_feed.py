@@ -27,7 +27,6 @@ from distribute_jax.data._options import (
 from distribute_jax.data._split import (
     ALONE,
     EpochProgress,
-    Rule,
     Worker,
     shard,
     share_by_policy,
@@ -82,12 +81,13 @@ class GlobalBatches(Feed):
     def __init__(
         self, source: Source, options: InputOptions, replicas: int, worker: Worker = ALONE
     ) -> None:
-        self._source, self._rule = shard(source, options, worker.count, worker.index)
+        self._source, self.is_common = shard(source, options, worker)
+        """Whether every process reads the same batches and takes its part of each."""
         self._worker = worker
         self._policy = PartialPolicy(options.partial)
         self._replicas = replicas
         self.is_infinite = self._source.is_infinite
-        self.cuts_batches = self._rule is Rule.B and worker.count > 1
+        self.cuts_batches = not self.is_common and worker.count > 1
 
     def open(self, epoch: int) -> Iterator[HostElement]:
         return self._divided(self._source.open(epoch))
@@ -149,18 +149,16 @@ class GlobalBatches(Feed):
             share = share_by_policy(self._policy, counts, what, first=first, largest=largest)
             if share is None:
                 continue
-            for rows in steps_of(self._rule, n, progress.largest, self._worker, self._replicas):
+            steps = steps_of(
+                n, progress.largest, self._worker, self._replicas, is_common=self.is_common
+            )
+            for rows in steps:
                 sizes = [len(each) for each in rows]
                 shrinks = self._policy is PartialPolicy.SHRINK and not self.is_common
                 longest = max(sizes) if shrinks else share
                 local = _rows(batch, n, rows[0].start, rows[-1].stop)
                 everyone = counts if takes_part else None
                 yield HostElement(local, longest, sizes, progress, everyone, digest)
-
-    @property
-    def is_common(self) -> bool:
-        """Whether every process reads the same batches and takes its part of each."""
-        return self._rule is Rule.A
 
     def _check_resumable(self, method: str) -> None:
         if self.cuts_batches:

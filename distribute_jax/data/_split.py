@@ -1,12 +1,13 @@
 """Sharding: which examples of a batch each replica gets, and which part of a source a process reads.
 
-TensorFlow divides a batch by two rules, and so does this library. ``workers`` are the processes that have
-an input pipeline, ``replicas`` the replicas of each worker; their product is the number of all replicas.
+TensorFlow divides a batch by two rules, and so does this library: by rule A, by the examples that this batch
+has, where every worker reads the same batches (AUTO, DATA); by rule B, by a schedule made for full batches,
+where every worker cuts its batches alone (OFF, FILE). ``workers`` are the processes that have an input
+pipeline, ``replicas`` the replicas of each worker; their product is the number of all replicas.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,15 +17,6 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._user_frames import warn_user
 from distribute_jax.data._options import HINT_REFUSED, AutoShardPolicy, InputOptions, PartialPolicy
 from distribute_jax.data.sources import Source
-
-
-class Rule(enum.Enum):
-    """By which of TensorFlow's rules a batch is divided."""
-
-    A = "A"
-    """By the examples that this batch has; every worker reads the same batches (AUTO, DATA)."""
-    B = "B"
-    """By a schedule made for full batches; every worker reads different batches (OFF, FILE)."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +54,16 @@ def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, 
     return sizes[start:] + sizes[:start]
 
 
-def steps_of(rule: Rule, n: int, full: int, worker: Worker, replicas: int) -> list[list[range]]:
+def steps_of(
+    n: int, full: int, worker: Worker, replicas: int, *, is_common: bool
+) -> list[list[range]]:
     """Returns the rows of a batch of n that one worker takes: for each of its steps, those of each replica.
 
     By rule A this is one step. By rule B a batch that has fewer than ``full`` fills the scheduled sizes in
     order, until it has no rows left. A full one has as many steps as there are workers, also where some
     replicas have no rows.
     """
-    if rule is Rule.A:
+    if is_common:
         return [_runs(shares(n, worker.count * replicas))[worker.index * replicas :][:replicas]]
     runs = _runs(schedule(full, worker.count, worker.index, replicas), n)
     steps = [runs[i : i + replicas] for i in range(0, len(runs), replicas)]
@@ -157,11 +151,9 @@ def choose_policy(
     return AutoShardPolicy.DATA
 
 
-def shard(source: Source, options: InputOptions, workers: int, worker: int) -> tuple[Source, Rule]:
-    """Returns what one worker reads, and the rule by which its batches are divided."""
-    policy = choose_policy(cast("Any", options.auto_shard_policy), source, workers)
-    if policy is AutoShardPolicy.DATA:
-        return source, Rule.A
-    if policy is AutoShardPolicy.OFF or workers == 1:
-        return source, Rule.B
-    return source.shard_files(workers, worker), Rule.B
+def shard(source: Source, options: InputOptions, worker: Worker) -> tuple[Source, bool]:
+    """Returns what one worker reads, and whether all read the same batches, which rule A then divides."""
+    policy = choose_policy(cast("Any", options.auto_shard_policy), source, worker.count)
+    if policy is AutoShardPolicy.FILE and worker.count > 1:
+        source = source.shard_files(worker.count, worker.index)
+    return source, policy is AutoShardPolicy.DATA

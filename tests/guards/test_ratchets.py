@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_143,
+    lines: 51_133,
     lines_of_tests: 49_893,
     files: 225,
     pieces: 1,
