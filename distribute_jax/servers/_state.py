@@ -69,8 +69,8 @@ class State:
         """All variables by their ids; kept until what the servers have is written back."""
         self._homes: dict[Key, Mapping[int, Rows | None]] = {}
         """The servers that store an array, and which rows of it; None for all."""
-        self._used: dict[Key, Mapping[int, Rows | None]] = {}
-        """The servers whose updates read or write an array; all steps must agree on them."""
+        self._used: set[Key] = set()
+        """The arrays that updates read or write; all steps must agree on their servers."""
         self._changing: set[Key] = set()
         """The arrays that updates write."""
         self._seen: dict[Key, Any] = {}
@@ -92,7 +92,7 @@ class State:
     def known(self, binding: Binding) -> Homes:
         """Returns the servers of the leaves that updates use."""
         keys = [self._keys.get((id(variable), leaf)) for variable, leaf in places(binding)]
-        return {k: self._used[key] for k, key in enumerate(keys) if key in self._used}
+        return {k: self._homes[key] for k, key in enumerate(keys) if key in self._used}
 
     @interrupts_held_back()
     def _load(self, bound: BoundHalves) -> Program:
@@ -151,12 +151,12 @@ class State:
         for k in sorted({k for half in halves.servers for k in (*half.reads, *half.writes)}):
             key = keys[k]
             homes[key] = halves.homes[k]
-            if key in changing and self._used.get(key, homes[key]) != homes[key]:
+            if key in changing & self._used and self._homes[key] != homes[key]:
                 lines.append(halves.names[k])
         if lines:
             raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(lines)))
         self._changing = changing
-        self._used.update(homes)
+        self._used |= homes.keys()
         self._reads.clear()
         for key, there in homes.items():
             if (old := self._homes.get(key, there)) != there and key in self._seen:
@@ -294,9 +294,10 @@ class State:
         of_live = {number for number, _ in self._keys}
         self._variables = {i: v for i, v in self._variables.items() if i in of_live}
         self._changing &= live
+        self._used &= live
         for store in self._stores:
             store.forget(self._homes.keys() - live, names)
-        for known in (self._homes, self._used, self._seen):
+        for known in (self._homes, self._seen):
             for key in known.keys() - live:
                 del known[key]
 
