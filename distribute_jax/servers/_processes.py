@@ -171,7 +171,7 @@ class RemoteStore:
 
     def _tell(self, message: Message) -> None:
         if self.child is not None:
-            self._requests.put((Future(), self.child.control.send, message))
+            self._requests.put((Future(), _send, self.child, message))
 
     def load(self, name: str, program: ServerProgram) -> None:
         """As of ``Store``, as all that follow."""
@@ -216,6 +216,15 @@ class RemoteStore:
         answer = child.control.request(Message("pull", list(keys)))()
         arrays = jax.device_put(answer.arrays, self._device)
         return list(map(as_key, arrays, types))
+
+
+def _send(child: Any, message: Message) -> None:
+    """Sends a message; ends a process that would go on without it, as where memory is short."""
+    try:
+        child.control.send(message)
+    except Exception:
+        child.kill()
+        raise
 
 
 def _do_all(requests: queue.SimpleQueue[Any]) -> None:

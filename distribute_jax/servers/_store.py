@@ -83,6 +83,8 @@ class Store:
     def stage(self, epoch: int, run: int, program: str, sent: Sequence[Any]) -> None:
         """Keeps what a worker computed until its number is known."""
         with self._lock:
+            while epoch > self.epoch:  # the coordinator has told it to go back, but it did not yet
+                self._changed.wait()
             if epoch == self.epoch and run >= self._oldest:
                 self._staged[run] = _Run(program, sent)
 
@@ -101,7 +103,7 @@ class Store:
         Of the arrays ``at`` some places it returns ``rows``, by their numbers.
         """
         with self._lock:
-            while epoch == self.epoch and run not in self._prepared:
+            while epoch > self.epoch or (epoch == self.epoch and run not in self._prepared):
                 self._changed.wait()
             if epoch != self.epoch:
                 return None

@@ -106,10 +106,10 @@ class Connection:
         Raises:
             WireError: the other end is gone.
         """
+        first, *parts = message.packed()
+        if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
+            first, parts = b"".join([first, *parts]), []
         with self._sends, self._completing():
-            first, *parts = message.packed()
-            if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
-                first, parts = b"".join([first, *parts]), []
             sent = socket.send_fds(self._socket, [first], list(message.ends))
             for part in (memoryview(first)[sent:], *parts):
                 self._socket.sendall(part)
@@ -136,10 +136,7 @@ class Connection:
 
     @contextmanager
     def _completing(self) -> Iterator[None]:
-        """Ends the connection where a message is not complete: the next would be taken for its rest.
-
-        One that could not be made, as where memory is short, is missed by the other end too.
-        """
+        """Ends the connection where a message is not complete: the next would be taken for its rest."""
         try:
             yield
         except BaseException as error:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_133,
-    lines_of_tests: 49_893,
+    lines: 51_142,
+    lines_of_tests: 49_909,
     files: 225,
     pieces: 1,
     private_words: 9,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -284,3 +285,18 @@ def test_the_shares_of_a_closure_that_writes_nothing_read_one_version() -> None:
     log.finish(update)
     shares = [log.admit(worker) for worker in (0, 1)]
     assert [share and share.pulled for share in shares] == [1, 1]
+
+
+def test_what_comes_before_a_server_has_gone_back_waits_for_it() -> None:
+    """A worker's message may overtake that of the coordinator, and is neither lost nor void."""
+    server = Store()
+    server.load("done", DONE)
+    with ThreadPoolExecutor() as pool:
+        staged = pool.submit(server.stage, 1, 1, "done", ["new"])
+        fetched = pool.submit(server.fetch, 1, 2)
+        server.restore(1, Snapshot(7, {0: ("kept",)}))
+        staged.result(10)
+        server.prepare(2, [0])
+        assert fetched.result(10) == [("kept",)]
+    server.commit(1, 7, [1], 2)
+    assert server.pull([0]) == [(("kept",), "new")]

@@ -529,6 +529,18 @@ def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
     assert sent == ["old"]
 
 
+def test_a_server_that_cannot_be_told_is_ended() -> None:
+    """Else it would do what comes after a message for which there was no memory."""
+    store, ended = _processes.RemoteStore(jax.devices()[0]), threading.Event()
+
+    def send(_: Message) -> None:
+        raise MemoryError
+
+    store.attach(SimpleNamespace(control=SimpleNamespace(send=send), kill=ended.set))
+    store.drop(1)
+    assert ended.wait(SECONDS)
+
+
 def test_servers_that_cannot_go_back_end_the_wait_with_an_error() -> None:
     """The thread that replaces a server fails, as where memory is short, and nobody waits for it."""
     coordinator = Coordinator(1, [], 0.0, jax.devices()[0])

@@ -140,15 +140,3 @@ def test_an_interrupt_within_a_message_ends_the_connection(call: str) -> None:
         Connection(end).ask(Message("the next question"))
     there.close()
     here.close()
-
-
-def test_a_message_that_cannot_be_made_ends_the_connection() -> None:
-    """The other end would do what comes after it without what it says."""
-    here, there = map(Connection, pair())
-    there.limit(SECONDS)
-    with pytest.raises(TypeError):
-        here.send(Message("assign", [object()]))
-    with pytest.raises(WireError, match="has closed the connection"):
-        there.receive()
-    here.close()
-    there.close()
