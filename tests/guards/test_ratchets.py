@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_142,
-    lines_of_tests: 49_909,
+    lines_of_tests: 49_903,
     files: 225,
     pieces: 1,
     private_words: 9,
