@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_142,
-    lines_of_tests: 49_903,
+    lines: 51_146,
+    lines_of_tests: 49_923,
     files: 225,
     pieces: 1,
     private_words: 9,

@@ -107,6 +107,26 @@ def test_a_bad_row_on_one_replica_changes_nothing_on_all(
     dj.check_in_sync((training.net, training.optimizer))
 
 
+def test_a_gradient_that_cannot_be_squared_is_skipped(strategy: dj.Strategy) -> None:
+    """It is finite, but Adam's second moment would be infinite, and its weight never change again."""
+    with strategy.scope():
+        layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(layer, optax.adam(0.1), skip_nonfinite=True)
+
+    def step(x: jax.Array) -> None:
+        optimizer.update(
+            layer, nnx.grad(lambda of: dj.compute_average_loss(of(x)[:, 0] * x[:, 1]))(layer)
+        )
+
+    moved = []
+    for x in strategy.distribute_dataset(batches(3, bad=[1], value=1e30)):
+        before = np.asarray(layer.kernel[...])
+        strategy.run(step, args=(x,))
+        moved.append(bool((np.asarray(layer.kernel[...]) != before).all()))
+    assert moved == [True, False, True]
+    assert optimizer.skipped_steps == 1
+
+
 @pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_after_max_consecutive_it_raises_and_none_was_applied(
     s4: dj.Strategy, together: int
