@@ -336,7 +336,8 @@ def _columns(leaf: jax.Array) -> jax.Array:
     again. Those of float16 would be too soon, so its numbers are judged alone: 0 times infinity is NaN.
     XLA's matrix product reads an array in a third of the time of its reduction to one bool on a CPU.
     """
-    largest = float(jnp.finfo(leaf.dtype).max)
+    finfo: Any = jnp.finfo
+    largest = float(finfo(leaf.dtype).max)
     factor = largest**0.5 if largest > 1e30 else 0.0
     if leaf.ndim < 2:
         return leaf * jnp.asarray(factor, leaf.dtype)

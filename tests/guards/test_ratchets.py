@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_146,
+    lines: 51_147,
     lines_of_tests: 49_923,
     files: 225,
     pieces: 1,
