@@ -70,11 +70,11 @@ def collectives(eqn: Any, axis: str) -> Iterator[Any]:
 
 
 CALLS = (
-    *("jit", "call", "closed_call", "eval_jaxpr", "remat2"),
+    *("jit", "call", "closed_call", "eval_jaxpr", "remat2", "checkpoint"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
     *("linear_call", "composite", "compute_on", "xla_metadata_call", "cross_device_sum"),
 )
-"""The primitives that run one body once, on their operands."""
+"""The primitives that run one body once, on their operands; a checkpoint by JAX's name and by the user's."""
 
 
 _AXES = ("axes", "axis_name")
