@@ -23,7 +23,6 @@ from distribute_jax.program._ahead_of_time import (
     plan_table as plan_table,
 )
 from distribute_jax.program._binding import one_at_a_time as one_at_a_time
-from distribute_jax.program._cache import PreparationClock as PreparationClock
 from distribute_jax.program._failures import is_runtime_failure as is_runtime_failure
 from distribute_jax.program._halves import (
     Halves as Halves,
@@ -49,6 +48,7 @@ from distribute_jax.program._placement import (
     modules_of as modules_of,
 )
 from distribute_jax.program._placement_rules import Rules as Rules
+from distribute_jax.program._preparation import PreparationClock as PreparationClock
 from distribute_jax.program._random import same_on_all_replicas as same_on_all_replicas
 from distribute_jax.program._replica_context import (
     MergedValues as MergedValues,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +29,7 @@ from distribute_jax.program._capture import captures
 from distribute_jax.program._failures import Notices
 from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
 from distribute_jax.program._placement import Replicas
+from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import divide_state, place_state
 from distribute_jax.program._trace import Call, give_first_values, made_again
@@ -284,49 +283,3 @@ def _argument_facts(arguments: Arguments) -> dict[str, Any]:
         else:
             described[name] = type(leaf).__name__
     return described
-
-
-class PreparationClock:
-    """Adds up these seconds in the blocks of ``counting``; ``wait`` waits for the steps before."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.seconds = 0.0
-        self._wait = wait
-        self._runs = False
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Counts what is prepared in the block."""
-        token = _clock.set(self)
-        try:
-            yield
-        finally:
-            _clock.reset(token)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Counts the block, once if it is inside of another one."""
-        if self._runs:
-            yield
-            return
-        self._wait()  # so that what the devices still had to do is not counted
-        self._runs, start = True, time.perf_counter()
-        try:
-            yield
-        finally:
-            self._runs = False
-            self.seconds += time.perf_counter() - start
-
-
-_clock: ContextVar[PreparationClock | None] = ContextVar("distribute_jax_clock", default=None)
-
-
-@contextmanager
-def preparing() -> Iterator[None]:
-    """Marks what is done once for a program, for the clock that counts it."""
-    clock = _clock.get()
-    if clock is None:
-        yield
-        return
-    with clock.running():
-        yield

@@ -1,40 +1,32 @@
-"""``run``: the call of a step whose program is there; ``_cache`` has it built where it is not.
-
-``run_steps``: k batches scanned in one program, remainders exact.
-"""
+"""``run``: the call of a step whose program is there; ``_cache`` has it built where it is not."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from distribute_jax import _context
-from distribute_jax._checks import check_int
-from distribute_jax._errors import ArgumentError, StepsSkippedError
-from distribute_jax._mesh import outside_mesh
+from distribute_jax._errors import StepsSkippedError
 from distribute_jax._messages import StepFunction
-from distribute_jax._values import PerReplica, mark_mirrored, step_of
+from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
 from distribute_jax.program._ahead_of_time import StepPlan
 from distribute_jax.program._arguments import Arguments, check_call, take_apart
 from distribute_jax.program._binding import one_at_a_time
-from distribute_jax.program._cache import ProgramCache, Request, preparing
+from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import without_jit
 from distribute_jax.program._failures import failed, named
-from distribute_jax.program._lowerings import Compiled
+from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._placement import Replicas
+from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._trace_errors import step_name
@@ -258,123 +250,3 @@ class Runner:
                 run = functools.partial(run_scanned, entry, request.values)
                 return entry.wrap(self._advance(entry, run, batches, len(batches)))
         return stacked_results([self._run(Request(fn, batch, options)) for batch in batches])
-
-
-def take_batches(
-    iterator: Iterator[Any], steps: int
-) -> tuple[list[tuple[Any, ...]], Exception | None]:
-    """Takes up to ``steps`` elements, as positional arguments, and what the iterator raised after them.
-
-    Where there is no element left it raises ``StopIteration``.
-    """
-    check_int("strategy.run_steps(steps)", steps)
-    if not hasattr(iterator, "__next__"):
-        raise ArgumentError(
-            f"strategy.run_steps got {type(iterator).__name__}, which is not an iterator. Pass "
-            "iter(dataset), and the same iterator to each call, so that no batch is seen twice."
-        )
-    batches: list[Any] = []
-    error = None
-    try:
-        with _context.taking_several():
-            # extend keeps what came before an error, which list(islice(…)) would lose.
-            batches.extend(islice(iterator, steps))
-    except Exception as raised:
-        if not batches:
-            raise
-        error = raised
-    if not batches:
-        raise StopIteration
-    return [batch if type(batch) is tuple else (batch,) for batch in batches], error
-
-
-def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
-    """Returns whether batches fit one scanned program: all there, all full, all of one signature."""
-    first = arguments[0]
-    return (
-        1 < steps == len(arguments)
-        and all(a.signature == first.signature and a.counts is None for a in arguments)
-        and not any(a.bound for a in arguments)
-    )
-
-
-def _compile(program: Program, steps: int) -> Compiled:
-    """Returns k steps of a program compiled into one."""
-    step, state = program.step, len(program.traced.old_inputs)
-    size = program.traced.sizes[2]
-    fixed = len(program.order) - size
-
-    def many(*flat: jax.Array) -> list[jax.Array]:
-        batches = [flat[fixed + k * size : fixed + (k + 1) * size] for k in range(steps)]
-        stacked = tuple(jnp.stack(leaves) for leaves in zip(*batches, strict=True))
-
-        def body(carry: Any, batch: Any) -> Any:
-            outs = step.function(*carry, *flat[state:fixed], *batch)
-            new = [o.astype(c.dtype) for o, c in zip(outs[:state], carry, strict=True)]
-            return tuple(new), tuple(outs[state:])
-
-        carry, results = jax.lax.scan(body, flat[:state], stacked, length=steps)
-        same = step.shardings.mirrored[state:]
-        return [
-            *carry,
-            *(r if m else jnp.moveaxis(r, 1, 0) for r, m in zip(results, same, strict=True)),
-        ]
-
-    def repeated(per_input: Sequence[Any]) -> tuple[Any, ...]:
-        return (*per_input[:fixed], *(tuple(per_input[fixed:]) * steps))
-
-    shardings = replace(
-        step.shardings,
-        stacked=repeated(step.shardings.stacked),
-        split=repeated(step.shardings.split),
-    )
-    avals, donated = repeated(step.avals), range(program.donated_state)
-    return program.compile(
-        replace(step, function=many, shardings=shardings, avals=avals, donated=donated)
-    )
-
-
-def stacked_results(results: Sequence[Any]) -> Any:
-    """Stacks the results of single steps as a scanned program would give them."""
-    with outside_mesh():
-        return jax.tree.map(
-            lambda *leaves: _stacked(leaves),
-            *results,
-            is_leaf=lambda leaf: isinstance(leaf, PerReplica),
-        )
-
-
-def _stacked(leaves: Sequence[Any]) -> Any:
-    first = leaves[0]
-    if isinstance(first, PerReplica):
-        if len({leaf.part_shape for leaf in leaves}) > 1:
-            raise ArgumentError(
-                "strategy.run_steps cannot stack results whose shapes differ from step to step, as "
-                'with shrinking batches. Use InputOptions(partial="mask"), or strategy.run.'
-            )
-        arrays = jnp.stack([leaf.global_array for leaf in leaves], axis=1)
-        why = _MIXED if any(leaf.counts is not None for leaf in leaves) else first.ambiguous
-        return PerReplica(arrays, first.mesh, ambiguous=why, step=first.step)
-    if isinstance(first, jax.Array):
-        return mark_mirrored(jnp.stack(leaves), step_of(first))
-    return first
-
-
-_MIXED = (
-    "These are the stacked results of several steps, one of them on a partial batch, so each step has "
-    "another number of real rows. Reduce them inside the step, or use strategy.run for the last batch."
-)
-
-
-def run_scanned(
-    entry: BoundProgram, values: Sequence[Any], arguments: Sequence[Arguments]
-) -> list[Any]:
-    """Runs k steps in one program, which is kept, and returns its outputs."""
-    program, steps = entry.program, len(arguments)
-    if steps not in program.scanned:
-        with preparing():
-            program.scanned[steps] = _compile(program, steps)
-    flat = entry.flat_inputs(values, arguments[0])
-    for more in arguments[1:]:
-        flat += [v.global_array if isinstance(v, PerReplica) else v for v in more.data]
-    return entry.execute(flat, program.scanned[steps])

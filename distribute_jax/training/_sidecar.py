@@ -16,8 +16,8 @@ from distribute_jax import checkpoint
 from distribute_jax._checks import check_int
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
 from distribute_jax.checkpoint._storage import directory_of
+from distribute_jax.training._batches import Keys
 from distribute_jax.training._fit import check_ends, validation_dataset
-from distribute_jax.training._inputs import Keys
 from distribute_jax.training._model import Model
 from distribute_jax.training.callbacks._callback import Callback
 

@@ -1,219 +1,30 @@
-"""What ``compile`` sets up, and the steps made of it, each for one replica; modes of modules."""
+"""The train, test and predict steps of a model, each written for one replica; modes of modules."""
 
 from __future__ import annotations
 
 import inspect
 import operator
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, converting, refuse, takes
+from distribute_jax._checks import takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import PyTree, listed, promoting, real_array
+from distribute_jax._messages import PyTree, promoting, real_array
 from distribute_jax._padding import align
 from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.collectives._check_in_sync import bit_hash
 from distribute_jax.program import results_are_parts
 from distribute_jax.strategies import get_replica_context
-from distribute_jax.training import _keras_optimizers as keras
-from distribute_jax.training._inputs import example_counts, unpack_x_y_sample_weight
-from distribute_jax.training._objective import MODES, Objective, variables, with_added_losses
-from distribute_jax.training._optimizer import Optimizer
-from distribute_jax.training._tracker import Tracker
-from distribute_jax.training._weights import is_trained, weight_variables
-from distribute_jax.variables import Variable
-
-
-class Setup:
-    """The parts of a compiled model, which its steps read; the arguments are those of ``compile``."""
-
-    class_weight: tuple[tuple[int, float], ...] = ()
-    """Classes and weights, for the ``fit`` that is running."""
-
-    def __init__(
-        self,
-        module: nnx.Module,
-        optimizer: Any,
-        loss: Any = None,
-        metrics: Any = None,
-        weighted_metrics: Any = None,
-        loss_weights: Any = None,
-        steps_per_execution: int | str = 1,
-        dtype_policy: str | None = None,
-        verify: str | None = None,
-        trainable: Any = None,
-        average: tuple[float, int | None] | None = None,
-        **options: Any,
-    ) -> None:
-        if steps_per_execution != "auto":
-            check_int('compile(steps_per_execution), if not "auto",', steps_per_execution)
-        check_choice("compile(verify)", verify, (None, "first", "off"))
-        self.steps_per_execution, self.verify = steps_per_execution, verify
-        inner: Any = module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module
-        self.call = type(inner).__call__
-        if isinstance(loss, str) and loss.lower() in keras.KERAS:
-            raise ArgumentError(f"compile(optimizer, loss): {loss!r} is an optimizer. Swap them.")
-        self.objective = Objective(loss, loss_weights)
-        self.policy = DTypePolicy(dtype_policy or "float32")
-        self.use_ema, self.has_averages = average is not None, False
-        self.optimizer = self._built(module, optimizer, trainable, average, options)
-        self.trained = None if trainable is None else self.optimizer.wrt
-        self.tracker = Tracker(self.objective, metrics, weighted_metrics)
-        self.tested = nnx.clone(self.tracker)
-
-    def _built(
-        self,
-        module: nnx.Module,
-        optimizer: Any,
-        trainable: Any,
-        average: Any,
-        options: dict[str, Any],
-    ) -> Optimizer:
-        """Builds an ``Optimizer`` of a transformation or a name, or returns the ``Optimizer`` it got."""
-        if not isinstance(optimizer, nnx.Optimizer):
-            tx = keras.optimizer(optimizer)
-            return Optimizer(
-                module,
-                tx if average is None else optax.chain(tx, keras.averaging(*average)),
-                wrt=_trained(module, trainable),
-                loss_scale="dynamic" if self.policy.compute_dtype == jnp.float16 else None,
-                **options,
-            )
-        if not isinstance(optimizer, Optimizer):
-            raise ArgumentError(
-                "compile got an nnx.Optimizer, which does not sum the gradients of the replicas. Pass its "
-                "optax transformation, compile(optax.adam(1e-3)), or a dj.Optimizer."
-            )
-        if average is not None:
-            refuse(
-                "compile(optimizer) with use_ema", "an optax transformation or a name", optimizer
-            )
-        if trainable is not None or options != _OPTIONS:
-            raise ArgumentError(
-                "gradient_accumulation_steps, clip_global_norm, skip_nonfinite and trainable (there wrt) are "
-                "arguments of dj.Optimizer, and compile got a dj.Optimizer."
-            )
-        return optimizer
-
-    def swap_averages(self, module: nnx.Module, *, averages: bool, keep: bool = False) -> None:
-        """Makes the moving averages the weights of the module, to ``keep`` there, or the weights again."""
-        # Before the first update there is no average.
-        if (
-            self.use_ema
-            and averages is not self.has_averages
-            and np.asarray(self.optimizer.step[...])
-        ):
-            keras.swap_averages(module, self.optimizer, keep=keep)
-            self.has_averages = averages and not keep
-
-    @contextmanager
-    def weighing_classes(self, weights: tuple[tuple[int, float], ...]) -> Iterator[None]:
-        before, self.class_weight = self.class_weight, weights
-        try:
-            yield
-        finally:
-            self.class_weight = before
-
-
-_OPTIONS = {"gradient_accumulation_steps": 1, "clip_global_norm": None, "skip_nonfinite": False}
-"""Arguments of ``compile`` that are those of ``Optimizer``, by default."""
-
-
-def _trained(module: nnx.Module, trainable: Any) -> Any:
-    """Returns a filter of what is trained: all weights, or those that ``trainable`` selects."""
-    has_variables = any(
-        isinstance(variable, Variable) and is_trained(path, variable)
-        for path, variable in nnx.iter_graph(module)
-    )
-    every = is_trained if has_variables else nnx.Param
-    if trainable is None:
-        return every
-    name, chosen = "compile(trainable)", trainable
-    if isinstance(trainable, str):
-        try:
-            search = re.compile(trainable).search
-        except re.error as error:
-            refuse(name, f"a regular expression ({error})", trainable, error)
-        chosen = lambda path, _: search(".".join(map(str, path))) is not None  # noqa: E731
-    with converting(name, trainable, "a regular expression, or a filter of Flax"):
-        trained = nnx.All(every, chosen)
-        selected = nnx.to_flat_state(nnx.state(module, trained))
-    if not selected:
-        names = listed([name for name, _ in weight_variables(module)])
-        raise ArgumentError(f"compile(trainable={trainable!r}) selects no weight of:\n{names}")
-    return trained
-
-
-_COMPUTE = {
-    "float32": None,
-    "mixed_bfloat16": jnp.bfloat16,
-    "bfloat16": jnp.bfloat16,
-    "mixed_float16": jnp.float16,
-    "float16": jnp.float16,
-}
-
-
-@dataclass(frozen=True)
-class DTypePolicy:
-    """The dtype in which a module computes; the dtypes of weights and loss do not change.
-
-    Args:
-        name: ``"float32"`` (nothing is cast), ``"mixed_bfloat16"`` or ``"mixed_float16"``.
-
-    Source: https://keras.io/api/mixed_precision/policy/
-    """
-
-    name: str = "float32"
-
-    def __post_init__(self) -> None:
-        check_choice("dtype_policy", self.name, tuple(_COMPUTE))
-
-    @property
-    def compute_dtype(self) -> Any:
-        """The dtype of the computation; None where nothing is cast."""
-        return _COMPUTE[self.name]
-
-    @contextmanager
-    def computing(self, module: nnx.Module) -> Iterator[None]:
-        """Lets a module compute with its weights in the policy's dtype, for the block."""
-        if self.compute_dtype is None:
-            yield
-            return
-        weights = [v for path, v in nnx.iter_graph(module) if is_trained(path, v)]
-        values = [v.get_raw_value() for v in weights]
-        for variable, value in zip(weights, values, strict=True):
-            variable.set_raw_value(self._cast(value))
-        try:
-            yield
-        finally:
-            for variable, value in zip(weights, values, strict=True):
-                variable.set_raw_value(value)
-
-    def cast_input(self, tree: PyTree) -> PyTree:
-        """Casts inputs to the dtype in which layers compute."""
-        return tree if self.compute_dtype is None else jax.tree.map(self._cast, tree)
-
-    def cast_output(self, tree: PyTree) -> PyTree:
-        """Casts outputs back, so that the loss is computed in float32."""
-        if self.compute_dtype is None:
-            return tree
-        return jax.tree.map(
-            lambda x: x.astype(jnp.float32) if x.dtype == self.compute_dtype else x, tree
-        )
-
-    def _cast(self, value: Any) -> Any:
-        floating = jnp.issubdtype(jnp.asarray(value).dtype, jnp.floating)
-        return jnp.asarray(value).astype(self.compute_dtype) if floating else value
+from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
+from distribute_jax.training._compile import Setup
+from distribute_jax.training._objective import MODES, variables, with_added_losses
+from distribute_jax.training._weights import is_trained
 
 
 def forward(

@@ -25,16 +25,11 @@ from distribute_jax.losses._shapes import check_probabilities
 from distribute_jax.processes import current_job
 from distribute_jax.program import PreparationClock, RunOptions, library_options, snapshot
 from distribute_jax.strategies import Strategy
-from distribute_jax.training._inputs import Batches, dict_hint, hint
+from distribute_jax.training._batches import Batches, dict_hint, hint
+from distribute_jax.training._compile import Setup
 from distribute_jax.training._objective import at, variables
-from distribute_jax.training._steps import Setup, Step, bind_step, mode, watching
-from distribute_jax.training._tracker import (
-    Snapshot,
-    StepLogs,
-    Tracker,
-    copied,
-    failure_hint,
-)
+from distribute_jax.training._steps import Step, bind_step, mode, watching
+from distribute_jax.training._tracker import Snapshot, StepLogs, Tracker, copied, failure_hint
 from distribute_jax.training.callbacks._callback import CallbackList
 
 

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_147,
+    lines: 51_209,
     lines_of_tests: 49_923,
-    files: 225,
+    files: 230,
     pieces: 1,
     private_words: 9,
     private_imports: 32,
