@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_209,
-    lines_of_tests: 49_923,
+    lines_of_tests: 49_925,
     files: 230,
     pieces: 1,
     private_words: 9,
