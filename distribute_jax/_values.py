@@ -97,9 +97,10 @@ class DistributedValues:
         try:
             shown = [v if is_key(v) else np.asarray(v) for v in self.values]
             parts = ", ".join(f"{i}: {v!r}" for i, v in enumerate(shown))
+        except jax.errors.JaxRuntimeError as error:
+            parts = f"unreadable, {step_of(self) or 'its step'} failed: {error_text(error)}"
         except Exception as error:
-            reason = f"{step_of(self) or type(error).__name__} failed"
-            parts = f"unreadable, {reason}: {error_text(error)}"
+            parts = f"unreadable, {type(error).__name__}: {error_text(error)}"
         return f"PerReplica:{{{parts}}}"
 
     def __format__(self, spec: str) -> str:

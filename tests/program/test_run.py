@@ -55,6 +55,8 @@ def test_values_that_differ_come_out_per_replica(s2: dj.MirroredStrategy):
     assert repr(ids) == "PerReplica:{0: array(0., dtype=float32), 1: array(1., dtype=float32)}"
     with pytest.raises(TypeError, match=r"^PerReplica of 2 × float32\[\] holds one value"):
         f"{ids:.3f}"
+    ids.global_array.delete()
+    assert repr(ids).startswith("PerReplica:{unreadable, DonatedError: float32[2] was given to")
     (batch,) = s2.distribute_dataset([np.zeros((80, 3), np.float32)])
     assert repr(batch) == "PerReplica of 2 × float32[40,3]"
 
