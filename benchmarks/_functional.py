@@ -52,8 +52,11 @@ def _train_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainSta
     return state.apply_gradients(grads=grads), loss
 
 
-def _trained(width: int, rows: int, *, fed: bool) -> dict[str, Step]:
-    """Returns the step of a ``TrainState``; with ``fed`` each takes a new batch from the host."""
+MEMORY, GENERATOR = "memory", "generator"
+
+
+def _trained(width: int, rows: int, *, fed_from: str = "") -> dict[str, Step]:
+    """Returns the step of a ``TrainState``; with ``fed_from`` each takes a new batch from the host."""
     model = _Layers(width)
     random = np.random.default_rng(0)
     data = [random.normal(size=(rows, width)).astype(np.float32) for _ in range(8)]
@@ -61,7 +64,11 @@ def _trained(width: int, rows: int, *, fed: bool) -> dict[str, Step]:
     params = model.init(jax.random.key(0), data[0])
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
     strategy = dj.OneDeviceStrategy("cpu:0")
-    source: Iterator[Any] = iter(strategy.distribute_dataset(lambda: cycle(batches)))
+    held_in_memory = dj.data.from_arrays((np.concatenate(data), np.concatenate(data)[:, :1]))
+    dataset = strategy.distribute_dataset(
+        (lambda: cycle(batches)) if fed_from == GENERATOR else held_in_memory.batch(rows).repeat()
+    )
+    source: Iterator[Any] = iter(dataset)
     here = next(source)
     placed = jax.device_put(batches[0])
     jitted, host = jax.jit(_train_step), cycle(batches)
@@ -79,8 +86,8 @@ def _trained(width: int, rows: int, *, fed: bool) -> dict[str, Step]:
         return strategy.run(_train_step, args=args)
 
     return {
-        RUN: carried(run, lambda: next(source) if fed else here),
-        JIT: carried(jitted, lambda: next(host) if fed else placed),
+        RUN: carried(run, lambda: next(source) if fed_from else here),
+        JIT: carried(jitted, lambda: next(host) if fed_from else placed),
     }
 
 
@@ -96,8 +103,15 @@ def _dict_of_arrays() -> dict[str, Step]:
 
 
 FUNCTIONAL: dict[str, Functional] = {
-    "TrainState in args": Functional(lambda: _trained(8, 16, fed=False), 40.0),
+    "TrainState in args": Functional(lambda: _trained(8, 16), 40.0),
     "a dict of 20 arrays": Functional(_dict_of_arrays, 40.0),
-    "TrainState, fed a new batch each step": Functional(lambda: _trained(8, 16, fed=True), 100.0),
-    "a whole program of large steps, fed": Functional(lambda: _trained(768, 256, fed=True), None),
+    "TrainState, fed a new batch each step": Functional(
+        lambda: _trained(8, 16, fed_from=MEMORY), 100.0
+    ),
+    "TrainState, fed by a generator": Functional(
+        lambda: _trained(8, 16, fed_from=GENERATOR), 100.0
+    ),
+    "a whole program of large steps, fed": Functional(
+        lambda: _trained(768, 256, fed_from=MEMORY), None
+    ),
 }

@@ -172,7 +172,8 @@ class DistributedDataset:
         if self._ahead == 0:
             return placed
         self._stalls.restart()
-        return Prefetcher(placed, self._ahead, self._stalls)
+        in_any_thread = self._feed.in_any_thread
+        return Prefetcher(placed, self._ahead, self._stalls, in_any_thread=in_any_thread)
 
     def _note_first(self, element: HostElement) -> None:
         if self._spec is None:

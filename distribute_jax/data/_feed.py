@@ -49,6 +49,8 @@ class Feed(ABC):
     """Whether an element is one global batch that the replicas divide."""
     cuts_batches = False
     """Whether one batch makes several steps."""
+    in_any_thread = False
+    """Whether one thread may begin to read and another go on."""
 
     @abstractmethod
     def open(self, epoch: int) -> Iterator[HostElement]:
@@ -88,6 +90,7 @@ class GlobalBatches(Feed):
         self._replicas = replicas
         self.is_infinite = self._source.is_infinite
         self.cuts_batches = not self.is_common and worker.count > 1
+        self.in_any_thread = worker.count == 1 and not self._source.runs_user_code
 
     def open(self, epoch: int) -> Iterator[HostElement]:
         return self._divided(self._source.open(epoch))

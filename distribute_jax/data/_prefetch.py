@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import logging
+import math
 import threading
 import time
 import weakref
@@ -26,6 +27,12 @@ _IN_THREAD = (
     "loop, pass InputOptions(experimental_per_replica_buffer_size=0)."
 )
 
+_QUICK = 0.0003
+"""Seconds that an element may take in the thread of the loop: to pass it between threads takes as long."""
+
+_LATE = 0.002
+"""Seconds beyond ``_QUICK``, of all elements together, after which the background thread starts."""
+
 _log = logging.getLogger("distribute_jax")
 
 
@@ -35,20 +42,35 @@ class Prefetcher(Iterator[Any]):
     At most ``depth`` elements are made and not yet taken, the one being made included. An exception of
     the generator is raised by ``next`` in its place. The thread ends, and closes the generator, at the
     end of the elements, after an exception, when the prefetcher is collected, and when Python exits. It
-    runs in the context of the first ``next``. How long each ``next`` waits is counted in ``stalls``.
+    runs in the context of the ``next`` that starts it. How long each ``next`` waits is counted in ``stalls``.
+
+    With ``in_any_thread`` the generator may begin in one thread and go on in another. It then stays in the
+    thread of the loop as long as its elements are made more quickly than threads pass them on.
     """
 
     def __init__(
-        self, elements: Generator[Any, None, None], depth: int, stalls: InputStallMonitor
+        self,
+        elements: Generator[Any, None, None],
+        depth: int,
+        stalls: InputStallMonitor,
+        *,
+        in_any_thread: bool = False,
     ) -> None:
         self._stalls = stalls
         self._buffer = _Buffer(depth)
         self._elements: Any = elements
+        self._late = 0.0 if in_any_thread else math.inf
         # The thread refers to the buffer and not to this object, which can so be collected.
         weakref.finalize(self, self._buffer.stop).atexit = False
 
     def __next__(self) -> Any:
         start = time.perf_counter()
+        if self._elements is not None and self._late <= _LATE:
+            element = next(self._elements)
+            self._late = max(0.0, self._late + time.perf_counter() - start - _QUICK)
+            if self._late > _LATE:
+                self._start()
+            return element
         if self._elements is not None:
             self._start()
         element = self._buffer.take()

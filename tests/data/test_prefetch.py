@@ -109,6 +109,20 @@ def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
     assert source.closed
 
 
+@pytest.mark.parametrize("late", [0.0, 3600.0])
+def test_quick_elements_stay_in_the_thread_of_the_loop(
+    late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that may change its thread does so after the element that made them late, or never."""
+    monkeypatch.setattr(_prefetch, "_QUICK", 0.0)
+    monkeypatch.setattr(_prefetch, "_LATE", late)
+    source = (threading.current_thread().name for _ in range(20))
+    names = list(Prefetcher(source, 2, InputStallMonitor(), in_any_thread=True))
+    mine, other = threading.current_thread().name, "distribute_jax prefetch"
+    assert names == ([mine] * 20 if late else [mine] + [other] * 19)
+    assert all_ended()
+
+
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background

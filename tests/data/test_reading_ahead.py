@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
+from distribute_jax.data import _prefetch
 
 
 def test_batches_are_ready_before_they_are_asked_for(s2: dj.MirroredStrategy) -> None:
@@ -79,6 +80,27 @@ def test_a_source_sees_the_surroundings_of_the_loop(s2: dj.MirroredStrategy) -> 
         (batch,) = list(s2.distribute_dataset(source))
         assert [int(part[0]) for part in batch.values] == [1, 2**40]
     assert seen == [(s2, True, 7)]
+
+
+def test_what_the_user_wrote_is_read_in_one_thread(
+    s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays and lists are read in the loop while they are quick; a function may hold on to its thread."""
+    monkeypatch.setattr(_prefetch, "_LATE", 3600.0)
+    batches = [np.ones(2, np.float32)] * 5
+    arrays = dj.data.from_arrays(np.ones(10, np.float32)).batch(2)
+    readers: list[str] = []
+
+    def noted(batch: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return batch
+
+    for source in (batches, arrays):
+        for _ in s2.distribute_dataset(source):
+            assert "distribute_jax prefetch" not in {t.name for t in threading.enumerate()}
+    for source in (arrays.map(noted), lambda: map(noted, batches)):
+        assert len(list(s2.distribute_dataset(source))) == 5
+    assert readers == ["distribute_jax prefetch"] * 10
 
 
 def test_leaving_a_loop_over_a_dataset_ends_its_thread(s2: dj.MirroredStrategy) -> None:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_210,
-    lines_of_tests: 49_927,
+    lines: 51_240,
+    lines_of_tests: 49_963,
     files: 230,
     pieces: 1,
     private_words: 9,

@@ -192,6 +192,7 @@ class ArraySource(Source):
         self._dataset = dataset
         self.is_infinite = dataset._is_endless()
         self.seed = dataset._seed
+        self.runs_user_code = bool(dataset._functions or dataset._batch_functions)
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return self._dataset._read(epoch, position)

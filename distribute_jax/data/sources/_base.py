@@ -29,6 +29,8 @@ class Source(ABC):
     """What has to be done for ``can_resume``, as a sentence with a space behind it."""
     is_infinite: bool = False
     """Whether an epoch never ends."""
+    runs_user_code: bool = True
+    """Whether reading may call a function of the user's, which is then called in one thread only."""
     seed: int | None = None
     """The seed of its shuffling, if known."""
     num_files: int | None = None

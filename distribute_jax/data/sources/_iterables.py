@@ -75,6 +75,7 @@ class _Iterable(Stream):
     def __init__(self, source: Any, method: str) -> None:
         self._source, self._method = source, method
         self._latest: Callable[[], Any] = lambda: None
+        self.runs_user_code = type(source) not in (list, tuple)
         if isinstance(source, Iterator):
             _register(self, source, method)
 
