@@ -11,6 +11,7 @@ from input_helpers import distribute, mesh_of, real_parts, values
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import split_sharding
 from distribute_jax._values import Layout
+from distribute_jax.data import _element
 
 
 def first(batch: Any, replicas: int = 2, partial: str = "mask") -> Any:
@@ -55,7 +56,8 @@ def test_each_shard_is_read_from_the_host_by_itself():
     assert element.global_array.shape == (8, 3)
 
 
-def test_a_loader_may_reuse_its_buffer():
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loader_may_reuse_its_buffer(replicas: int):
     """What the source writes into its array afterwards does not reach elements already given."""
     memory = np.zeros(512 * 64 + 16, np.float32)
     start = -memory.ctypes.data % 64 // 4  # JAX shares host memory that begins on a cache line
@@ -66,8 +68,28 @@ def test_a_loader_may_reuse_its_buffer():
             buffer[:] = i
             yield buffer
 
-    elements = list(distribute(reusing, 2))
+    elements = list(distribute(reusing, replicas))
     assert [np.unique(e.global_array).tolist() for e in elements] == [[i] for i in range(20)]
+
+
+def test_a_small_batch_for_one_device_is_sent_in_one_call(monkeypatch: pytest.MonkeyPatch):
+    """All leaves together, which is faster; under debug_nans one by one, since the data may hold NaNs."""
+    calls = []
+    together = _element._together
+
+    def counted(sharding: Any) -> Any:
+        calls.append(sharding)
+        return together(sharding)
+
+    monkeypatch.setattr(_element, "_together", counted)
+    batch = {"x": np.full((4, 2), np.nan), "y": np.arange(4), "z": np.ones((4, 0), np.int8)}
+    fast = first(batch, 1)
+    with jax.debug_nans(True):
+        checked = first(batch, 1)
+    assert len(calls) == 1
+    for key, leaf in fast.items():
+        assert leaf.global_array.dtype == checked[key].global_array.dtype
+        np.testing.assert_array_equal(leaf.global_array, checked[key].global_array)
 
 
 def test_a_jax_array_in_its_place_is_not_touched():

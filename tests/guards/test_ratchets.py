@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_240,
-    lines_of_tests: 49_963,
+    lines: 51_275,
+    lines_of_tests: 49_985,
     files: 230,
     pieces: 1,
     private_words: 9,
