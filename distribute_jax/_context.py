@@ -31,23 +31,23 @@ def require_method(strategy: Any, method: str) -> None:
     if top is not None and (top.replica is not None or top.strategy is not strategy):
         require_cross_replica(method)
         require_unmixed(strategy)
-    require_loop(method)
-    if not at_top_level() or builds_graph():
+    require_loop_thread(method)
+    if not at_top_level() or in_tf_function():
         require_untraced(method)
 
 
-def keeps_state(holder: Any) -> None:
+def register_state_holder(holder: Any) -> None:
     """Registers what has newer values of variables, as servers do, and how these come back."""
     _holders.add(holder)
 
 
-def bring_state(after_all: Callable[[], bool]) -> None:
+def fetch_state(after_all: Callable[[], bool]) -> None:
     """Lets all variables hold their newest values, of one moment, or what all scheduled work leaves."""
     for holder in list(_holders):
         holder.join() if after_all() else holder.write_back()
 
 
-def note_step() -> None:
+def record_step_thread() -> None:
     """Remembers that this thread runs steps."""
     _threads_of_steps.add(threading.get_ident())
 
@@ -58,7 +58,7 @@ def other_thread_runs_steps() -> bool:
 
 
 @contextmanager
-def reading_ahead() -> Iterator[None]:
+def prefetching() -> Iterator[None]:
     """Marks this thread as one that reads batches for a loop in another thread."""
     _doing.reads_ahead = True
     try:
@@ -68,7 +68,7 @@ def reading_ahead() -> Iterator[None]:
 
 
 @contextmanager
-def taking_several() -> Iterator[None]:
+def one_dispatch() -> Iterator[None]:
     """Marks the batches that are taken for one dispatch: only before the first is a step over."""
     _doing.batches_taken = 0
     try:
@@ -85,11 +85,11 @@ def is_between_steps() -> bool:
     return _doing.batches_taken == 1
 
 
-show_program: list[Callable[[Callable[[int | None], Any]], None]] = []
+plan_hooks: list[Callable[[Callable[[int | None], Any]], None]] = []
 """What to call, where there is such, in place of compiling the next step, with what plans that step."""
 
 
-def require_loop(method: str) -> None:
+def require_loop_thread(method: str) -> None:
     """Raises in a thread that reads batches ahead of the loop, which would wait for the loop itself."""
     if _doing.reads_ahead:
         raise ContextError(
@@ -110,7 +110,7 @@ def require_cross_replica(method: str) -> None:
         )
 
 
-def merging() -> bool:
+def in_merge_call() -> bool:
     """Returns whether this is the inside of ``merge_call`` in a step that is being compiled."""
     top = _frames.entered()
     return top is not None and top.merging and not at_top_level()
@@ -118,7 +118,7 @@ def merging() -> bool:
 
 def require_outside_step(method: str) -> None:
     """Raises in ``merge_call`` too, whose code is part of the step of every replica."""
-    if merging():
+    if in_merge_call():
         raise ContextError(
             f"{method} was called inside merge_call. What merge_call does is part of the step that "
             "strategy.run compiles, and a program cannot start another one or make data. Call the function "
@@ -137,7 +137,7 @@ def require_unmixed(strategy: Any) -> None:
         )
 
 
-def builds_graph() -> bool:
+def in_tf_function() -> bool:
     """Returns whether this is inside of a ``tf.function``."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and not getattr(tf, "executing_eagerly", at_top_level)()
@@ -145,12 +145,12 @@ def builds_graph() -> bool:
 
 def require_untraced(method: str) -> None:
     """Raises under the user's own jit, grad, vmap or scan, which our methods cannot be part of."""
-    if builds_graph():
+    if in_tf_function():
         raise ContextError(
             f"{method} was called inside a tf.function. Leave @tf.function out: strategy.run compiles the "
             "step, and a loop over batches is plain Python."
         )
-    if at_top_level() or merging():
+    if at_top_level() or in_merge_call():
         return
     raise ContextError(
         f"{method} was called inside a function that JAX is tracing (jax.jit, nnx.jit, grad, vmap or "

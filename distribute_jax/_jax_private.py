@@ -190,7 +190,7 @@ _trace_context: Callable[[], tuple[Any, ...]] = _jax_config.trace_context
 _config: Any = jax.config
 
 
-def context_now() -> tuple[Any, ...]:
+def last_settings() -> tuple[Any, ...]:
     """Returns all settings at the last call of ``trace_settings``: one object until they change."""
     now: tuple[Any, ...] = _known_settings[0]
     return now
@@ -222,7 +222,7 @@ def is_high(jaxpr: Any) -> bool:
 _PACKED = frozenset({"int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
 
 
-def with_packed_numbers(compiled: Any, avals: Sequence[Any]) -> Any:
+def without_layout_check(compiled: Any, avals: Sequence[Any]) -> Any:
     """Returns a compiled program as it is, or, where it takes numbers of less than a byte, without a check.
 
     JAX 0.10 says of such arrays on a CPU that they are not packed, and of the program that it wants them

@@ -181,7 +181,7 @@ def in_device_memory(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def computable(array: jax.Array) -> jax.Array:
+def in_default_memory(array: jax.Array) -> jax.Array:
     """Returns an array in the memory that computations use."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or sharding == in_device_memory(sharding):
@@ -197,7 +197,7 @@ def put(value: Any, to: Sharding) -> Any:
     puts its own parts: it is for the caller to know that the processes hold the same.
     """
     if isinstance(value, jax.Array) and value.sharding.device_set != to.device_set:
-        value = computable(value)  # JAX moves nothing from other memory to other devices
+        value = in_default_memory(value)  # JAX moves nothing from other memory to other devices
     if to.is_fully_addressable:
         # What several processes hold goes to one of them only from that one's own memory.
         elsewhere = isinstance(value, jax.Array) and not value.is_fully_addressable
@@ -238,10 +238,10 @@ def replicated(array: jax.Array) -> jax.Array:
             "jax.NamedSharding(mesh, spec))."
         )
     with outside_mesh():
-        return settled(_replicating(NamedSharding(array.sharding.mesh, PartitionSpec()))(array))
+        return wait_on_cpu(_replicating(NamedSharding(array.sharding.mesh, PartitionSpec()))(array))
 
 
-def settled(arrays: Arrays) -> Arrays:
+def wait_on_cpu(arrays: Arrays) -> Arrays:
     """Waits on CPU, and only there, for arrays that several devices computed outside of a step.
 
     The collectives of two programs that do not depend on each other take each other's threads there: none

@@ -19,8 +19,8 @@ from distribute_jax._mesh import (
     num_replicas,
     outside_mesh,
     replicas_per_device,
-    settled,
     split_sharding,
+    wait_on_cpu,
 )
 from distribute_jax._messages import leaf_text, listed
 from distribute_jax._values import Layout, PerReplica
@@ -135,7 +135,7 @@ def other_paddings(values: Sequence[PerReplica]) -> Iterator[list[PerReplica]]:
         for (mesh, counts, share), places in groups.items():
             rows, real = _one_row(counts, share, which), is_real(counts, share)
             parts = [values[i].global_array for i in places]
-            arrays = settled(_replacer(mesh)(parts, rows, real))
+            arrays = wait_on_cpu(_replacer(mesh)(parts, rows, real))
             for i, array in zip(places, arrays, strict=True):
                 changed[i] = PerReplica(array, mesh, layout=values[i].layout, counts=counts)
         yield changed

@@ -121,7 +121,7 @@ def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Dire
 
 def check_place(method: str) -> None:
     """Raises inside ``run``, under the user's jit, and where the processes cannot communicate."""
-    _context.require_loop(method)
+    _context.require_loop_thread(method)
     _context.require_cross_replica(method)
     _context.require_untraced(method)
     if jax.process_count() > 1 and current_job().is_alone:
@@ -135,7 +135,7 @@ def draft_of(directory: Directory, name: str, tree: Any, step: int | None, metho
     """Copies what this process writes of a tree to the host, so that the tree may change from then on."""
     check_place(method)
     # The position of an iterator is that after all steps that were scheduled.
-    _context.bring_state(lambda: any(s.spec.kind == ITERATOR for s in slots_of(tree)[0]))
+    _context.fetch_state(lambda: any(s.spec.kind == ITERATOR for s in slots_of(tree)[0]))
     with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, method)

@@ -41,12 +41,12 @@ def run(options: argparse.Namespace) -> int:
 
     sys.argv = [options.program, *options.arguments]
     sys.path.insert(0, "" if options.module else str(Path(options.program).resolve().parent))
-    _context.show_program.append(show)
+    _context.plan_hooks.append(show)
     try:
         runner: Any = runpy.run_module if options.module else runpy.run_path
         runner(options.program, run_name="__main__")
     finally:
-        _context.show_program.clear()
+        _context.plan_hooks.clear()
     say(f"plan: {options.program} has ended without a call of strategy.run.")
     return 1
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from distribute_jax import _context
 from distribute_jax._errors import ArgumentError, DonatedError, OutOfSyncError
-from distribute_jax._mesh import computable, outside_mesh
+from distribute_jax._mesh import in_default_memory, outside_mesh
 from distribute_jax._messages import PyTree, is_key, leaf_text, listed, on_bits, path_text
 from distribute_jax._values import PerReplica
 
@@ -117,7 +117,7 @@ class _Copies(NamedTuple):
 
     def of(self, array: jax.Array) -> jax.Array:
         """Presents each device's part as its copy of one array, so that a program can read each."""
-        array = computable(array)
+        array = in_default_memory(array)
         if self.whole:
             return array
         parts = [shard.data for shard in array.addressable_shards]

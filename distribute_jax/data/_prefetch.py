@@ -139,7 +139,7 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKey
 def _settings(top: _frames.Frame | None, x64: bool, device: Any) -> Iterator[None]:
     """Makes JAX's settings and the strategy of another thread current in this one."""
     scope = nullcontext() if top is None else top.strategy.scope()
-    with jax.enable_x64(x64), jax.default_device(device), scope, _context.reading_ahead():
+    with jax.enable_x64(x64), jax.default_device(device), scope, _context.prefetching():
         yield
 
 

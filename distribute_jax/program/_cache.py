@@ -98,8 +98,8 @@ class ProgramCache:
         fn, arguments, head = request.fn, request.arguments, request.head
         name = step_name(fn)
         check_function(fn)
-        if _context.show_program:
-            show = _context.show_program.pop()
+        if _context.plan_hooks:
+            show = _context.plan_hooks.pop()
             show(functools.partial(self.plan, fn, arguments, request.options))
         self.forget_dead()
         binding = Binding(fn, arguments)

@@ -21,8 +21,8 @@ from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._jax_private import (
     ARRAY,
     call_in_c,
-    context_now,
     deleted_arrays_crash,
+    last_settings,
     read_raw,
     write_raw,
 )
@@ -141,7 +141,7 @@ class BoundProgram:
         if not self.program.donated_state:
             return compiled(*flat)
         pending = self._pending = []
-        around = (context_now(), *_placements(flat[self._state_inputs :] if untouched else flat))
+        around = (last_settings(), *_placements(flat[self._state_inputs :] if untouched else flat))
         call, same = self._steady.get((compiled, untouched), (None, None))
         if same == around and not (_CONFIG.jax_debug_nans or _CONFIG.jax_debug_infs):
             # The program is called, and the list extended, in C: Python handles no signal between.

@@ -38,7 +38,7 @@ def take_batches(
     batches: list[Any] = []
     error = None
     try:
-        with _context.taking_several():
+        with _context.one_dispatch():
             # extend keeps what came before an error, which list(islice(…)) would lose.
             batches.extend(islice(iterator, steps))
     except Exception as raised:

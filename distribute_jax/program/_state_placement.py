@@ -271,7 +271,7 @@ def snapshot(tree: Any) -> Any:
         >>> kept[...].tolist(), model[...].tolist()
         ([0.0, 0.0], [1.0, 1.0])
     """
-    _context.require_loop("dj.snapshot")
+    _context.require_loop_thread("dj.snapshot")
     with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
         state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
         leaves = jax.tree_util.tree_leaves_with_path(

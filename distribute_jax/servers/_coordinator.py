@@ -156,7 +156,7 @@ class Coordinator:
         self._recording: Recording | None = None
         self.faults: Sequence[float] = ()
         """What goes wrong with messages of the orders from now on; see ``Order.faults``."""
-        _context.keeps_state(self)
+        _context.register_state_holder(self)
 
     # Called by the user's thread.
 

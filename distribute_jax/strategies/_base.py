@@ -221,7 +221,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
         self._enter_program("strategy.run")
-        _context.note_step()
+        _context.record_step_thread()
         return self._runner(fn, args, cast("Any", kwargs), options)
 
     @final
@@ -264,10 +264,10 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             [2.0]
         """
         self._enter_program("strategy.run_steps")
-        _context.note_step()
+        _context.record_step_thread()
         return self._runner.steps(fn, iterator, steps, options)
 
-    _ahead = 0
+    _max_pending = 0
     """How many steps :meth:`_dispatch` may leave unfinished whose results are to come."""
 
     def _dispatch(
@@ -278,16 +278,16 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             return self.run(fn, args=next(batches), options=options)
         return self.run_steps(fn, batches, steps, options)
 
-    def _fetched(self, results: PyTree) -> PyTree:
+    def _fetch(self, results: PyTree) -> PyTree:
         """Waits for what :meth:`_dispatch` returned."""
         return results
 
-    def _settle(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
+    def _sync_state(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
         """Lets variables hold what dispatched steps have left, for None after waiting for all of them."""
         if variables is None:
             self._runner.look_at_guards()
 
-    def _not_rows(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
+    def _non_batched_results(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Names the results of a step that do not have one row for each example."""
         return self._runner.find_non_batched_results(fn, args)
 

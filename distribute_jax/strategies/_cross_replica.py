@@ -25,7 +25,7 @@ from distribute_jax._mesh import (
     num_replicas,
     outside_mesh,
     replicated,
-    settled,
+    wait_on_cpu,
 )
 from distribute_jax._messages import check_int_range, error_text, is_key, leaf_text, promoting
 from distribute_jax._user_frames import log_once
@@ -151,7 +151,7 @@ def _read(value: Any, mesh: Mesh) -> tuple[Any, bool]:
     """Returns a value, of a variable what it holds, and whether that is equal on all replicas."""
     if not isinstance(value, nnx.Variable):
         return value, isinstance(value, Mirrored)
-    if _context.merging():
+    if _context.in_merge_call():
         return _of_traced_variable(value), False
     if isinstance(value, Variable) and value.is_on_read:
         mesh = mesh_of_components(value) or mesh
@@ -220,7 +220,7 @@ def _reduce_global(op: ReduceOp, values: Sequence[PerReplica], axes: Axes) -> li
     rows = [None if v.counts is None else np.asarray(v.counts, np.int32) for v in values]
     program = _compiled_reduce(op, tuple(kinds), values[0].mesh)
     with outside_mesh():
-        totals = settled(program([value.global_array for value in values], rows))
+        totals = wait_on_cpu(program([value.global_array for value in values], rows))
     return [
         on_host_device(total if value.counts is None or 0 in dims else total[: value.counts[0]])
         for total, value, (dims, _) in zip(totals, values, kinds, strict=True)
@@ -351,7 +351,7 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     _note_combined(f"strategy.gather(axis={axis})", value)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
     with outside_mesh():
-        return on_host_device(settled(function(value.global_array)))
+        return on_host_device(wait_on_cpu(function(value.global_array)))
 
 
 @functools.lru_cache(maxsize=256)

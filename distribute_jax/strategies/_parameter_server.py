@@ -189,18 +189,18 @@ class ParameterServerStrategy(Strategy):
         return self._coordinator.servers
 
     @property
-    def _ahead(self) -> int:  # type: ignore[override]
+    def _max_pending(self) -> int:  # type: ignore[override]
         return 2 * self.workers
 
     def _dispatch(self, fn: Any, batches: Iterator[Any], steps: int, options: Any) -> Any:
         if options is not None and options.verify == "first":
             return super()._dispatch(fn, batches, 1, options)
-        return self._runner.schedule(fn, next(batches), {}, most=self._ahead)
+        return self._runner.schedule(fn, next(batches), {}, most=self._max_pending)
 
-    def _fetched(self, results: Any) -> Any:
+    def _fetch(self, results: Any) -> Any:
         return jax.tree.map(lambda x: x.get() if isinstance(x, RemoteValue) else x, results)
 
-    def _settle(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
+    def _sync_state(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
         if variables is None:
             self._coordinator.join()
             self._runner.look_at_guards()

@@ -54,7 +54,7 @@ class Scope:
 
     def _enter(self) -> _frames.Frame:
         where = ExitStack()
-        frame = _frames.Frame(self._strategy, merging=_context.merging(), leave=where.close)
+        frame = _frames.Frame(self._strategy, merging=_context.in_merge_call(), leave=where.close)
         # In merge_call the mesh is known already, and arrays have no place of their own.
         if not frame.merging:
             where.enter_context(self._where())

@@ -277,7 +277,7 @@ class StepLogs:
         self._read(waiting)
 
     def _read(self, waiting: list[Any]) -> None:
-        for logs in map(self.strategy._fetched, waiting):
+        for logs in map(self.strategy._fetch, waiting):
             if logs is not None and not isinstance(logs, dict):
                 raise ArgumentError(
                     f"{self._kind}_step returned {type(logs).__name__}. It must return None, or a dict of "

@@ -119,9 +119,9 @@ class Trainer:
     def tracked(self, kind: str) -> Tracker:
         """Returns loss and metrics of training or of an evaluation, with the newest numbers there are."""
         tracker = self.tracker(kind)
-        self.strategy._settle(list(variables(tracker).values()))
-        if self.strategy._ahead and not np.asarray(tracker.loss.count.get_raw_value()):
-            self.strategy._settle()  # there are no means of no batch
+        self.strategy._sync_state(list(variables(tracker).values()))
+        if self.strategy._max_pending and not np.asarray(tracker.loss.count.get_raw_value()):
+            self.strategy._sync_state()  # there are no means of no batch
         return tracker
 
     def _wait(self) -> None:
@@ -135,12 +135,12 @@ class Trainer:
 
     def copy_state(self) -> list[Any]:
         """Returns a copy of the state of the module and the optimizer, after all steps so far."""
-        self.strategy._settle()
+        self.strategy._sync_state()
         return [snapshot(node) for node in (self.module, self.setup.optimizer)]
 
     def put_back(self, states: Sequence[Any]) -> None:
         """Sets that state, of which the next step takes the arrays."""
-        self.strategy._settle()
+        self.strategy._sync_state()
         for node, state in zip((self.module, self.setup.optimizer), states, strict=True):
             nnx.update(node, state)
 
@@ -193,7 +193,8 @@ class Trainer:
         with hint(partial(dict_hint, "predict", batches)), mode(self.module, training=False):
             callbacks.call("on_predict_begin")
             batch = batches.peek()
-            names = [] if batch is None else self.strategy._not_rows(self.step("predict"), batch)
+            non_batched = self.strategy._non_batched_results
+            names = [] if batch is None else non_batched(self.step("predict"), batch)
             if names:  # also where they happen to be as long as the batch
                 raise ArgumentError(_NO_ROWS.format(names=f": {', '.join(names)}"))
             self._loop("predict", batches, callbacks, outputs.logs, limit, 0, outputs.add)
@@ -293,14 +294,14 @@ def is_per_replica(leaf: Any) -> bool:
 @contextmanager
 def _settled(strategy: Strategy) -> Iterator[None]:
     """Waits for steps that are under way before and after a loop; of several errors the first is raised."""
-    strategy._settle()
+    strategy._sync_state()
     try:
         yield
     except BaseException:
         with suppress(Exception):
-            strategy._settle()
+            strategy._sync_state()
         raise
-    strategy._settle()
+    strategy._sync_state()
 
 
 _REPLAYED = """\
@@ -337,7 +338,7 @@ class Outputs:
     def add(self, outputs: Any, examples: int) -> None:
         """Adds the outputs of a batch of so many examples, which may not be computed yet."""
         self._to_come.append((outputs, examples))
-        self._take(self._strategy._ahead)
+        self._take(self._strategy._max_pending)
 
     def _take(self, ahead: int) -> None:
         while len(self._to_come) > ahead:
@@ -345,7 +346,7 @@ class Outputs:
 
     def _add(self, outputs: Any, examples: int) -> None:
         gather = partial(self._strategy.gather, axis=0)
-        gathered = jax.tree.map(gather, self._strategy._fetched(outputs), is_leaf=is_per_replica)
+        gathered = jax.tree.map(gather, self._strategy._fetch(outputs), is_leaf=is_per_replica)
         if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
             raise ArgumentError(_NO_ROWS.format(names=""))
         self._flush()
@@ -402,7 +403,7 @@ class ReentrancyGuard:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        self._strategy._settle()
+        self._strategy._sync_state()
         values = copied([v.get_raw_value() for v in self._variables])
         texts = [logs.text for logs in self._step_logs]
         try:

@@ -29,7 +29,7 @@ from distribute_jax.variables._components import uncommitted_copy
 
 def inside_run() -> bool:
     """Whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
-    return _frames.in_replica_context() or _context.merging()
+    return _frames.in_replica_context() or _context.in_merge_call()
 
 
 def readable_here(raw: Any) -> Any:

@@ -107,7 +107,7 @@ KINDS = ("run", "run_steps", "partial batch")
 
 AROUND_THE_PROGRAM = frozenset({
     "_advance", "execute", "_dispatch", "_done", "store", "_store_nests", "write_raw", "_dispatched",
-    "finished", "_placements", "call_in_c", "context_now",
+    "finished", "_placements", "call_in_c", "last_settings",
 })  # fmt: skip
 
 

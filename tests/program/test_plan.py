@@ -273,7 +273,7 @@ def test_a_model_of_shapes_is_planned() -> None:
 def test_the_first_step_can_be_shown_in_place_of_run(s2: dj.MirroredStrategy) -> None:
     """Once: what is asked for is the first step, and the next one runs."""
     training, shown = Training(s2), []
-    _context.show_program.append(lambda plan: shown.append(plan(64)))
+    _context.plan_hooks.append(lambda plan: shown.append(plan(64)))
     s2.run(training.step, training.batch)
     s2.run(lambda: None)
     assert [plan.replicas for plan in shown] == [64]

@@ -69,7 +69,7 @@ class Training:
     def run(self, data: list[np.ndarray]) -> None:
         for x in self.strategy.distribute_dataset(data):
             self.strategy.run(self.step, args=(x,))
-        self.strategy._settle()
+        self.strategy._sync_state()
 
     def state(self) -> list[bytes]:
         """All that the step writes, but for the counts."""

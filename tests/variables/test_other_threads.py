@@ -150,5 +150,5 @@ def test_a_value_that_never_comes_back_is_a_donated_error(
 
 def test_a_source_that_reads_ahead_may_not_take_a_snapshot() -> None:
     """It would wait for the loop, which waits for it."""
-    with _context.reading_ahead(), pytest.raises(RuntimeError, match="thread that reads ahead"):
+    with _context.prefetching(), pytest.raises(RuntimeError, match="thread that reads ahead"):
         dj.snapshot(jnp.ones(2))

@@ -67,7 +67,7 @@ class ModelCheckpoint(Monitor):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._schedule.is_due(self.params["batches"]):
-            self.model.strategy._settle()
+            self.model.strategy._sync_state()
             self._save(self._epoch, {"batch": batch + 1, **self._read()})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -223,7 +223,7 @@ class BackupAndRestore(Callback):
     def _tree(self, *, epoch: int, batch: int) -> dict[str, Any]:
         """Returns the state of the training, and where it goes on."""
         trainer = self.model.trainer
-        self.model.strategy._settle()  # what is saved is after exactly these batches
+        self.model.strategy._sync_state()  # what is saved is after exactly these batches
         return {
             "module": trainer.module,
             "optimizer": trainer.setup.optimizer,

@@ -84,7 +84,7 @@ class ProfilerCallback(Callback):
             )
 
     def _wait(self) -> None:
-        self.model.strategy._settle()
+        self.model.strategy._sync_state()
         jax.block_until_ready(nnx.state(self.model.module))
 
     def _release(self) -> None:
@@ -138,7 +138,7 @@ class TerminateOnNaN(Callback):
             self._end(f"epoch {epoch}")
 
     def _end(self, when: str) -> None:
-        self.model.strategy._settle()
+        self.model.strategy._sync_state()
         leaf = _first_bad(self.model.module) or _first_bad(self.model.optimizer, "optimizer.")
         where = "Weights and optimizer are still finite: look at the batch and the loss function."
         if leaf:
@@ -274,7 +274,7 @@ class ReplaySteps(Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._schedule.is_due(self.params["batches"] + 1):
             trainer = self.model.trainer
-            trainer.strategy._settle()
+            trainer.strategy._sync_state()
             try:
                 trainer.replayed(trainer.batches.peek())
             except PaddingLeakError:
@@ -345,7 +345,7 @@ class LossSpike(Callback):
         if self.policy != "rollback":
             return
         if is_due := self._schedule.is_due(self.params["batches"]):
-            self.model.strategy._settle()
+            self.model.strategy._sync_state()
         self._late.append(copy_of(self._losses.guard.counts))
         if not self._went_back(0 if is_due else BEHIND) and is_due:
             self._kept = self.model.trainer.copy_state()

@@ -398,7 +398,7 @@ class LearningRateFinder(Callback):
         self.model.learning_rate = float(self._tried[len(self.rates)])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self.model.strategy._settle()
+        self.model.strategy._sync_state()
         logs = self._read()
         if "loss" not in logs:
             raise ArgumentError("LearningRateFinder needs a loss, and the logs have none.")
